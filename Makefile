@@ -1,0 +1,29 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test check bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml scripts/setup
+	PYTHON=$(PYTHON) scripts/setup .venv
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/decoder.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python bench/graph_layer.py
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,80 @@
+"""phonograph records a forward pass once as a device graph, replays it, and always knows that the replay is right."""
+
+from phonograph.devices import Device, EmulatedDevice, open_device
+from phonograph.errors import (
+    BreakError,
+    CaptureError,
+    CoverageError,
+    DataDependentShapeError,
+    DeclarationError,
+    DeviceError,
+    HostConstantError,
+    HostReadError,
+    LoadError,
+    PhonographError,
+    PlanError,
+    VerifyError,
+)
+from phonograph.graphs.breaks import break_graph, graph_break
+from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.buffers import LoadMode, Registry
+from phonograph.graphs.capture import CaptureReport
+from phonograph.graphs.context import Stage, current
+from phonograph.graphs.decisions import Reason, Replay, RunEagerly, ShapeKey
+from phonograph.graphs.extent import Dim, Extent
+from phonograph.graphs.phase import Phase, Sample, Variant
+from phonograph.graphs.pool import BufferPool
+from phonograph.graphs.resolve import PhasePlan, Plan, resolve
+from phonograph.graphs.runner import Runner, RunnerOptions
+from phonograph.graphs.slots import Pad, Slot
+from phonograph.graphs.verify import VerifyReport, verify
+from phonograph.graphs.wrap import Graphed, graphed
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BreakError",
+    "Buckets",
+    "BufferPool",
+    "CaptureError",
+    "CaptureReport",
+    "CoverageError",
+    "DataDependentShapeError",
+    "DeclarationError",
+    "Device",
+    "DeviceError",
+    "Dim",
+    "EmulatedDevice",
+    "Extent",
+    "Graphed",
+    "HostConstantError",
+    "HostReadError",
+    "LoadError",
+    "LoadMode",
+    "Pad",
+    "Phase",
+    "PhasePlan",
+    "PhonographError",
+    "Plan",
+    "PlanError",
+    "Reason",
+    "Registry",
+    "Replay",
+    "RunEagerly",
+    "Runner",
+    "RunnerOptions",
+    "Sample",
+    "ShapeKey",
+    "Slot",
+    "Stage",
+    "Variant",
+    "VerifyError",
+    "VerifyReport",
+    "break_graph",
+    "current",
+    "graph_break",
+    "graphed",
+    "open_device",
+    "resolve",
+    "verify",
+]

@@ -1,0 +1,18 @@
+"""Devices that record and replay: protocols, the emulated CPU device, CUDA, and how to find one."""
+
+from phonograph.devices.base import Capabilities, Device, DeviceGraph, Fence, MemoryFigures, MemoryPool, Recorder
+from phonograph.devices.emulated import EmulatedDevice
+from phonograph.devices.registry import device_names, open_device
+
+__all__ = [
+    "Capabilities",
+    "Device",
+    "DeviceGraph",
+    "EmulatedDevice",
+    "Fence",
+    "MemoryFigures",
+    "MemoryPool",
+    "Recorder",
+    "device_names",
+    "open_device",
+]

@@ -1,0 +1,128 @@
+"""What a device must be able to do: record into a pool, replay, and say what it can't."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Facts about a device that rules and pools read; nothing else asks which device it is."""
+
+    backends: frozenset[str]
+    """The backends that work on it."""
+    shares_buffers: bool = True
+    """Whether several runners may use one input buffer."""
+    index_dtype: torch.dtype = torch.int64
+    """The integer type that its indexing kernels take."""
+    releases_memory: bool = True
+    """Whether releasing a graph gives its memory back."""
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes on the device, as its driver sees them."""
+
+    used: int
+    total: int
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+
+class MemoryPool(Protocol):
+    """Memory that the intermediates of several graphs share."""
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in memory that a recording of this pool allocated."""
+        ...
+
+    def poison(self, pattern: int) -> None:
+        """Overwrite everything that no replay has promised to keep; `pattern` picks the value (0 or 1)."""
+        ...
+
+
+class DeviceGraph(Protocol):
+    """One recorded, replayable sequence."""
+
+    def replay(self) -> None:
+        """Run the sequence again on the current stream, at the same addresses."""
+        ...
+
+    def release(self) -> None:
+        """Give the graph's resources back; it can't be replayed any more."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records the graphs of one recording, one after the other, with eager gaps between them."""
+
+    def begin(self) -> None:
+        """From here on, work is recorded and not run."""
+        ...
+
+    def end(self) -> DeviceGraph:
+        """Work is run again; returns what was recorded since `begin`."""
+        ...
+
+    def abort(self) -> None:
+        """Drop what was recorded since `begin` and leave the device as if it had never begun."""
+        ...
+
+
+class Fence(Protocol):
+    """A point in the device's work."""
+
+    def record(self) -> None:
+        """Mark the point: after all work issued so far on the current stream."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device has passed the point."""
+        ...
+
+
+class Device(Protocol):
+    """An adapter that can record and replay."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def new_pool(self) -> MemoryPool:
+        """Memory for graphs that are never replayed at the same time."""
+        ...
+
+    def recorder(self, pool: MemoryPool) -> AbstractContextManager[Recorder]:
+        """A recorder for one recording, with the streams set up as capture needs them."""
+        ...
+
+    def rehearsal(self) -> AbstractContextManager[Recorder]:
+        """A recorder that runs everything and records nothing, but refuses what capture would."""
+        ...
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, without keeping it from being used again by its pool."""
+        ...
+
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        """Host memory that the device copies from without the host waiting."""
+        ...
+
+    def fence(self) -> Fence: ...
+
+    def synchronize(self) -> None:
+        """Wait on the host for all work of the device."""
+        ...
+
+    def memory(self) -> MemoryFigures: ...

@@ -1,0 +1,278 @@
+"""NVIDIA GPUs, and AMD's through HIP, with torch's CUDA graphs."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from phonograph.devices.base import Capabilities, DeviceGraph, MemoryFigures, MemoryPool, Recorder
+from phonograph.devices.emulated import NoGraph
+from phonograph.devices.trace import refusing
+from phonograph.errors import DeviceError
+
+# Capture must not fail because of another thread's allocation or copy.
+_ERROR_MODE = "thread_local"
+_THREAD_LOCAL = 1
+_POOL_STREAMS = 32
+_POISON_BYTES = (0x3C, 0xBC)
+
+
+class _Memory:
+    """A stretch of device memory that somebody else owns, in the form that torch.as_tensor takes."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class CudaPool:
+    """A torch graph pool, kept open between recordings.
+
+    torch closes a pool with its last graph and then refuses its id, so the pool holds a small graph.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device = device
+        self.id = torch.cuda.graph_pool_handle()
+        self._anchor = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            self._anchor.capture_begin(pool=self.id, capture_error_mode=_ERROR_MODE)
+            torch.zeros(1, device=device)
+            self._anchor.capture_end()
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(s["address"] <= address < s["address"] + s["total_size"] for s in self._segments())
+
+    def poison(self, pattern: int) -> None:
+        for segment in self._segments():
+            for block in segment["blocks"]:
+                if block["state"] == "inactive":
+                    memory = torch.as_tensor(_Memory(block["address"], block["size"]), device=self.device)
+                    memory.fill_(_POISON_BYTES[pattern])
+
+    def _segments(self) -> list[dict[str, Any]]:
+        segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot(self.id)
+        return segments
+
+
+class CudaGraph:
+    """A captured torch.cuda.CUDAGraph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self.replay = graph.replay  # no Python frame between the runner and the launch
+        _live.add(self)
+
+    def release(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+            self.replay = _released
+
+
+def _released() -> None:
+    raise DeviceError("replaying a graph that was released. Capture it again.")
+
+
+_live: WeakSet[CudaGraph] = WeakSet()
+
+
+def release_all() -> None:
+    """Release every graph that is alive.
+
+    A communicator can't be destroyed while a graph holds its collectives: call this before
+    `torch.distributed.destroy_process_group`. At exit it runs by itself.
+    """
+    for graph in list(_live):
+        graph.release()
+
+
+atexit.register(release_all)
+
+
+class _CudaRecorder:
+    def __init__(self, pool: CudaPool, stream: torch.cuda.Stream) -> None:
+        self._pool = pool
+        self._stream = stream
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._forked: list[torch.cuda.Stream] = []
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool.id, capture_error_mode=_ERROR_MODE)
+        for side in self._forked:
+            side.wait_stream(self._stream)
+
+    def end(self) -> DeviceGraph:
+        graph, self._graph = self._graph, None
+        if graph is None:
+            raise DeviceError("ending a graph that was not begun. Call begin() first.")
+        try:
+            self._forked = _capturing_streams(self._stream)
+            for side in self._forked:
+                self._stream.wait_stream(side)
+            graph.capture_end()
+        except BaseException:
+            self._graph = graph
+            self.abort()
+            raise
+        return CudaGraph(graph)
+
+    def abort(self) -> None:
+        """End the capture; torch itself unwinds only one that is still valid.
+
+        After an invalidated capture `capture_end` raises before it takes the allocators and the random
+        generator out of capture. A second, valid capture on the same stream lets it go through.
+        """
+        graph, self._graph = self._graph, None
+        self._forked = []
+        if graph is None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the graph may be empty
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                _begin_capture(self._stream)
+                graph.capture_end()
+        graph.reset()
+
+
+def _begin_capture(stream: torch.cuda.Stream) -> None:
+    """Begin a capture below torch."""
+    if torch.version.hip:
+        begin = ctypes.CDLL("libamdhip64.so").hipStreamBeginCapture
+    else:
+        begin = ctypes.CDLL("libcuda.so.1").cuStreamBeginCapture_v2
+    status = begin(ctypes.c_void_p(stream.cuda_stream), _THREAD_LOCAL)
+    if status != 0:
+        raise DeviceError(
+            f"unwinding a failed capture: the driver refused with status {status}. Start the process again."
+        )
+
+
+def _capturing_streams(origin: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    """The side streams that the body has forked from the capture; torch hands streams out of two small rings."""
+    rings = [torch.cuda.Stream(priority=p) for p in (0, -1) for _ in range(_POOL_STREAMS)]
+    forked = []
+    for stream in rings:
+        if stream.cuda_stream != origin.cuda_stream:
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    forked.append(stream)
+    return forked
+
+
+class _CudaRehearsal:
+    """Makes every wait for the device an error between `begin` and `end`."""
+
+    def __init__(self) -> None:
+        self._modes = ExitStack()
+
+    def begin(self) -> None:
+        self._modes.enter_context(_waits_refused())
+        self._modes.enter_context(refusing("cuda"))
+
+    def end(self) -> DeviceGraph:
+        self._modes.close()
+        return NoGraph()
+
+    def abort(self) -> None:
+        self._modes.close()
+
+
+@contextmanager
+def _waits_refused() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class CudaDevice:
+    """One GPU."""
+
+    name = "cuda"
+    capabilities = Capabilities(backends=frozenset({"full", "breakable", "disabled"}))
+
+    def __init__(self, index: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise DeviceError("opening a CUDA device: torch sees none. Use device='emulated' on the CPU.")
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._stream = torch.cuda.Stream(self.torch_device)
+
+    def new_pool(self) -> CudaPool:
+        return CudaPool(self.torch_device, self._stream)
+
+    @contextmanager
+    def recorder(self, pool: MemoryPool) -> Iterator[Recorder]:
+        if not isinstance(pool, CudaPool):
+            raise DeviceError(f"recording on {self.torch_device} into {type(pool).__name__}. Use its new_pool().")
+        with self._on_capture_stream():
+            recorder = _CudaRecorder(pool, self._stream)
+            try:
+                yield recorder
+            finally:
+                recorder.abort()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[Recorder]:
+        # On the capture stream too: libraries keep a workspace per stream, and it must exist before capture.
+        with self._on_capture_stream():
+            rehearsal = _CudaRehearsal()
+            try:
+                yield rehearsal
+            finally:
+                rehearsal.abort()
+
+    @contextmanager
+    def _on_capture_stream(self) -> Iterator[None]:
+        outer = torch.cuda.current_stream(self.torch_device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        span = _span_bytes(tensor)
+        if span == 0:
+            return tensor
+        memory = torch.as_tensor(_Memory(tensor.data_ptr(), span), device=tensor.device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def fence(self) -> torch.Event:
+        return torch.Event(self.torch_device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def memory(self) -> MemoryFigures:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return MemoryFigures(used=total - free, total=total)
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

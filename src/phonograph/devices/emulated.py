@@ -1,0 +1,296 @@
+"""Device-graph semantics on the CPU, so that everything above is tested without a GPU.
+
+Recording runs each aten op once and writes it down; replay runs the same ops into the same memory.
+As on a real device, recording has no effect outside the graph: what it wrote to tensors from outside
+is put back at the end, its own intermediates hold nothing until the first replay, and they belong to
+the pool, whose other graphs may overwrite them. Streams, events, collectives and Triton kernels are
+not emulated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from phonograph.devices.base import Capabilities, DeviceGraph, MemoryFigures, MemoryPool, Recorder
+from phonograph.devices.trace import OpWatch, Refusals, refusal, refusing, tensors_in, written_tensors
+from phonograph.errors import DeviceError
+
+aten = torch.ops.aten
+
+# Their result is undefined memory: a replay leaves it as it is.
+_UNDEFINED = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+
+
+@dataclass(frozen=True)
+class _Op:
+    func: Any
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    fresh: tuple[tuple[int, torch.Tensor], ...]
+    """Position among the op's results, and the memory that keeps that result's address."""
+
+    def run(self) -> None:
+        results = list(tensors_in(self.func(*self.args, **self.kwargs)))
+        for position, kept in self.fresh:
+            kept.copy_(results[position])
+
+
+@dataclass(eq=False)
+class _Tape:
+    """The ops between one `begin` and its `end`, and the memory that they made."""
+
+    recording: object
+    ops: list[_Op] = field(default_factory=list)
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
+
+    def on_op(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        error = refusal(func, args, kwargs, "cpu")
+        if error is not None:
+            raise error
+        for tensor in written_tensors(func, args, kwargs):
+            self._save(tensor)
+        result = func(*args, **kwargs)
+        before = {_storage_id(t) for t in tensors_in((args, kwargs))}
+        fresh = [(i, t) for i, t in enumerate(tensors_in(result)) if _storage_id(t) not in before]
+        if func is aten.lift_fresh.default:
+            return result
+        for _, tensor in fresh:
+            self.made.setdefault(_storage_id(tensor), tensor)
+        # A view of memory that keeps its address needs no replay; a write or a fresh result does.
+        if (fresh or func._schema.is_mutable) and not _is_undefined_or_view(func):
+            kept = tuple((i, t.detach()) for i, t in fresh)
+            self.ops.append(_Op(func, _aliases(args), _aliases(kwargs), kept))
+        return result
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.made and storage._cdata not in self.saved:
+            self.saved[storage._cdata] = (storage, storage.clone())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.made.values())
+
+    def undo(self) -> None:
+        """Put back what recording wrote to memory that it did not make."""
+        for storage, content in self.saved.values():
+            storage.copy_(content)
+        self.saved.clear()
+
+
+def _is_undefined_or_view(func: Any) -> bool:
+    return func in _UNDEFINED or torch.Tag.inplace_view in func.tags
+
+
+def _aliases(value: Any) -> Any:
+    """The arguments with tensors of their own: an in-place view op (`squeeze_`) changes the shape of the user's."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, list | tuple):
+        return type(value)(_aliases(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _aliases(item) for key, item in value.items()}
+    return value
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class EmulatedPool:
+    """The tapes whose memory a real device would overlay."""
+
+    def __init__(self, *, poison: bool) -> None:
+        self.poisons = poison
+        self.tapes: list[_Tape] = []
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return any(_storage_id(tensor) in tape.made for tape in self.tapes)
+
+    def poison(self, pattern: int) -> None:
+        self.poison_all_but(None, pattern)
+
+    def poison_all_but(self, recording: object, pattern: int = 0) -> None:
+        for tape in self.tapes:
+            if tape.recording is not recording:
+                for tensor in tape.made.values():
+                    _poison(tensor, pattern)
+
+
+def _poison(tensor: torch.Tensor, pattern: int) -> None:
+    """Fill a tensor's whole storage with a finite value that is unlikely to be right."""
+    flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    if tensor.dtype == torch.bool:
+        flat.fill_(bool(pattern))
+    elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        flat.fill_((-191.0, 223.0)[pattern])
+    else:
+        flat.fill_((0, 1)[pattern])
+
+
+class EmulatedGraph:
+    """A tape that can be replayed."""
+
+    def __init__(self, tape: _Tape, pool: EmulatedPool) -> None:
+        self._tape = tape
+        self._pool = pool
+        self._released = False
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        if self._released:
+            raise DeviceError("replaying a graph that was released. Capture it again.")
+        if self._pool.poisons:
+            self._pool.poison_all_but(self._tape.recording)
+        for op in self._tape.ops:
+            op.run()
+
+    def release(self) -> None:
+        self._released = True
+        if self._tape in self._pool.tapes:
+            self._pool.tapes.remove(self._tape)
+
+
+class _EmulatedRecorder:
+    def __init__(self, pool: EmulatedPool) -> None:
+        self._pool = pool
+        self._tape: _Tape | None = None
+        self._modes = ExitStack()
+        self._random_state = torch.get_rng_state()
+
+    def begin(self) -> None:
+        if self._tape is not None:
+            raise DeviceError("beginning a graph while one is being recorded. End the first, or abort it.")
+        self._tape = _Tape(recording=self)
+        self._random_state = torch.get_rng_state()
+        self._modes.enter_context(Refusals("cpu"))
+        self._modes.enter_context(OpWatch(self._tape.on_op))
+
+    def end(self) -> DeviceGraph:
+        tape = self._close()
+        self._pool.tapes.append(tape)
+        with torch.inference_mode():
+            for tensor in tape.made.values():
+                _poison(tensor, 0)
+        return EmulatedGraph(tape, self._pool)
+
+    def abort(self) -> None:
+        if self._tape is not None:
+            self._close()
+
+    def _close(self) -> _Tape:
+        tape, self._tape = self._tape, None
+        if tape is None:
+            raise DeviceError("ending a graph that was not begun. Call begin() first.")
+        # Inference mode is entered after the modes are left: on exit it restores the dispatch keys it found.
+        self._modes.close()
+        with torch.inference_mode():
+            tape.undo()
+        torch.set_rng_state(self._random_state)
+        return tape
+
+
+class _EmulatedRehearsal:
+    """Refuses between `begin` and `end`; records nothing."""
+
+    def __init__(self) -> None:
+        self._modes = ExitStack()
+
+    def begin(self) -> None:
+        self._modes.enter_context(refusing("cpu"))
+
+    def end(self) -> DeviceGraph:
+        self._modes.close()
+        return NoGraph()
+
+    def abort(self) -> None:
+        self._modes.close()
+
+
+class NoGraph:
+    """What a rehearsal records."""
+
+    def replay(self) -> None:
+        return None
+
+    def release(self) -> None:
+        return None
+
+
+class NoFence:
+    """The CPU runs in order: every point is passed as soon as it is marked."""
+
+    def record(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+class EmulatedDevice:
+    """The CPU with the rules of a device that records graphs.
+
+    `poison=True` overwrites, before a replay, what other recordings of the pool left behind.
+    """
+
+    name = "emulated"
+    torch_device = torch.device("cpu")
+    capabilities = Capabilities(backends=frozenset({"full", "breakable", "disabled"}))
+
+    def __init__(self, *, poison: bool = False) -> None:
+        self._poison = poison
+        self._pools: WeakSet[EmulatedPool] = WeakSet()
+
+    def new_pool(self) -> EmulatedPool:
+        pool = EmulatedPool(poison=self._poison)
+        self._pools.add(pool)
+        return pool
+
+    @contextmanager
+    def recorder(self, pool: MemoryPool) -> Iterator[Recorder]:
+        if not isinstance(pool, EmulatedPool):
+            raise DeviceError(f"recording on the emulated device into {type(pool).__name__}. Use its new_pool().")
+        recorder = _EmulatedRecorder(pool)
+        try:
+            yield recorder
+        finally:
+            recorder.abort()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[Recorder]:
+        rehearsal = _EmulatedRehearsal()
+        try:
+            yield rehearsal
+        finally:
+            rehearsal.abort()
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def fence(self) -> NoFence:
+        return NoFence()
+
+    def synchronize(self) -> None:
+        return None
+
+    def memory(self) -> MemoryFigures:
+        """Bytes that the recordings of this device hold; a real device would overlay them."""
+        used = sum(tape.num_bytes for pool in self._pools for tape in pool.tapes)
+        return MemoryFigures(used=used, total=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,49 @@
+"""Finds a device by name, by torch device, or by what is there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+import torch
+
+from phonograph.devices.base import Device
+from phonograph.devices.cuda import CudaDevice
+from phonograph.devices.emulated import EmulatedDevice
+from phonograph.errors import DeviceError
+
+ENTRY_POINT = "phonograph.devices"
+
+_BUILT_IN: dict[str, Callable[[torch.device], Device]] = {
+    "cuda": lambda device: CudaDevice(device.index),
+    "emulated": lambda device: EmulatedDevice(),
+    "cpu": lambda device: EmulatedDevice(),
+}
+
+
+def device_names() -> list[str]:
+    """Every name that `open_device` takes."""
+    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT))})
+
+
+def open_device(spec: str | torch.device | Device | None = None) -> Device:
+    """A device by name ('cuda:1', 'emulated'), by torch device, or None for the accelerator present, else the CPU.
+
+    A third-party package adds one through the entry-point group `phonograph.devices`: a name, which is the
+    torch device type, and a callable that takes a torch.device and returns a `Device`.
+    """
+    if spec is None:
+        spec = torch.accelerator.current_accelerator() or "cpu"
+    if not isinstance(spec, str | torch.device):
+        return spec
+    name, _, index = str(spec).partition(":")
+    for point in entry_points(group=ENTRY_POINT, name=name):
+        make: Callable[[torch.device], Device] = point.load()
+        return make(torch.device(name, int(index) if index else None))
+    if name not in _BUILT_IN:
+        near = difflib.get_close_matches(name, device_names(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise DeviceError(f"opening device {str(spec)!r}: unknown{hint} (known: {', '.join(device_names())})")
+    where = "cpu" if name == "emulated" else name
+    return _BUILT_IN[name](torch.device(where, int(index) if index else None))

@@ -1,0 +1,92 @@
+"""Every exception that phonograph raises on purpose.
+
+PhonographError
+├── DeclarationError      a slot, dim, pool or phase is declared in a way that can't work
+├── LoadError             a batch doesn't fit the slots of its phase
+├── DeviceError           a device is unknown, missing, or can't do what is asked
+├── CaptureError          a recording could not be made
+│   ├── HostReadError             the host reads a device value
+│   ├── DataDependentShapeError   a shape depends on device values
+│   └── HostConstantError         a host value would be frozen into the graph
+├── BreakError            a gap's outputs don't fit what the next graph reads
+├── PlanError             the configuration asks for something that can't be
+├── CoverageError         strict mode: a batch has no graph
+└── VerifyError           a replay is not what the eager path gives
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class PhonographError(Exception):
+    """The root of the tree."""
+
+
+class DeclarationError(PhonographError, ValueError):
+    """A slot, dim, pool or phase is declared in a way that can't work."""
+
+
+class LoadError(PhonographError, ValueError):
+    """A batch doesn't fit the slots of its phase."""
+
+
+class DeviceError(PhonographError, RuntimeError):
+    """A device is unknown, missing, or can't do what is asked."""
+
+
+class BreakError(PhonographError, RuntimeError):
+    """A gap's outputs don't fit what the next graph reads."""
+
+
+class PlanError(PhonographError, ValueError):
+    """The configuration asks for something that can't be."""
+
+
+class CoverageError(PhonographError, RuntimeError):
+    """Strict mode: a batch has no graph."""
+
+
+class VerifyError(PhonographError, AssertionError):
+    """A replay is not what the eager path gives."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line}, in {self.function}"
+
+
+class CaptureError(PhonographError, RuntimeError):
+    """A recording could not be made; says what was captured, which op, which line, and the remedy."""
+
+    def __init__(self, problem: str, remedy: str, *, op: str = "", frame: Frame | None = None, shape: str = "") -> None:
+        self.problem = problem
+        self.remedy = remedy
+        self.op = op
+        self.frame = frame
+        self.shape = shape
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        doing = f"capturing {self.shape}: " if self.shape else ""
+        where = f" ({self.frame})" if self.frame else ""
+        return f"{doing}{self.problem}{where}. {self.remedy}"
+
+
+class HostReadError(CaptureError):
+    """The host reads a device value while a graph is recorded."""
+
+
+class DataDependentShapeError(CaptureError):
+    """A shape depends on device values."""
+
+
+class HostConstantError(CaptureError):
+    """A host value would be frozen into the graph."""

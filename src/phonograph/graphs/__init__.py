@@ -1,0 +1,1 @@
+"""The graph layer: slots, buffers, backends, runner, plan and verification, for any PyTorch callable."""

@@ -1,0 +1,20 @@
+"""Backends by name; a new one is a file here and a line in this table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phonograph.devices import Device, MemoryPool
+from phonograph.graphs.backends.base import Backend, Body, Recording
+from phonograph.graphs.backends.breakable import BreakableBackend
+from phonograph.graphs.backends.debug import DebugBackend
+from phonograph.graphs.backends.disabled import DisabledBackend
+from phonograph.graphs.backends.full import FullBackend
+
+BACKENDS: dict[str, Callable[[Device, MemoryPool], Backend]] = {
+    "full": FullBackend,
+    "breakable": BreakableBackend,
+    "disabled": DisabledBackend,
+}
+
+__all__ = ["BACKENDS", "Backend", "Body", "DebugBackend", "Recording"]

@@ -1,0 +1,54 @@
+"""What a backend is: it makes a recording of a zero-argument body, and knows neither runner nor batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from phonograph.devices import DeviceGraph
+from phonograph.graphs.decisions import ShapeKey
+
+Body = Callable[[], Any]
+Step = Callable[[], None]
+
+
+@dataclass(eq=False)
+class Recording:
+    """What a backend made of one shape: graphs and gaps in order, and the outputs they write."""
+
+    steps: Sequence[Step]
+    outputs: Any
+    graphs: Sequence[DeviceGraph] = ()
+    has_gaps: bool = False
+    replay: Step = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replay = self.steps[0] if len(self.steps) == 1 else self._replay_all
+
+    def _replay_all(self) -> None:
+        for step in self.steps:
+            step()
+
+    def release(self) -> None:
+        """Give the graphs back; the recording can't be replayed any more."""
+        for graph in self.graphs:
+            graph.release()
+
+
+class Backend(Protocol):
+    """How a phase is recorded."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, key: ShapeKey, body: Body, *, rehearse: bool) -> Any:
+        """Run the body once as a warm-up and return what it returned.
+
+        With `rehearse`, whatever capture would refuse raises its named error now.
+        """
+        ...
+
+    def capture(self, key: ShapeKey, body: Body) -> Recording:
+        """Record the body; `prepare` has run for every key of the phase before."""
+        ...

@@ -1,0 +1,239 @@
+"""Records a phase: every shape is warmed before any is captured, largest first, into one memory pool."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from phonograph.devices import Device
+from phonograph.devices.trace import raising_frame
+from phonograph.errors import CaptureError, PhonographError
+from phonograph.graphs.backends import Backend, Body, Recording
+from phonograph.graphs.buffers import LoadMode, Registry
+from phonograph.graphs.context import Current, Stage, current, entering
+from phonograph.graphs.decisions import ShapeKey
+from phonograph.graphs.extent import Extent
+from phonograph.graphs.outputs import OutputBuffers, Run, specs_of, trimmed_axes
+from phonograph.graphs.phase import Phase
+from phonograph.graphs.progress import Progress
+
+log = logging.getLogger("phonograph")
+
+_CAPTURE_SEED = 0
+_LOOK = "Run the body eagerly under a debugger, or mark the call @graph_break and use the breakable backend"
+
+
+@dataclass(frozen=True)
+class CaptureRow:
+    """One line of the capture table."""
+
+    key: ShapeKey
+    seconds: float
+    num_bytes: int
+    num_graphs: int
+    error: CaptureError | None = None
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What a capture made, and what it could not make."""
+
+    rows: tuple[CaptureRow, ...]
+    warm_seconds: float
+    seconds: float
+
+    @property
+    def failures(self) -> tuple[CaptureRow, ...]:
+        return tuple(row for row in self.rows if row.error is not None)
+
+    def __str__(self) -> str:
+        lines = [f"{'recording':<28} {'graphs':>6} {'seconds':>9} {'bytes':>14}"]
+        for row in self.rows:
+            if row.error is None:
+                lines.append(f"{row.key!s:<28} {row.num_graphs:>6} {row.seconds:>9.4f} {row.num_bytes:>14,}")
+            else:
+                lines.append(f"{row.key!s:<28} failed: {row.error}")
+        made = [row for row in self.rows if row.error is None]
+        total = sum(row.num_bytes for row in made)
+        lines.append(
+            f"{f'{len(made)} of {len(self.rows)} captured':<28} {sum(r.num_graphs for r in made):>6} "
+            f"{self.seconds:>9.4f} {total:>14,}  (warm-up {self.warm_seconds:.4f} s of it)"
+        )
+        return "\n".join(lines)
+
+
+@dataclass(eq=False)
+class Captured:
+    """The recordings of a phase, and how to trim what they put out."""
+
+    recordings: dict[ShapeKey, Recording]
+    axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]
+    report: CaptureReport
+
+
+@dataclass(eq=False)
+class Capture:
+    """One capture of all shapes of a phase."""
+
+    phase: Phase
+    device: Device
+    registry: Registry
+    backend: Backend
+    outputs: OutputBuffers
+    progress: Progress
+    collect_garbage: bool = False
+    barrier: Callable[[], None] | None = None
+    """Called between warm-ups where ranks must stay together."""
+    _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
+    _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
+
+    def run(self, keys: Sequence[ShapeKey]) -> Captured:
+        """Warm all, then capture all that could be warmed."""
+        start = time.perf_counter()
+        with torch.no_grad(), gc_frozen(self.collect_garbage):
+            self._warm_all(keys)
+            axes = self._trimmed_axes(keys)
+            for runs in self._runs.values():
+                self.outputs.expect(runs[0].outputs)
+            self.outputs.allocate()
+            self.device.synchronize()
+            warm_seconds = time.perf_counter() - start
+            rows, recordings = self._capture_all(keys)
+        report = CaptureReport(tuple(rows), warm_seconds, time.perf_counter() - start)
+        for row in report.failures:
+            log.warning("%s", row.error)
+        return Captured(recordings, axes, report)
+
+    def bind(self, key: ShapeKey, stage: Stage) -> Body:
+        """Load a sample for the key; the body that is returned runs on the buffers' views."""
+        padded = self.phase.padded(key.size)
+        extent = Extent(padded, padded)
+        sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
+        view = self.registry.load(sample.batch, extent, beside=sample.beside, without=self.phase.without)
+        if self.phase.plan is not None:
+            self.phase.plan(view.batch, extent)
+        now = Current(self.phase.name, self.backend.name, stage, view.batch)
+
+        def body() -> Any:
+            # The backend around it says where to break.
+            with entering(replace(now, breaker=current().breaker)):
+                return self.phase.forward(view.batch, view.beside)
+
+        return body
+
+    def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
+        for index, key in enumerate(keys):
+            # The first ones are the largest: workspaces reach their final size before the rehearsal.
+            if key.size == keys[0].size:
+                self._warm(key, rehearse=False)
+            self._warm(key, rehearse=True)
+            self.progress(f"warming {key}", index + 1, len(keys))
+
+    def _warm(self, key: ShapeKey, *, rehearse: bool) -> None:
+        if key in self._errors:
+            return
+        try:
+            result = self.backend.prepare(key, self.bind(key, Stage.WARMING), rehearse=rehearse)
+            self._runs[key] = [Run(self._varying(self.phase.padded(key.size)), specs_of(result))]
+        except Exception as error:
+            self._errors[key] = as_capture_error(error, key)
+        if self.barrier is not None:
+            self.barrier()
+
+    def _varying(self, sizes: dict[str, int]) -> dict[str, int]:
+        dims = self.phase.all_dims
+        return {name: size for name, size in sizes.items() if dims[name].limit is None}
+
+    def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]:
+        grouped: dict[tuple[str, frozenset[str]], list[ShapeKey]] = {}
+        for key in keys:
+            if key in self._runs:
+                grouped.setdefault((key.variant, key.absent), []).append(key)
+        axes = {}
+        for group, members in grouped.items():
+            runs = [run for key in members for run in self._runs[key]]
+            if len(members) == 1:
+                # One size can't tell an axis that follows the bucket from one that only equals it.
+                runs.append(self._probe(members[0]))
+            axes[group] = trimmed_axes(runs)
+        return axes
+
+    def _probe(self, key: ShapeKey) -> Run:
+        """An eager run at another size."""
+        sizes = self.phase.padded(key.size - 1 if key.size > 1 else 2)
+        extent = Extent(sizes, sizes)
+        sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
+        view = self.registry.load(
+            sample.batch, extent, mode=LoadMode.EAGER, beside=sample.beside, without=self.phase.without
+        )
+        if self.phase.plan is not None:
+            self.phase.plan(view.batch, extent)
+        with entering(Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)):
+            result = self.phase.forward(view.batch, view.beside)
+        return Run(self._varying(sizes), specs_of(result))
+
+    def _capture_all(self, keys: Sequence[ShapeKey]) -> tuple[list[CaptureRow], dict[ShapeKey, Recording]]:
+        rows: list[CaptureRow] = []
+        recordings: dict[ShapeKey, Recording] = {}
+        for index, key in enumerate(keys):
+            begin, before = time.perf_counter(), self.device.memory().used
+            recording = self._capture(key)
+            num_bytes = max(0, self.device.memory().used - before)
+            seconds = time.perf_counter() - begin
+            num_graphs = len(recording.graphs) if recording else 0
+            rows.append(CaptureRow(key, seconds, num_bytes, num_graphs, self._errors.get(key)))
+            if recording is not None:
+                recordings[key] = recording
+            self.progress(f"capturing {key}", index + 1, len(keys))
+        return rows, recordings
+
+    def _capture(self, key: ShapeKey) -> Recording | None:
+        if key in self._errors:
+            return None
+        try:
+            body = self.bind(key, Stage.CAPTURING)
+            return self.backend.capture(key, lambda: self.outputs.store(body()))
+        except Exception as error:
+            self._errors[key] = as_capture_error(error, key)
+            return None
+
+
+def as_capture_error(error: Exception, key: ShapeKey) -> CaptureError:
+    """The error with the shape it belongs to; its frames are let go, since they hold the body's tensors."""
+    if isinstance(error, CaptureError):
+        error.shape = str(key)
+        found = error
+    else:
+        what = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        problem = (
+            what.rstrip(".") if isinstance(error, PhonographError) else f"{type(error).__name__}: {what.rstrip('.')}"
+        )
+        found = CaptureError(problem, _LOOK, frame=raising_frame(error.__traceback__), shape=str(key))
+    traceback.clear_frames(error.__traceback__)
+    return found.with_traceback(None)
+
+
+@contextmanager
+def gc_frozen(collect: bool) -> Iterator[None]:
+    """Keep the garbage collector from running: a collection in the middle of a capture may free device memory."""
+    if collect:
+        yield
+        return
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,65 @@
+"""The one ambient value of the package: what is being recorded or run right now, and for which batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Protocol
+
+
+class Stage(Enum):
+    """Why the code around it runs now."""
+
+    COMPILING = "compiling"
+    WARMING = "warming"
+    CAPTURING = "capturing"
+    REPLAYING = "replaying"
+    EAGER = "eager"
+
+
+class Breaker(Protocol):
+    """Runs a call eagerly between two graphs of the recording that is being made."""
+
+    def gap(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Current:
+    """What `current()` answers. Outside every runner: no phase, no backend, eager."""
+
+    phase: str | None = None
+    backend: str | None = None
+    stage: Stage = Stage.EAGER
+    batch: Any = None
+    """The live batch: in a gap or a tail, the one that is served now, without its padding."""
+    breaker: Breaker | None = None
+    """Where `@graph_break` breaks; None where there is nothing to break."""
+
+
+_OUTSIDE = Current()
+_current: ContextVar[Current] = ContextVar("phonograph_current", default=_OUTSIDE)
+
+
+def current() -> Current:
+    """What runs right now: phase, backend, stage and the live batch."""
+    return _current.get()
+
+
+@contextmanager
+def entering(now: Current) -> Iterator[None]:
+    """Make `now` current; what was current is restored, also after an exception."""
+    token = _current.set(now)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Inside a gap nothing is recorded, so there is nothing to break."""
+    with entering(replace(_current.get(), breaker=None)):
+        yield

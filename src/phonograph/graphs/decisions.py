@@ -1,0 +1,80 @@
+"""What to run for a batch, and why: decisions are values, and each reason is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Reason(Enum):
+    """Why a batch is run eagerly."""
+
+    DISABLED = "disabled"
+    TOO_LARGE = "too large"
+    OVER_PADDED = "over-padded"
+    NOT_CAPTURED = "not captured"
+    CAPTURE_FAILED = "capture failed"
+    FEATURE_NOT_CAPTURED = "feature not captured"
+    RANK_VOTE_LOST = "rank vote lost"
+
+
+@dataclass(frozen=True)
+class ShapeKey:
+    """Names one recording."""
+
+    phase: str
+    dim: str
+    size: int
+    variant: str = ""
+    absent: frozenset[str] = frozenset()
+    """The keyed slots that have no value in this recording."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.dim}={self.size}"]
+        if self.variant:
+            parts.append(self.variant)
+        parts += [f"no {name}" for name in sorted(self.absent)]
+        return f"{self.phase}[{', '.join(parts)}]"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Replay this recording."""
+
+    key: ShapeKey
+
+
+@dataclass(frozen=True)
+class RunEagerly:
+    """Run without a graph, for this reason."""
+
+    reason: Reason
+    detail: str
+
+
+Decision = Replay | RunEagerly
+
+
+@dataclass
+class Stats:
+    """Counts of one runner: every call is a replay or has a reason."""
+
+    replays: Counter[ShapeKey] = field(default_factory=Counter)
+    used_rows: Counter[ShapeKey] = field(default_factory=Counter)
+    eager: Counter[Reason] = field(default_factory=Counter)
+    details: dict[Reason, str] = field(default_factory=dict)
+    """The latest detail of each reason."""
+
+    def count_replay(self, key: ShapeKey, used: int) -> None:
+        self.replays[key] += 1
+        self.used_rows[key] += used
+
+    def count_eager(self, decision: RunEagerly) -> None:
+        self.eager[decision.reason] += 1
+        self.details[decision.reason] = decision.detail
+
+    def padding(self, key: ShapeKey) -> float:
+        """The share of a recording's rows that was padding so far."""
+        rows = self.replays[key] * key.size
+        return 1 - self.used_rows[key] / rows if rows else 0.0

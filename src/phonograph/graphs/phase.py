@@ -1,0 +1,164 @@
+"""A phase is data: inputs, bucketed dim, body, tail, samples, admission. There is no class per phase."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from phonograph.errors import DeclarationError
+from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.decisions import RunEagerly, ShapeKey
+from phonograph.graphs.extent import Dim, Extent, check_dims, padded_sizes
+from phonograph.graphs.fields import expose
+from phonograph.graphs.slots import Slot, check_slots, collect_dims
+
+Sampler = Callable[[Extent, int], Any]
+"""Takes an extent and a seed; returns a random valid batch, or a `Sample`."""
+Admission = Callable[[Any, ShapeKey], RunEagerly | None]
+"""Takes the batch and the recording that would serve it; returns why it must not, or None."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A random valid batch, and what is passed beside it."""
+
+    batch: Any
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A feature that needs recordings of its own: LoRA, a hidden-state mode, logprobs."""
+
+    name: str
+    matches: Callable[[Any], bool]
+    sample: Sampler
+    captured: bool = True
+    """Whether recordings are made for it; if not, its batches run eagerly and are counted."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Everything that a runner needs to know about one kind of forward pass."""
+
+    name: str
+    slots: Sequence[Slot]
+    bucketed: str
+    """The dim whose size picks the recording."""
+    body: Callable[..., Any]
+    """Takes the view (and, by name, what is beside it); this is what is recorded."""
+    sample: Sampler
+    dims: Sequence[Dim] = ()
+    plan: Callable[[Any, Extent], None] | None = None
+    """Host work between load and replay, outside the graph; takes the view and the extent."""
+    tail: Callable[[Any, Any], Any] | None = None
+    """Takes the body's outputs and the batch; logits, pooling, sampling."""
+    tail_captured: bool = False
+    """Whether the tail is recorded with the body; if not, it runs eagerly on the live batch."""
+    admission: Sequence[Admission] = ()
+    variants: Sequence[Variant] = ()
+    without: frozenset[str] = frozenset()
+    """Slots that graphs leave out: the batch's own value is carried."""
+    eager_without: frozenset[str] = frozenset()
+    """Slots that the eager path leaves out."""
+    preserve: Callable[[Any], AbstractContextManager[None]] | None = None
+    """Saves and restores the state that a batch touches, for `verify`; without it all that the body writes is copied."""
+    adopt: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Existing tensors to use as buffers."""
+
+    def __post_init__(self) -> None:
+        check_slots(self.slots)
+        check_dims(self.all_dims, self.bucketed)
+        names = {slot.name for slot in self.slots}
+        unknown = (self.without | self.eager_without) - names
+        if unknown:
+            raise DeclarationError(f"phase {self.name!r} leaves out {sorted(unknown)}, which are no slots of it.")
+        if self.tail_captured and self.tail is None:
+            raise DeclarationError(f"phase {self.name!r} has tail_captured, but no tail.")
+
+    @property
+    def all_dims(self) -> dict[str, Dim]:
+        return collect_dims(self.slots, self.dims)
+
+    @property
+    def keyed(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.slots if slot.keyed and slot.name not in self.without)
+
+    def padded(self, size: int) -> dict[str, int]:
+        """The padded size of every dim in the recordings of one bucket."""
+        return padded_sizes(self.all_dims, self.bucketed, size)
+
+    def groups(self) -> list[tuple[str, frozenset[str]]]:
+        """Every captured combination of variant and absent keyed slots."""
+        names = [slot.name for slot in self.keyed]
+        absences = [frozenset(c) for count in range(len(names) + 1) for c in combinations(names, count)]
+        variants = ["", *(variant.name for variant in self.variants if variant.captured)]
+        return [(variant, absent) for variant in variants for absent in absences]
+
+    def keys(self, buckets: Buckets) -> list[ShapeKey]:
+        """Every recording to make, largest first."""
+        return [
+            ShapeKey(self.name, self.bucketed, size, variant, absent)
+            for size in reversed(buckets.sizes)
+            for variant, absent in self.groups()
+        ]
+
+    def sample_for(self, key: ShapeKey, extent: Extent, seed: int) -> Sample:
+        """A random valid batch of the key's variant, with the key's absent slots absent."""
+        sampler = next((v.sample for v in self.variants if v.name == key.variant), self.sample)
+        sampled = sampler(extent, seed)
+        sample = sampled if isinstance(sampled, Sample) else Sample(sampled)
+        absent = {tuple(s.field.split(".")): None for s in self.slots if s.name in key.absent}
+        return Sample(expose(sample.batch, absent), sample.beside) if absent else sample
+
+    def forward(self, batch: Any, beside: Mapping[str, Any]) -> Any:
+        """The part of the pass that is recorded."""
+        outputs = self.body(batch, **beside)
+        if self.tail is not None and self.tail_captured:
+            return self.tail(outputs, batch)
+        return outputs
+
+
+def sample_from(slots: Sequence[Slot], device: torch.device) -> Sampler:
+    """A sampler that draws every slot inside its `valid` range.
+
+    Where an integer slot names no range, the only value known to be legal is the one it is padded with.
+    """
+    for slot in slots:
+        if "." in slot.field:
+            raise DeclarationError(
+                f"slot {slot.name!r} has the dotted source {slot.field!r}: give sample=, a function of (extent, seed)."
+            )
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            slot.field: draw(slot, extent.used, generator).to("cpu" if slot.place == "host" else device)
+            for slot in slots
+            if slot.compute is None
+        }
+
+    return sample
+
+
+def draw(slot: Slot, used: Mapping[str, int], generator: torch.Generator) -> torch.Tensor:
+    """Random legal values for one slot."""
+    shape = slot.sizes(used)
+    if slot.dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    if slot.dtype.is_floating_point:
+        if slot.valid is None:
+            return torch.randn(shape, generator=generator).to(slot.dtype)
+        low, high = (float(bound) for bound in slot.valid)
+        return (torch.rand(shape, generator=generator) * (high - low) + low).to(slot.dtype)
+    if slot.valid is not None:
+        low_int, high_int = math.ceil(slot.valid[0]), math.floor(slot.valid[1])
+        return torch.randint(low_int, high_int + 1, shape, generator=generator).to(slot.dtype)
+    assert slot.pad is not None
+    return torch.full(shape, int(slot.pad.value or 0), dtype=slot.dtype)

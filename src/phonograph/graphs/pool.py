@@ -1,0 +1,216 @@
+"""One allocation per (name, dtype, device) for all runners: plan first, then allocate."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from phonograph.devices import Device
+from phonograph.errors import DeclarationError
+
+log = logging.getLogger("phonograph")
+
+Key = tuple[str, torch.dtype, torch.device]
+
+
+@dataclass(eq=False)
+class Lease:
+    """One runner's part of an allocation; its memory is there once the pool is sealed."""
+
+    name: str
+    num_elements: int
+    dtype: torch.dtype
+    device: torch.device
+    owner: str
+    shared: bool = True
+    _memory: torch.Tensor | None = None
+
+    @property
+    def key(self) -> Key:
+        return (self.name, self.dtype, self.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The flat memory of this lease."""
+        if self._memory is None:
+            raise DeclarationError(
+                f"buffer {self.name!r} of {self.owner} is used before the pool is sealed. Call seal()."
+            )
+        return self._memory
+
+    def place(self, memory: torch.Tensor) -> None:
+        """Give the lease its memory, once: what is captured is never repointed."""
+        if self._memory is not None:
+            raise DeclarationError(f"buffer {self.name!r} of {self.owner} has its memory already.")
+        self._memory = memory[: self.num_elements]
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """What sharing saved."""
+
+    num_leases: int
+    num_allocations: int
+    bytes_requested: int
+    bytes_allocated: int
+    private: tuple[str, ...]
+    """Leases that share with nobody, with the reason."""
+
+    @property
+    def bytes_saved(self) -> int:
+        return self.bytes_requested - self.bytes_allocated
+
+    def __str__(self) -> str:
+        line = (
+            f"{self.num_leases} buffers in {self.num_allocations} allocations: {self.bytes_allocated:,} bytes, "
+            f"{self.bytes_saved:,} saved by sharing"
+        )
+        return "\n".join([line, *(f"  not shared: {reason}" for reason in self.private)])
+
+
+class BufferPool:
+    """Input buffers that runners share.
+
+    Sharing is sound because a buffer means something only from its load to the end of that replay.
+    The result does not depend on the order in which runners declare their needs.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._leases: list[Lease] = []
+        self._placements: list[Callable[[], None]] = []
+        self._private: list[str] = []
+        self._allocations: dict[Key, torch.Tensor] = {}
+        self._bytes_private = 0
+        self.sealed = False
+
+    def request(self, name: str, num_elements: int, dtype: torch.dtype, device: torch.device, owner: str) -> Lease:
+        """Ask for a buffer; before the seal it is shared, after it the caller gets memory of its own."""
+        lease = Lease(name, num_elements, dtype, device, owner)
+        self._leases.append(lease)
+        if self.sealed:
+            self._own(lease, "asked for after the pool was sealed")
+        elif not self.device.capabilities.shares_buffers:
+            self._own(lease, f"the {self.device.name} device does not share buffers")
+        return lease
+
+    def share_in(self, target: object, owner: str = "") -> None:
+        """Adopt the tensors of a dataclass, namespace or nested dict: at the seal each becomes a pool view in place."""
+        owner = owner or type(target).__name__
+        found = list(_walk(target, ""))
+        for path, tensor, put in found:
+            lease = Lease(path, tensor.numel(), tensor.dtype, tensor.device, owner)
+            self._leases.append(lease)
+            if tensor.is_inference():
+                self._own(lease, "made under inference mode, it can't be written outside it")
+            elif self.sealed:
+                self._own(lease, "asked for after the pool was sealed")
+            elif not self.device.capabilities.shares_buffers:
+                self._own(lease, f"the {self.device.name} device does not share buffers")
+            self._placements.append(_putting(lease, tensor, put))
+        if self.sealed:
+            self._place()
+
+    def seal(self) -> None:
+        """Allocate everything that was asked for; a second call does nothing."""
+        if self.sealed:
+            return
+        self.sealed = True
+        largest: dict[Key, int] = {}
+        for lease in self._leases:
+            if lease.shared:
+                largest[lease.key] = max(largest.get(lease.key, 0), lease.num_elements)
+        for (name, dtype, device), num_elements in largest.items():
+            self._allocations[name, dtype, device] = _allocate(num_elements, dtype, device)
+        for lease in self._leases:
+            if lease.shared:
+                lease.place(self._allocations[lease.key])
+        self._place()
+
+    def report(self) -> PoolReport:
+        """Bytes asked for, allocated and saved."""
+        shared = sum(t.numel() * t.element_size() for t in self._allocations.values())
+        return PoolReport(
+            num_leases=len(self._leases),
+            num_allocations=len(self._allocations) + len(self._private),
+            bytes_requested=sum(lease.num_bytes for lease in self._leases),
+            bytes_allocated=shared + self._bytes_private,
+            private=tuple(self._private),
+        )
+
+    def _own(self, lease: Lease, reason: str) -> None:
+        lease.shared = False
+        lease.place(_allocate(lease.num_elements, lease.dtype, lease.device))
+        self._bytes_private += lease.num_bytes
+        self._private.append(f"{lease.owner}.{lease.name}: {reason}")
+        log.info("buffer %s of %s is not shared: %s", lease.name, lease.owner, reason)
+
+    def _place(self) -> None:
+        for place in self._placements:
+            place()
+        self._placements.clear()
+
+
+def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Whatever the ambient mode: an inference tensor could not be written outside inference mode.
+    with torch.inference_mode(False):
+        return torch.zeros(num_elements, dtype=dtype, device=device)
+
+
+def _putting(lease: Lease, tensor: torch.Tensor, put: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    def place() -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            view = lease.tensor.view(tensor.shape)
+            view.copy_(tensor)
+        put(view)
+
+    return place
+
+
+def _walk(target: Any, path: str) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]]:
+    """Every tensor below a container, with its dotted path and the way to replace it."""
+    if isinstance(target, dict):
+        items = list(target.items())
+    elif isinstance(target, SimpleNamespace):
+        items = list(vars(target).items())
+    elif dataclasses.is_dataclass(target) and not isinstance(target, type):
+        items = [(f.name, getattr(target, f.name)) for f in dataclasses.fields(target)]
+    else:
+        raise DeclarationError(
+            f"sharing buffers: {path or 'the object'} is a {type(target).__name__}; "
+            "tensors, None, dataclasses, namespaces and dicts can be adopted. Leave it out or wrap it."
+        )
+    for name, value in items:
+        where = f"{path}.{name}" if path else str(name)
+        if value is None:
+            continue
+        if isinstance(value, torch.Tensor):
+            yield where, value, _putter(target, name)
+        else:
+            yield from _walk(value, where)
+
+
+def _putter(target: Any, name: Any) -> Callable[[torch.Tensor], None]:
+    def put(view: torch.Tensor) -> None:
+        if isinstance(target, dict):
+            target[name] = view
+        else:
+            object.__setattr__(target, name, view)  # a frozen dataclass is adopted too
+
+    return put
+
+
+def next_power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << max(0, math.ceil(math.log2(max(1, size))))

@@ -1,0 +1,124 @@
+"""Which values can't stand together, or on this device: a table of named rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from phonograph.graphs.config import PHASES, Resolved, Value, shown
+
+View = Mapping[str, Resolved]
+"""The values as the rules before this one left them, by setting."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is true of the device and of this build, whatever anybody asks."""
+
+    device: str
+    backends: frozenset[str]
+    """The backends that the device supports."""
+    built: frozenset[str]
+    """The backends that this build has."""
+    shares_buffers: bool = True
+    releases_memory: bool = True
+    features: frozenset[str] = field(default_factory=frozenset)
+
+    def can(self, backend: str) -> bool:
+        """Whether a phase can have this backend here; `disabled` records nothing, so it always can."""
+        return backend == "disabled" or backend in (self.backends & self.built)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A rule's verdict: this setting must have this value, because of this."""
+
+    setting: str
+    value: Value
+    because: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named compatibility rule."""
+
+    name: str
+    says: str
+    """What holds once the rule is applied."""
+    changes: Callable[[Facts, View], Iterable[Change]]
+    """Pure; a change to the value that is already there counts as none."""
+    ignorable: bool = True
+    """False where going past the rule could only fail later."""
+
+
+def stated(setting: str, view: View) -> str:
+    """A value with its reason, for sentences: `graphs=off (asked by --graphs)`."""
+    resolved = view[setting]
+    return f"{setting}={shown(resolved.value)} ({resolved.reason})"
+
+
+def _backend_not_built(facts: Facts, view: View) -> Iterator[Change]:
+    for phase in PHASES:
+        backend = view[f"{phase}.backend"].value
+        if backend != "disabled" and backend not in facts.built:
+            fallback = "full" if facts.can("full") else "disabled"
+            yield Change(f"{phase}.backend", fallback, f"this build doesn't have {shown(backend)}")
+
+
+def _device_lacks_backend(facts: Facts, view: View) -> Iterator[Change]:
+    for phase in PHASES:
+        backend = view[f"{phase}.backend"].value
+        if backend != "disabled" and backend not in facts.backends:
+            because = f"the device {facts.device} doesn't support {shown(backend)}"
+            yield Change(f"{phase}.backend", "disabled", because)
+
+
+def _graphs_off(_facts: Facts, view: View) -> Iterator[Change]:
+    if view["graphs"].value == "off":
+        for phase in PHASES:
+            yield Change(f"{phase}.backend", "disabled", f"{stated('graphs', view)} leaves no phase a graph")
+
+
+def _limit_is_top_bucket(_facts: Facts, view: View) -> Iterator[Change]:
+    for phase in PHASES:
+        limit, buckets = view[f"{phase}.limit"], view[f"{phase}.buckets"]
+        if limit.value is None or not isinstance(buckets.value, tuple) or buckets.value[-1] == limit.value:
+            continue
+        if limit.source == "asked" and buckets.source != "asked":
+            because = f"{stated(f'{phase}.limit', view)} is not their top, so they are generated up to it"
+            yield Change(f"{phase}.buckets", None, because)
+        else:
+            top = buckets.value[-1]
+            because = f"{stated(f'{phase}.buckets', view)} ends at {top}"
+            yield Change(f"{phase}.limit", int(top), because)
+
+
+def _strict_needs_graphs(_facts: Facts, view: View) -> Iterator[Change]:
+    disabled = all(view[f"{phase}.backend"].value == "disabled" for phase in PHASES)
+    if disabled and view["graphs"].value == "strict":
+        yield Change("graphs", "on", "every phase's backend is disabled, so no batch would have a graph")
+
+
+# Each rule sees what the ones above it changed, and none brings back what one above it forbids.
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "backend-not-built",
+        "a phase's backend is one that this build has",
+        _backend_not_built,
+        ignorable=False,
+    ),
+    Rule(
+        "device-lacks-backend",
+        "a phase's backend is one that the device supports",
+        _device_lacks_backend,
+        ignorable=False,
+    ),
+    Rule("graphs-off", "without graphs every phase's backend is disabled", _graphs_off),
+    Rule(
+        "limit-is-top-bucket",
+        "where a phase has both a limit and buckets, the limit is the largest bucket",
+        _limit_is_top_bucket,
+        ignorable=False,
+    ),
+    Rule("strict-needs-graphs", "strict needs a phase whose backend isn't disabled", _strict_needs_graphs),
+)

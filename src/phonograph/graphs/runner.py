@@ -1,0 +1,333 @@
+"""The runner: decides, loads, replays and trims for one phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from phonograph.devices import Device, MemoryPool
+from phonograph.errors import CoverageError, DeclarationError
+from phonograph.graphs.backends import BACKENDS, DebugBackend, Recording
+from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.buffers import LoadMode, Registry
+from phonograph.graphs.capture import Capture, Captured, CaptureReport
+from phonograph.graphs.context import Current, Stage, entering
+from phonograph.graphs.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
+from phonograph.graphs.extent import Extent
+from phonograph.graphs.fields import fetch
+from phonograph.graphs.outputs import OutputBuffers, own, trim
+from phonograph.graphs.phase import Phase
+from phonograph.graphs.pool import BufferPool
+from phonograph.graphs.progress import Progress, bar
+from phonograph.graphs.resolve import PhasePlan
+from phonograph.graphs.tree import map_leaves
+
+Outputs = Literal["own", "view"]
+_NOTHING: Mapping[str, Any] = {}
+_MAX_TRIMS = 512
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """What a runner does beyond its phase and plan."""
+
+    outputs: Outputs = "own"
+    """`own`: a call returns tensors of its own; `view`: the graph's, valid until the next call."""
+    strict: bool = False
+    """A call that no graph can serve is an error."""
+    debug: bool = False
+    """Run everything eagerly through the capture path."""
+    collect_garbage: bool = False
+    """Let the garbage collector run during capture."""
+    eager_copies: bool = True
+    """Whether the eager path copies its inputs into buffers; without, device values are used as they are."""
+    barrier: Callable[[], None] | None = None
+    """Called between warm-ups where ranks must stay together."""
+
+
+class _Entry:
+    """A recording that can be served, and its outputs trimmed for every used size met so far."""
+
+    def __init__(self, recording: Recording, padded: dict[str, int], axes: dict[str, dict[int, str]]) -> None:
+        self.recording = recording
+        self.padded = padded
+        self.axes = axes
+        self._trims: dict[tuple[int, ...], Any] = {}
+
+    def trimmed(self, used: Mapping[str, int]) -> Any:
+        """The used rows of the outputs, as views."""
+        key = tuple(used.values())
+        found = self._trims.get(key)
+        if found is None:
+            if len(self._trims) >= _MAX_TRIMS:
+                self._trims.clear()
+            found = self._trims[key] = trim(self.recording.outputs, self.axes, used)
+        return found
+
+
+class Runner:
+    """Serves the batches of one phase by replay where a recording fits, and eagerly, with a reason, where none does."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        device: Device,
+        plan: PhasePlan,
+        *,
+        pool: BufferPool | None = None,
+        memory: MemoryPool | None = None,
+        options: RunnerOptions = RunnerOptions(),
+    ) -> None:
+        self.phase = phase
+        self.device = device
+        self.plan = plan
+        self.options = options
+        self.buckets = buckets_for(plan, phase.bucketed)
+        self.pool = pool if pool is not None else BufferPool(device)
+        self.memory = memory if memory is not None else device.new_pool()
+        self.registry = Registry(device, phase.slots, phase.all_dims, owner=phase.name, adopt=phase.adopt)
+        backend = BACKENDS[plan.backend](device, self.memory)
+        self.backend = DebugBackend(backend) if options.debug else backend
+        self.stats = Stats()
+        self.report: CaptureReport | None = None
+        self._outputs = OutputBuffers(device.torch_device)
+        self._entries: dict[ShapeKey, _Entry] = {}
+        self._groups = set(phase.groups())
+        self._routes: dict[tuple[str, frozenset[str]], list[Decision]] = {}
+        self._entry_now = Current(phase.name, plan.backend, Stage.REPLAYING)
+        if self._records:
+            if self.buckets is None:
+                raise DeclarationError(f"phase {phase.name!r} has neither buckets nor a limit. Give one of them.")
+            self.registry.declare(self.pool, phase.bucketed, self.buckets.largest)
+            self._route(frozenset())
+
+    @property
+    def _records(self) -> bool:
+        return self.plan.backend != "disabled"
+
+    # -- capture ------------------------------------------------------------------------------------------
+
+    def capture(self, progress: Progress | None = None) -> CaptureReport:
+        """Record every bucket; one that fails stays eager, says why, and leaves the others captured."""
+        if not self._records or self.buckets is None:
+            self.report = CaptureReport((), 0.0, 0.0)
+            return self.report
+        self.pool.seal()
+        self.release()
+        capture = self.new_capture(progress if progress is not None else bar())
+        captured = capture.run(self.phase.keys(self.buckets))
+        self._admit(captured)
+        if self.options.strict and captured.report.failures:
+            raise CoverageError(
+                f"strict: {len(captured.report.failures)} of {len(captured.report.rows)} recordings failed; "
+                f"the first: {captured.report.failures[0].error}"
+            )
+        return captured.report
+
+    def new_capture(self, progress: Progress) -> Capture:
+        """A capture over this runner's parts."""
+        return Capture(
+            self.phase,
+            self.device,
+            self.registry,
+            self.backend,
+            self._outputs,
+            progress,
+            self.options.collect_garbage,
+            self.options.barrier,
+        )
+
+    def _admit(self, captured: Captured) -> None:
+        self.report = captured.report
+        for key, recording in captured.recordings.items():
+            axes = captured.axes[key.variant, key.absent]
+            self._entries[key] = _Entry(recording, self.phase.padded(key.size), axes)
+        self._route(frozenset(row.key for row in captured.report.failures))
+
+    def release(self) -> None:
+        """Give all graphs back; calls are served eagerly until the next capture."""
+        for entry in self._entries.values():
+            entry.recording.release()
+        self._entries.clear()
+        if self._records:
+            self._route(frozenset())
+
+    def recording(self, key: ShapeKey) -> Recording:
+        """The recording of a key that has one."""
+        return self._entries[key].recording
+
+    def trimmed(self, key: ShapeKey, used: Mapping[str, int]) -> Any:
+        """The used rows of a recording's outputs, as views."""
+        return self._entries[key].trimmed(used)
+
+    def trim(self, key: ShapeKey, outputs: Any, used: Mapping[str, int]) -> Any:
+        """The used rows of outputs that the body gave for the key's padded view."""
+        return trim(outputs, self._entries[key].axes, used)
+
+    @property
+    def captured(self) -> tuple[ShapeKey, ...]:
+        """The keys that have a recording."""
+        return tuple(self._entries)
+
+    # -- decide -------------------------------------------------------------------------------------------
+
+    def decide(self, batch: Any, beside: Mapping[str, Any] = _NOTHING) -> Decision:
+        """What to run for this batch; changes nothing."""
+        if not self._records:
+            return RunEagerly(Reason.DISABLED, f"the backend of {self.phase.name} is disabled")
+        used = self.registry.size_of(self.phase.bucketed, batch, beside)
+        return self._decide(batch, beside, used)
+
+    def _decide(self, batch: Any, beside: Mapping[str, Any], used: int) -> Decision:
+        group = (self._variant(batch), self._absent(batch, beside))
+        route = self._routes.get(group)
+        if route is None:
+            return RunEagerly(Reason.FEATURE_NOT_CAPTURED, f"no recordings for {group[0] or 'this input'}")
+        if used >= len(route):
+            return RunEagerly(Reason.TOO_LARGE, f"{used} {self.phase.bucketed}, the largest bucket is {len(route) - 1}")
+        decision = route[used]
+        if isinstance(decision, Replay):
+            for admit in self.phase.admission:
+                refusal = admit(batch, decision.key)
+                if refusal is not None:
+                    return refusal
+        return decision
+
+    def _variant(self, batch: Any) -> str:
+        for variant in self.phase.variants:
+            if variant.matches(batch):
+                return variant.name
+        return ""
+
+    def _absent(self, batch: Any, beside: Mapping[str, Any]) -> frozenset[str]:
+        if not self.phase.keyed:
+            return frozenset()
+        absent = [s.name for s in self.phase.keyed if fetch(batch, beside, tuple(s.field.split("."))) is None]
+        return frozenset(absent)
+
+    def _route(self, failed: frozenset[ShapeKey]) -> None:
+        """Decide for every size ahead of time."""
+        assert self.buckets is not None
+        self._routes = {
+            group: [self._decide_size(used, group, failed) for used in range(self.buckets.largest + 1)]
+            for group in self._groups
+        }
+
+    def _decide_size(self, used: int, group: tuple[str, frozenset[str]], failed: frozenset[ShapeKey]) -> Decision:
+        assert self.buckets is not None
+        dim = self.phase.bucketed
+        size = self.buckets.fit(used)
+        if size is None:
+            return RunEagerly(Reason.NOT_CAPTURED, f"{used} {dim} is not one of the exact sizes")
+        key = ShapeKey(self.phase.name, dim, size, *group)
+        if key in failed:
+            return RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {key} failed")
+        wasted = size - used
+        if size > self.plan.max_padding_ratio * used and wasted > self.plan.max_padding_rows:
+            return RunEagerly(Reason.OVER_PADDED, f"{used} {dim} in a bucket of {size} would waste {wasted} rows")
+        if key not in self._entries:
+            return RunEagerly(Reason.NOT_CAPTURED, f"{key} is not captured. Call capture()")
+        return Replay(key)
+
+    # -- run ----------------------------------------------------------------------------------------------
+
+    def run(self, batch: Any, **beside: Any) -> Any:
+        """Serve one batch."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.run(batch, **beside)
+        used = self.registry.measure(batch, beside)
+        if self._records:
+            decision = self._decide(batch, beside, used[self.phase.bucketed])
+        else:
+            decision = self.decide(batch, beside)
+        if isinstance(decision, Replay):
+            return self._replay(decision.key, batch, beside, used)
+        return self._eager(decision, batch, beside, used)
+
+    def _replay(self, key: ShapeKey, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
+        entry, phase = self._entries[key], self.phase
+        extent = Extent(used, entry.padded)
+        if phase.plan is None:
+            self.registry.fill(batch, extent, beside=beside, without=phase.without)
+        else:
+            view = self.registry.load(batch, extent, beside=beside, without=phase.without)
+            phase.plan(view.batch, extent)
+        tail = phase.tail if not phase.tail_captured else None
+        if tail is None and not entry.recording.has_gaps:
+            entry.recording.replay()
+            result = entry.trimmed(used)
+        else:
+            live = self.registry.live(batch, extent, beside=beside, without=phase.without)
+            with entering(replace(self._entry_now, batch=live.batch)):
+                entry.recording.replay()
+                result = entry.trimmed(used)
+                if tail is not None:
+                    result = tail(result, live.batch)
+        self.stats.count_replay(key, used[phase.bucketed])
+        return own(result) if self.options.outputs == "own" else result
+
+    def _eager(self, decision: RunEagerly, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
+        if self.options.strict:
+            raise CoverageError(f"strict: {self.phase.name} has no graph for this batch: {decision.detail}.")
+        phase = self.phase
+        extent = Extent(used, used)
+        mode = LoadMode.EAGER if self.options.eager_copies else LoadMode.NO_COPY
+        view = self.registry.load(batch, extent, mode=mode, beside=beside, without=phase.eager_without)
+        if phase.plan is not None:
+            phase.plan(view.batch, extent)
+        with entering(Current(phase.name, self.plan.backend, Stage.EAGER, view.batch)):
+            result = phase.forward(view.batch, view.beside)
+            if phase.tail is not None and not phase.tail_captured:
+                result = phase.tail(result, view.batch)
+        self.stats.count_eager(decision)
+        return self._released_from_buffers(result)
+
+    def _released_from_buffers(self, result: Any) -> Any:
+        """An eager body may hand back an input; the next load must not change what the caller holds."""
+        if self.options.outputs == "view":
+            return result
+
+        def free(_: str, leaf: Any) -> Any:
+            return leaf.clone() if isinstance(leaf, torch.Tensor) and self.registry.holds(leaf) else leaf
+
+        return map_leaves(result, free)
+
+    # -- explain ------------------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """What is captured, how often each recording was replayed, and why calls ran eagerly."""
+        stats = self.stats
+        lines = [
+            f"{self.phase.name}: backend {self.plan.backend} on {self.device.name}, {len(self._entries)} recordings"
+        ]
+        if self._entries:
+            lines.append(f"  {'recording':<28} {'graphs':>6} {'replays':>9} {'padding':>8}")
+            for key, entry in sorted(self._entries.items(), key=_in_table_order):
+                num_graphs = len(entry.recording.graphs)
+                lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
+        for row in self.report.failures if self.report else ():
+            lines.append(f"  {row.key} stays eager: {row.error}")
+        lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")
+        for reason, count in stats.eager.most_common():
+            lines.append(f"    {count} {reason.value}: {stats.details[reason]}")
+        lines.append(f"  buffers: {self.pool.report()}")
+        return "\n".join(lines)
+
+
+def _in_table_order(item: tuple[ShapeKey, _Entry]) -> tuple[str, list[str], int]:
+    key = item[0]
+    return key.variant, sorted(key.absent), key.size
+
+
+def buckets_for(plan: PhasePlan, bucketed: str) -> Buckets | None:
+    """The buckets that a plan asks for; generated up to its limit where it names none."""
+    if plan.buckets is not None:
+        return Buckets(plan.buckets, plan.exact)
+    if plan.limit is None:
+        return None
+    ladder = Buckets.tokens_up_to if bucketed == "tokens" else Buckets.up_to
+    return Buckets(ladder(plan.limit).sizes, plan.exact)

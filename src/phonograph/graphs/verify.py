@@ -1,0 +1,278 @@
+"""Shows that a replay is right: against poison, against eager on the same view, against eager without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phonograph.devices.trace import before_writes
+from phonograph.errors import VerifyError
+from phonograph.graphs.buffers import LoadMode
+from phonograph.graphs.context import Current, Stage, entering
+from phonograph.graphs.decisions import ShapeKey
+from phonograph.graphs.extent import Extent
+from phonograph.graphs.outputs import own
+from phonograph.graphs.phase import Sample
+from phonograph.graphs.runner import Runner
+from phonograph.graphs.tree import leaves
+
+_MAX_STATE_BYTES = 1 << 30
+# Padding changes the kernel that is picked, and so the order of additions.
+_NEAR = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison on one batch."""
+
+    key: ShapeKey
+    used: int
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All comparisons, and what could not be tried."""
+
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.passed)
+
+    def raise_if_failed(self) -> None:
+        """Raise with every failed check."""
+        if not self.ok:
+            raise VerifyError(str(self))
+
+    def __str__(self) -> str:
+        keys = {check.key for check in self.checks}
+        lines = [f"verify: {len(self.checks)} checks on {len(keys)} recordings, {len(self.failures)} failed"]
+        lines += [f"  {c.key} with {c.used} used: {c.name}: {c.detail}" for c in self.failures]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def verify(
+    runner: Runner,
+    *,
+    batches: int = 2,
+    seed: int = 0,
+    tolerance: float | None = None,
+    state: Sequence[torch.Tensor] = (),
+) -> VerifyReport:
+    """Check every recording of a runner on random valid batches.
+
+    1. poison: two different poisons in unread padding and in other recordings' memory give equal bits.
+    2. same view: replay equals eager on the same padded view, in outputs and in the state it writes.
+    3. unpadded: replay is near eager without padding.
+
+    What the body writes is found by running it once, saved, and put back; name what only custom kernels
+    write in `state`.
+    """
+    checks: list[Check] = []
+    with torch.no_grad():
+        for key in runner.captured:
+            for index, used in enumerate(_used_sizes(runner, key, batches)):
+                checks += _Verification(runner, key, used, seed + index, tolerance, state).run()
+    return VerifyReport(tuple(checks), tuple(_notes(runner)))
+
+
+def _used_sizes(runner: Runner, key: ShapeKey, batches: int) -> list[int]:
+    """The full bucket, then sizes down to the smallest that this bucket serves."""
+    assert runner.buckets is not None
+    sizes = runner.buckets.sizes
+    position = sizes.index(key.size)
+    smallest = key.size if runner.buckets.exact else (sizes[position - 1] + 1 if position else min(1, key.size))
+    span = key.size - smallest
+    spread = [key.size - round(span * i / max(1, batches - 1)) for i in range(batches)]
+    return list(dict.fromkeys(spread))
+
+
+def _notes(runner: Runner) -> Iterator[str]:
+    if not runner.captured:
+        yield "nothing is captured: call capture() first"
+    for slot in runner.phase.slots:
+        integer = not slot.dtype.is_floating_point and slot.dtype != torch.bool
+        if integer and slot.valid is None and slot.compute is None:
+            yield f"slot {slot.name!r} names no valid range; unless the sample is the caller's, only its pad value was tried"
+
+
+class _Verification:
+    """The three checks of one recording on one batch."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        key: ShapeKey,
+        used: int,
+        seed: int,
+        tolerance: float | None,
+        state: Sequence[torch.Tensor],
+    ) -> None:
+        self._runner = runner
+        self._key = key
+        self._seed = seed
+        self._tolerance = tolerance
+        phase = runner.phase
+        sizes = {**phase.padded(used), **{d.name: d.limit for d in phase.all_dims.values() if d.limit is not None}}
+        self._extent = Extent(sizes, phase.padded(key.size))
+        self._unpadded = Extent(sizes, sizes)
+        self._used = used
+        self._sample: Sample = phase.sample_for(key, self._unpadded, seed)
+        measured = runner.registry.measure(self._sample.batch, self._sample.beside)
+        self._extent = Extent(measured, phase.padded(key.size))
+        self._unpadded = Extent(measured, measured)
+        self._state = list(state)
+
+    def run(self) -> list[Check]:
+        if self._runner.phase.preserve is None:
+            self._state += self._written()
+        first, _ = self._replay(pattern=0)
+        second, replayed_state = self._replay(pattern=1)
+        eager, eager_state = self._eager(padded=True)
+        unpadded, _ = self._eager(padded=False)
+        same = self._compare("same view", second, eager, 0.0)
+        if same.passed:
+            same = self._compare("same view, state", _numbered(replayed_state), _numbered(eager_state), 0.0)
+        return [
+            self._compare("poison", first, second, 0.0),
+            same,
+            self._compare("unpadded", second, unpadded, None),
+        ]
+
+    def _written(self) -> list[torch.Tensor]:
+        """All memory from outside that the body writes, as bytes; found by a run whose effects are undone."""
+        known = {t.untyped_storage()._cdata for t in self._state}
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def save(storage: torch.UntypedStorage) -> None:
+            if storage._cdata in known:
+                return
+            if storage.nbytes() > _MAX_STATE_BYTES:
+                raise VerifyError(
+                    f"verifying {self._key}: the body writes a tensor of {storage.nbytes():,} bytes, too large to copy. "
+                    "Give the phase a `preserve` that saves the rows that a batch touches."
+                )
+            memory = _bytes_of(storage)
+            found.append((memory, memory.clone()))
+
+        runner = self._runner
+        view = runner.registry.load(
+            self._sample.batch, self._extent, beside=self._sample.beside, without=runner.phase.without
+        )
+        with self._restored():
+            try:
+                with before_writes(save):
+                    self._forward(view.batch, view.beside, self._extent)
+            finally:
+                for memory, before in found:
+                    memory.copy_(before)
+        return [memory for memory, _ in found]
+
+    def _replay(self, pattern: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        runner, phase = self._runner, self._runner.phase
+        with self._restored():
+            view = runner.registry.load(
+                self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without
+            )
+            runner.registry.poison_unread(self._extent, pattern)
+            runner.memory.poison(pattern)
+            if phase.plan is not None:
+                phase.plan(view.batch, self._extent)
+            live = runner.registry.live(
+                self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without
+            )
+            with entering(Current(phase.name, runner.plan.backend, Stage.REPLAYING, live.batch)):
+                runner.recording(self._key).replay()
+            outputs = own(runner.trimmed(self._key, self._extent.used))
+            return dict(leaves(outputs)), [t.clone() for t in self._state]
+
+    def _eager(self, *, padded: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        runner, phase = self._runner, self._runner.phase
+        extent = self._extent if padded else self._unpadded
+        mode = LoadMode.GRAPH if padded else LoadMode.EAGER
+        without = phase.without if padded else phase.eager_without
+        with self._restored():
+            view = runner.registry.load(
+                self._sample.batch, extent, mode=mode, beside=self._sample.beside, without=without
+            )
+            if padded:
+                runner.registry.poison_unread(extent, 1)
+            outputs = own(self._forward(view.batch, view.beside, extent))
+            if padded:
+                outputs = runner.trim(self._key, outputs, extent.used)
+            return dict(leaves(outputs)), [t.clone() for t in self._state]
+
+    def _forward(self, batch: Any, beside: Mapping[str, Any], extent: Extent) -> Any:
+        runner, phase = self._runner, self._runner.phase
+        if phase.plan is not None:
+            phase.plan(batch, extent)
+        live = batch
+        if extent.is_padded:
+            live = runner.registry.live(self._sample.batch, extent, beside=self._sample.beside).batch
+        with entering(Current(phase.name, runner.plan.backend, Stage.EAGER, live)):
+            return phase.forward(batch, beside)
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """The same state and random numbers for every run, and afterwards what was there before."""
+        held = [t.clone() for t in self._state]
+        device = self._runner.device.torch_device
+        devices = [] if device.type == "cpu" else [device]
+        preserve = self._runner.phase.preserve
+        with (
+            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+            preserve(self._sample.batch) if preserve is not None else nullcontext(),
+        ):
+            torch.manual_seed(self._seed)
+            try:
+                yield
+            finally:
+                for tensor, before in zip(self._state, held, strict=True):
+                    tensor.copy_(before)
+
+    def _compare(
+        self, name: str, found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float | None
+    ) -> Check:
+        details = [
+            f"output {path or '(the only one)'} {problem}"
+            for path in wanted
+            if (problem := self._difference(found.get(path), wanted[path], tolerance))
+        ]
+        return Check(self._key, self._used, name, not details, "; ".join(details))
+
+    def _difference(self, found: Any, wanted: Any, tolerance: float | None) -> str:
+        if not isinstance(wanted, torch.Tensor):
+            return ""
+        if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
+            return f"has shape {tuple(getattr(found, 'shape', ()))}, expected {tuple(wanted.shape)}"
+        if tolerance == 0.0 or not wanted.dtype.is_floating_point:
+            if torch.equal(torch.nan_to_num(found), torch.nan_to_num(wanted)):
+                return ""
+        else:
+            near = self._tolerance if self._tolerance is not None else _NEAR.get(wanted.dtype, 1e-1)
+            scale = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
+            if torch.allclose(found, wanted, rtol=near, atol=near * scale, equal_nan=True):
+                return ""
+        worst = (found.double() - wanted.double()).abs().max().item()
+        return f"differs by up to {worst:.3g}"
+
+
+def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    return {f"state {index}": tensor for index, tensor in enumerate(tensors)}
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage's whole memory as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,184 @@
+"""graphed: the graph layer for any PyTorch callable, in a few lines."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from phonograph.devices import Device, open_device
+from phonograph.errors import DeclarationError
+from phonograph.graphs.backends import BACKENDS
+from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.capture import CaptureReport
+from phonograph.graphs.config import ask
+from phonograph.graphs.decisions import Decision, Stats
+from phonograph.graphs.extent import Dim, Extent
+from phonograph.graphs.phase import Phase, Sampler, sample_from
+from phonograph.graphs.pool import BufferPool
+from phonograph.graphs.progress import Progress
+from phonograph.graphs.resolve import Plan, resolve
+from phonograph.graphs.rules import Facts
+from phonograph.graphs.runner import Outputs, Runner, RunnerOptions
+from phonograph.graphs.slots import Slot
+from phonograph.graphs.verify import VerifyReport, verify
+
+log = logging.getLogger("phonograph")
+
+
+class Graphed:
+    """A callable whose calls are replays where a recording fits. Made by `graphed`."""
+
+    def __init__(
+        self, function: Callable[..., Any], runner: Runner, plan: Plan, phase: str, signature: inspect.Signature
+    ) -> None:
+        self._function = function
+        self._phase = phase
+        self._signature = signature
+        self.runner = runner
+        self.plan = plan
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            kwargs = self._signature.bind(*args, **kwargs).arguments
+        return self.runner.run(kwargs)
+
+    def capture(self, progress: Progress | None = None) -> CaptureReport:
+        """Record every bucket."""
+        return self.runner.capture(progress)
+
+    def decide(self, *args: Any, **kwargs: Any) -> Decision:
+        """What a call with these arguments would run."""
+        return self.runner.decide(self._signature.bind(*args, **kwargs).arguments)
+
+    def explain(self) -> str:
+        """The plan, what is captured, counts, and the reason of each eager call."""
+        return f"{self.plan.explain(phases=[self._phase])}\n{self.runner.explain()}"
+
+    def verify(self, *, batches: int = 2, seed: int = 0, tolerance: float | None = None) -> VerifyReport:
+        """Check every recording on random valid batches."""
+        return verify(self.runner, batches=batches, seed=seed, tolerance=tolerance)
+
+    @property
+    def stats(self) -> Stats:
+        return self.runner.stats
+
+    def release(self) -> None:
+        """Give the graphs back; calls run eagerly from then on."""
+        self.runner.release()
+
+    @contextmanager
+    def installed(self) -> Iterator[Graphed]:
+        """Serve the module that was graphed from here while the code around it runs eagerly; undone at the end."""
+        module = self._function
+        if not isinstance(module, torch.nn.Module):
+            raise DeclarationError(
+                f"installing {self.__name__!r}: only a torch.nn.Module can be installed. Pass the module to graphed()."
+            )
+        before = module.__dict__.get("forward")
+        module.forward = self
+        try:
+            yield self
+        finally:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+
+def graphed(
+    function: Callable[..., Any],
+    *,
+    slots: Sequence[Slot],
+    bucketed: str,
+    buckets: Buckets,
+    dims: Sequence[Dim] = (),
+    phase: str = "decode",
+    backend: str | None = None,
+    device: str | torch.device | Device | None = None,
+    outputs: Outputs = "own",
+    sample: Sampler | None = None,
+    plan: Callable[[Any, Extent], None] | None = None,
+    pool: BufferPool | None = None,
+    strict: bool = False,
+    debug: bool = False,
+    eager_copies: bool = True,
+) -> Graphed:
+    """Serve calls of a function or module by recorded graphs.
+
+    The function is called with its slots by name; other arguments are passed on as they are, and in a
+    recording they keep the value that the sample has. `phase` picks the defaults of the plan (`full` for
+    decode, `breakable` for prefill). Nothing is recorded before `.capture()`.
+    """
+    on = open_device(device if device is not None else _device_of(function))
+    _say_once_if_emulated(on, asked=device is not None)
+    call = function.forward if isinstance(function, torch.nn.Module) else function
+    asked = [
+        ask(f"{phase}.buckets", buckets.sizes, origin="graphed(buckets=)"),
+        ask(f"{phase}.exact", buckets.exact, origin="graphed(buckets=)"),
+    ]
+    if backend is not None:
+        asked.append(ask(f"{phase}.backend", backend, origin="graphed(backend=)"))
+    if strict:
+        asked.append(ask("graphs", "strict", origin="graphed(strict=)"))
+    if debug:
+        asked.append(ask("debug", True, origin="graphed(debug=)"))
+    resolved = resolve(asked, facts_of(on))
+    declared = Phase(
+        name=_name_of(function),
+        slots=tuple(slots),
+        bucketed=bucketed,
+        body=lambda batch: call(**batch),
+        sample=sample if sample is not None else sample_from(slots, on.torch_device),
+        dims=tuple(dims),
+        plan=plan,
+    )
+    options = RunnerOptions(outputs=outputs, strict=strict, debug=resolved.debug, eager_copies=eager_copies)
+    runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
+    return Graphed(function, runner, resolved, phase, inspect.signature(call))
+
+
+def facts_of(device: Device) -> Facts:
+    """What rules may know about a device and this build."""
+    can = device.capabilities
+    return Facts(
+        device=device.name,
+        backends=can.backends,
+        built=frozenset(BACKENDS),
+        shares_buffers=can.shares_buffers,
+        releases_memory=can.releases_memory,
+        features=frozenset(),
+    )
+
+
+def _device_of(function: Callable[..., Any]) -> torch.device | None:
+    """The device of the parameters of a module, or of the module that a method belongs to."""
+    owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        parameter = next(owner.parameters(), None)
+        return parameter.device if parameter is not None else None
+    return None
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name: Mapping[str, Any] | str = getattr(function, "__name__", type(function).__name__)
+    return "graphed" if name == "<lambda>" else str(name)
+
+
+@functools.cache
+def _warn_emulated() -> None:
+    log.warning(
+        "graphed: no accelerator here, so graphs are emulated on the CPU: right for development and tests, not fast. "
+        "Pass device='cuda' on a GPU machine, or device='emulated' to say that this is meant."
+    )
+
+
+def _say_once_if_emulated(device: Device, *, asked: bool) -> None:
+    if device.name == "emulated" and not asked:
+        _warn_emulated()
