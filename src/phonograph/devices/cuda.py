@@ -14,7 +14,7 @@ import torch
 
 from phonograph.devices.base import Capabilities, DeviceGraph, MemoryFigures, MemoryPool, Recorder
 from phonograph.devices.emulated import NoGraph
-from phonograph.devices.trace import refusing
+from phonograph.devices.trace import forget_modes, refusing
 from phonograph.errors import DeviceError
 
 # Capture must not fail because of another thread's allocation or copy.
@@ -110,8 +110,11 @@ class _CudaRecorder:
         self._forked: list[torch.cuda.Stream] = []
 
     def begin(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool.id, capture_error_mode=_ERROR_MODE)
+        if self._graph is not None:
+            raise DeviceError("beginning a graph while one is being recorded. End the first, or abort it.")
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool.id, capture_error_mode=_ERROR_MODE)
+        self._graph = graph
         for side in self._forked:
             side.wait_stream(self._stream)
 
@@ -191,6 +194,7 @@ class _CudaRehearsal:
 
     def abort(self) -> None:
         self._modes.close()
+        forget_modes()
 
 
 @contextmanager
@@ -214,6 +218,9 @@ class CudaDevice:
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise DeviceError("opening a CUDA device: torch sees none. Use device='emulated' on the CPU.")
+        count = torch.cuda.device_count()
+        if index is not None and index >= count:
+            raise DeviceError(f"opening cuda:{index}: torch sees {count} of them. Use an index below {count}.")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._stream = torch.cuda.Stream(self.torch_device)
 
@@ -245,16 +252,19 @@ class CudaDevice:
     def _on_capture_stream(self) -> Iterator[None]:
         outer = torch.cuda.current_stream(self.torch_device)
         self._stream.wait_stream(outer)
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._stream):
-            yield
-        outer.wait_stream(self._stream)
+        try:
+            with torch.cuda.device(self.torch_device), torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         span = _span_bytes(tensor)
         if span == 0:
             return tensor
-        memory = torch.as_tensor(_Memory(tensor.data_ptr(), span), device=tensor.device)
-        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        with torch.inference_mode(False):  # gaps write to it, whatever the mode at capture
+            memory = torch.as_tensor(_Memory(tensor.data_ptr(), span), device=tensor.device)
+            return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -264,6 +274,9 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def free_unused(self) -> None:
+        torch.cuda.empty_cache()
 
     def memory(self) -> MemoryFigures:
         free, total = torch.cuda.mem_get_info(self.torch_device)

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 
 from phonograph.devices.base import Capabilities, DeviceGraph, MemoryFigures, MemoryPool, Recorder
-from phonograph.devices.trace import OpWatch, Refusals, refusal, refusing, tensors_in, written_tensors
+from phonograph.devices.trace import OpWatch, Refusals, forget_modes, refusal, refusing, tensors_in, written_tensors
 from phonograph.errors import DeviceError
 
 aten = torch.ops.aten
@@ -29,6 +29,7 @@ _UNDEFINED = {
     aten.empty.memory_format,
     aten.empty_strided.default,
     aten.empty_like.default,
+    aten.empty_permuted.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
@@ -146,23 +147,23 @@ class EmulatedGraph:
     """A tape that can be replayed."""
 
     def __init__(self, tape: _Tape, pool: EmulatedPool) -> None:
-        self._tape = tape
+        self._tape: _Tape | None = tape
         self._pool = pool
-        self._released = False
 
-    @torch.inference_mode()
     def replay(self) -> None:
-        if self._released:
+        if self._tape is None:
             raise DeviceError("replaying a graph that was released. Capture it again.")
-        if self._pool.poisons:
-            self._pool.poison_all_but(self._tape.recording)
-        for op in self._tape.ops:
-            op.run()
+        # The caller's modes were settled when the ops were recorded.
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+            if self._pool.poisons:
+                self._pool.poison_all_but(self._tape.recording)
+            for op in self._tape.ops:
+                op.run()
 
     def release(self) -> None:
-        self._released = True
-        if self._tape in self._pool.tapes:
+        if self._tape is not None:
             self._pool.tapes.remove(self._tape)
+            self._tape = None
 
 
 class _EmulatedRecorder:
@@ -191,6 +192,7 @@ class _EmulatedRecorder:
     def abort(self) -> None:
         if self._tape is not None:
             self._close()
+        forget_modes()
 
     def _close(self) -> _Tape:
         tape, self._tape = self._tape, None
@@ -219,6 +221,7 @@ class _EmulatedRehearsal:
 
     def abort(self) -> None:
         self._modes.close()
+        forget_modes()
 
 
 class NoGraph:
@@ -279,7 +282,10 @@ class EmulatedDevice:
             rehearsal.abort()
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+        """A tensor over the same memory, which the tape keeps anyway; no inference tensor, since gaps write to it."""
+        with torch.inference_mode(False):
+            alias = torch.empty(0, dtype=tensor.dtype)
+            return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -288,6 +294,9 @@ class EmulatedDevice:
         return NoFence()
 
     def synchronize(self) -> None:
+        return None
+
+    def free_unused(self) -> None:
         return None
 
     def memory(self) -> MemoryFigures:

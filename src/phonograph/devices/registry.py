@@ -34,16 +34,17 @@ def open_device(spec: str | torch.device | Device | None = None) -> Device:
     torch device type, and a callable that takes a torch.device and returns a `Device`.
     """
     if spec is None:
-        spec = torch.accelerator.current_accelerator() or "cpu"
+        spec = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     if not isinstance(spec, str | torch.device):
         return spec
-    name, _, index = str(spec).partition(":")
+    name, colon, index = str(spec).partition(":")
+    if colon and not index.isdecimal():
+        raise DeviceError(f"opening device {str(spec)!r}: {index!r} is no index. Write {name!r}, or '{name}:0'.")
+    make = _BUILT_IN.get(name)
     for point in entry_points(group=ENTRY_POINT, name=name):
-        make: Callable[[torch.device], Device] = point.load()
-        return make(torch.device(name, int(index) if index else None))
-    if name not in _BUILT_IN:
+        make = point.load()
+    if make is None:
         near = difflib.get_close_matches(name, device_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DeviceError(f"opening device {str(spec)!r}: unknown{hint} (known: {', '.join(device_names())})")
-    where = "cpu" if name == "emulated" else name
-    return _BUILT_IN[name](torch.device(where, int(index) if index else None))
+    return make(torch.device("cpu" if name == "emulated" else name, int(index) if index else None))

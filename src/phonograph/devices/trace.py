@@ -1,11 +1,12 @@
 """Watches the aten ops of a forward pass: refuses what a graph can't hold, and notes what is written.
 
-On the CPU some host reads never reach the dispatcher (`tolist`, `numpy`, `cpu`), so a function mode
-stands beside the dispatch mode. `torch.frombuffer` and `from_dlpack` reach neither and are not seen.
+On the CPU some host reads never reach the dispatcher (`tolist`, `numpy`, `cpu`, printing), so a function
+mode stands beside the dispatch mode. `torch.frombuffer` and `from_dlpack` reach neither and are not seen.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,11 +23,14 @@ from phonograph.errors import CaptureError, DataDependentShapeError, Frame, Host
 
 aten = torch.ops.aten
 
-_TORCH_DIR = str(Path(torch.__file__).parent)
-_OWN_DIR = str(Path(__file__).parent.parent)
+_TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
+_OWN_DIR = str(Path(__file__).parent.parent) + os.sep
 _SLOT_OR_BREAK = "Put the value in a slot, or mark the function @graph_break"
 _FIXED_SHAPE = "Use a fixed-size form (torch.where, a mask, nonzero_static), or mark the function @graph_break"
 _MAKE_ONCE = "Make the tensor once outside (a buffer, a parameter), or put the value in a slot"
+_DRAW_OUTSIDE = "Leave generator= out, or draw outside and put the numbers in a slot"
+# What torch says where a device waits although waiting was made an error.
+_WAITED = "called a synchronizing"
 
 # Tensor methods that read from the host without a dispatched op on the CPU.
 _HOST_METHODS = {
@@ -34,8 +38,11 @@ _HOST_METHODS = {
     torch.Tensor.numpy: "Tensor.numpy",
     torch.Tensor.__array__: "Tensor.__array__",
     torch.Tensor.cpu: "Tensor.cpu",
+    torch.Tensor.__repr__: "Tensor.__repr__",
 }
+_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+_MASKED_WRITES = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 
 def user_frame(start: FrameType | None = None) -> Frame | None:
@@ -99,40 +106,72 @@ class Refusals(TorchFunctionMode):
         name = _HOST_METHODS.get(func)
         if name and isinstance(args[0], torch.Tensor) and args[0].device.type == self.device_type:
             raise HostReadError(f"{name} reads the device from the host", _SLOT_OR_BREAK, op=name, frame=user_frame())
-        return func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.one_hot and self.device_type == "cpu":
+            func = _one_hot
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if _WAITED not in str(error):
+                raise
+            op = func.__name__
+            if func in _MAKERS:
+                raise HostConstantError(f"{op} would freeze a host constant", _MAKE_ONCE, op=op, frame=user_frame()) from error
+            raise HostReadError(f"{op} waits for the device", _SLOT_OR_BREAK, op=op, frame=user_frame()) from error
 
 
-def refusal(func: Any, args: Sequence[object], kwargs: dict[str, object], device_type: str) -> CaptureError | None:
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """As on a device, where torch does not read the values to check their range."""
+    if num_classes < 0:
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+
+
+def refusal(
+    func: Any, args: Sequence[object], kwargs: dict[str, object], device_type: str
+) -> CaptureError | None:
     """Why a graph on this device type can't hold the op, or None."""
     if func is aten.lift_fresh.default:
         constant = args[0]
         frozen = isinstance(constant, torch.Tensor) and constant.dim() > 0 and device_type == "cpu"
         return _say(HostConstantError, func, "would freeze a host constant", _MAKE_ONCE) if frozen else None
-    on_device = [t for t in tensors_in((args, kwargs)) if t.device.type == device_type]
-    if not on_device:
+    generator = kwargs.get("generator")
+    if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
+        return _say(CaptureError, func, "draws from a generator that a graph does not advance", _DRAW_OUTSIDE)
+    if device_type != "cpu" and func in (aten.copy_.default, aten._to_copy.default):
+        return _copy_refusal(func, args, kwargs, device_type)
+    if not any(tensor.device.type == device_type for tensor in tensors_in((args, kwargs))):
         return None
     if func in _READS or torch.Tag.data_dependent_output in func.tags:
         return _say(HostReadError, func, "reads the device from the host", _SLOT_OR_BREAK)
     if torch.Tag.dynamic_output_shape in func.tags and not _fixed_after_all(func, args, kwargs):
         return _say(DataDependentShapeError, func, "has a shape that depends on device values", _FIXED_SHAPE)
-    return _copy_refusal(func, args, kwargs, device_type) if device_type != "cpu" else None
+    if func in _MASKED_WRITES and _has_mask(args[1]) and _num_elements(args[2]) > 1:
+        return _say(DataDependentShapeError, func, "writes as many values as its mask has", _FIXED_SHAPE)
+    return None
 
 
 def _copy_refusal(
     func: Any, args: Sequence[object], kwargs: dict[str, object], device_type: str
 ) -> CaptureError | None:
-    """Copies between host and device that wait: all from the device, and those to it from unpinned memory."""
+    """Copies between host and device make the host wait, all but non-blocking ones of pinned memory."""
     if func is aten._to_copy.default:
-        source, target = args[0], kwargs.get("device")
-        if isinstance(source, torch.Tensor) and target is not None and torch.device(str(target)).type == "cpu":
-            return _say(HostReadError, func, "reads the device from the host", _SLOT_OR_BREAK)
-    elif func is aten.copy_.default:
+        source, target, place = args[0], None, kwargs.get("device")
+        to = torch.device(str(place)).type if place is not None else ""
+        non_blocking = kwargs.get("non_blocking")
+    else:
         target, source = args[0], args[1]
-        if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
-            if target.device.type == "cpu" and source.device.type == device_type:
-                return _say(HostReadError, func, "reads the device from the host", _SLOT_OR_BREAK)
-            if source.device.type == "cpu" and source.dim() > 0 and not source.is_pinned():
-                return _say(HostConstantError, func, "would freeze a host constant", _MAKE_ONCE)
+        to = target.device.type if isinstance(target, torch.Tensor) else ""
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+    if not isinstance(source, torch.Tensor):
+        return None
+    if source.device.type == device_type and to == "cpu":
+        if isinstance(target, torch.Tensor) and non_blocking and target.is_pinned():
+            return None
+        return _say(HostReadError, func, "reads the device from the host", _SLOT_OR_BREAK)
+    if source.device.type == "cpu" and to == device_type and source.dim() > 0:
+        if non_blocking and source.is_pinned():
+            return None
+        return _say(HostConstantError, func, "would freeze a host constant", _MAKE_ONCE)
     return None
 
 
@@ -144,10 +183,18 @@ def _say(kind: type[CaptureError], func: Any, problem: str, remedy: str) -> Capt
 def _fixed_after_all(func: Any, args: Sequence[object], kwargs: dict[str, object]) -> bool:
     """Ops tagged as dynamic whose shape is fixed with these arguments."""
     if func is aten.index.Tensor:
-        return all(t.dtype not in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
+        return not _has_mask(args[1])
     if func is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is not None
     return False
+
+
+def _has_mask(indices: object) -> bool:
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(indices))
+
+
+def _num_elements(value: object) -> int:
+    return value.numel() if isinstance(value, torch.Tensor) else 1
 
 
 class OpWatch(TorchDispatchMode):
@@ -172,6 +219,15 @@ class OpWatch(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         return self.on_op(func, args, kwargs or {})
+
+
+def forget_modes() -> None:
+    """Let torch look again whether a mode is active, when a body may have left inference mode after its modes.
+
+    Inference mode puts back the dispatch keys that it found, also the one of a mode that is gone since.
+    """
+    with OpWatch(lambda func, args, kwargs: func(*args, **kwargs)):
+        pass
 
 
 @contextmanager

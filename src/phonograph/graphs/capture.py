@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,16 +19,18 @@ from phonograph.devices.trace import raising_frame
 from phonograph.errors import CaptureError, PhonographError
 from phonograph.graphs.backends import Backend, Body, Recording
 from phonograph.graphs.buffers import LoadMode, Registry
-from phonograph.graphs.context import Current, Stage, current, entering
+from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.outputs import OutputBuffers, Run, specs_of, trimmed_axes
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.progress import Progress
+from phonograph.graphs.state import SavedState
 
 log = logging.getLogger("phonograph")
 
 _CAPTURE_SEED = 0
+_MAX_STATE_BYTES = 1 << 30
 _LOOK = "Run the body eagerly under a debugger, or mark the call @graph_break and use the breakable backend"
 
 
@@ -70,6 +73,15 @@ class CaptureReport:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """A body on the buffers' views, what is current while it runs, and the sample that was loaded."""
+
+    body: Body
+    now: Current
+    batch: Any
+
+
 @dataclass(eq=False)
 class Captured:
     """The recordings of a phase, and how to trim what they put out."""
@@ -92,19 +104,23 @@ class Capture:
     collect_garbage: bool = False
     barrier: Callable[[], None] | None = None
     """Called between warm-ups where ranks must stay together."""
+    trims: bool = True
+    """Whether used and padded sizes may differ."""
+    _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
 
     def run(self, keys: Sequence[ShapeKey]) -> Captured:
         """Warm all, then capture all that could be warmed."""
         start = time.perf_counter()
-        with torch.no_grad(), gc_frozen(self.collect_garbage):
+        with torch.no_grad(), gc_frozen(self.collect_garbage), self._state_restored():
             self._warm_all(keys)
             axes = self._trimmed_axes(keys)
             for runs in self._runs.values():
                 self.outputs.expect(runs[0].outputs)
             self.outputs.allocate()
             self.device.synchronize()
+            self.device.free_unused()
             warm_seconds = time.perf_counter() - start
             rows, recordings = self._capture_all(keys)
         report = CaptureReport(tuple(rows), warm_seconds, time.perf_counter() - start)
@@ -112,8 +128,29 @@ class Capture:
             log.warning("%s", row.error)
         return Captured(recordings, axes, report)
 
-    def bind(self, key: ShapeKey, stage: Stage) -> Body:
-        """Load a sample for the key; the body that is returned runs on the buffers' views."""
+    @contextmanager
+    def _state_restored(self) -> Iterator[None]:
+        """Warm-ups run for real: afterwards the model's own state is what it was before."""
+        try:
+            yield
+        finally:
+            self._state.restore()
+            if self._state.skipped_bytes:
+                log.warning(
+                    "capturing %s: warm-ups wrote to %s bytes of tensors that are too large to save. "
+                    "Have sample() point at rows that nobody uses, and say so with Phase(preserve=…).",
+                    self.phase.name,
+                    f"{self._state.skipped_bytes:,}",
+                )
+
+    def _keeping(self, batch: Any, *, first: bool) -> AbstractContextManager[None]:
+        """Saves what a trial run of this batch writes; the first run of a shape shows what that is."""
+        if self.phase.preserve is not None:
+            return self.phase.preserve(batch)
+        return self._state.watching() if first else nullcontext()
+
+    def _bind(self, key: ShapeKey, stage: Stage) -> _Bound:
+        """Load a sample for the key."""
         padded = self.phase.padded(key.size)
         extent = Extent(padded, padded)
         sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
@@ -121,13 +158,7 @@ class Capture:
         if self.phase.plan is not None:
             self.phase.plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
-
-        def body() -> Any:
-            # The backend around it says where to break.
-            with entering(replace(now, breaker=current().breaker)):
-                return self.phase.forward(view.batch, view.beside)
-
-        return body
+        return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch)
 
     def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
         for index, key in enumerate(keys):
@@ -141,7 +172,9 @@ class Capture:
         if key in self._errors:
             return
         try:
-            result = self.backend.prepare(key, self.bind(key, Stage.WARMING), rehearse=rehearse)
+            bound = self._bind(key, Stage.WARMING)
+            with entering(bound.now), self._keeping(bound.batch, first=not rehearse):
+                result = self.backend.prepare(key, bound.body, rehearse=rehearse)
             self._runs[key] = [Run(self._varying(self.phase.padded(key.size)), specs_of(result))]
         except Exception as error:
             self._errors[key] = as_capture_error(error, key)
@@ -160,10 +193,10 @@ class Capture:
         axes = {}
         for group, members in grouped.items():
             runs = [run for key in members for run in self._runs[key]]
-            if len(members) == 1:
+            if len(members) == 1 and self.trims:
                 # One size can't tell an axis that follows the bucket from one that only equals it.
                 runs.append(self._probe(members[0]))
-            axes[group] = trimmed_axes(runs)
+            axes[group] = trimmed_axes(runs) if self.trims else {}
         return axes
 
     def _probe(self, key: ShapeKey) -> Run:
@@ -176,7 +209,8 @@ class Capture:
         )
         if self.phase.plan is not None:
             self.phase.plan(view.batch, extent)
-        with entering(Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)):
+        now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
+        with entering(now), self._keeping(sample.batch, first=True):
             result = self.phase.forward(view.batch, view.beside)
         return Run(self._varying(sizes), specs_of(result))
 
@@ -199,8 +233,9 @@ class Capture:
         if key in self._errors:
             return None
         try:
-            body = self.bind(key, Stage.CAPTURING)
-            return self.backend.capture(key, lambda: self.outputs.store(body()))
+            bound = self._bind(key, Stage.CAPTURING)
+            with entering(bound.now), self._keeping(bound.batch, first=False):
+                return self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         except Exception as error:
             self._errors[key] = as_capture_error(error, key)
             return None
@@ -212,11 +247,12 @@ def as_capture_error(error: Exception, key: ShapeKey) -> CaptureError:
         error.shape = str(key)
         found = error
     else:
-        what = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        problem = (
-            what.rstrip(".") if isinstance(error, PhonographError) else f"{type(error).__name__}: {what.rstrip('.')}"
-        )
-        found = CaptureError(problem, _LOOK, frame=raising_frame(error.__traceback__), shape=str(key))
+        frame = raising_frame(error.__traceback__)
+        line = linecache.getline(frame.file, frame.line).strip() if frame else ""
+        what = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+        problem = what if isinstance(error, PhonographError) else f"{type(error).__name__}: {what}"
+        at = f", at `{line}`" if line else ""
+        found = CaptureError(f"{problem}{at}", _LOOK, op=line, frame=frame, shape=str(key))
     traceback.clear_frames(error.__traceback__)
     return found.with_traceback(None)
 

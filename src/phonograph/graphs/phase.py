@@ -20,6 +20,8 @@ from phonograph.graphs.slots import Slot, check_slots, collect_dims
 
 Sampler = Callable[[Extent, int], Any]
 """Takes an extent and a seed; returns a random valid batch, or a `Sample`."""
+Preserve = Callable[[Any], AbstractContextManager[None]]
+"""Takes a batch; saves the state that running it touches, and restores it at the end."""
 Admission = Callable[[Any, ShapeKey], RunEagerly | None]
 """Takes the batch and the recording that would serve it; returns why it must not, or None."""
 
@@ -67,8 +69,8 @@ class Phase:
     """Slots that graphs leave out: the batch's own value is carried."""
     eager_without: frozenset[str] = frozenset()
     """Slots that the eager path leaves out."""
-    preserve: Callable[[Any], AbstractContextManager[None]] | None = None
-    """Saves and restores the state that a batch touches, for `verify`; without it all that the body writes is copied."""
+    preserve: Preserve | None = None
+    """Keeps capture and `verify` from changing the model's state; without it, all that the body writes is copied."""
     adopt: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Existing tensors to use as buffers."""
 

@@ -138,6 +138,7 @@ class Runner:
             progress,
             self.options.collect_garbage,
             self.options.barrier,
+            trims=self.buckets is not None and not self.buckets.exact,
         )
 
     def _admit(self, captured: Captured) -> None:

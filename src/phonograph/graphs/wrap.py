@@ -19,7 +19,7 @@ from phonograph.graphs.capture import CaptureReport
 from phonograph.graphs.config import ask
 from phonograph.graphs.decisions import Decision, Stats
 from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.phase import Phase, Sampler, sample_from
+from phonograph.graphs.phase import Phase, Preserve, Sampler, sample_from
 from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.resolve import Plan, resolve
@@ -104,7 +104,9 @@ def graphed(
     device: str | torch.device | Device | None = None,
     outputs: Outputs = "own",
     sample: Sampler | None = None,
+    tail: Callable[[Any, Any], Any] | None = None,
     plan: Callable[[Any, Extent], None] | None = None,
+    preserve: Preserve | None = None,
     pool: BufferPool | None = None,
     strict: bool = False,
     debug: bool = False,
@@ -113,7 +115,8 @@ def graphed(
     """Serve calls of a function or module by recorded graphs.
 
     The function is called with its slots by name; other arguments are passed on as they are, and in a
-    recording they keep the value that the sample has. `phase` picks the defaults of the plan (`full` for
+    recording they keep the value that the sample has. A `tail` takes the used rows of the function's outputs
+    and the live arguments, and is never recorded. `phase` picks the defaults of the plan (`full` for
     decode, `breakable` for prefill). Nothing is recorded before `.capture()`.
     """
     on = open_device(device if device is not None else _device_of(function))
@@ -130,6 +133,8 @@ def graphed(
     if debug:
         asked.append(ask("debug", True, origin="graphed(debug=)"))
     resolved = resolve(asked, facts_of(on))
+    signature = inspect.signature(call)
+    _check_arguments(signature, slots, _name_of(function))
     declared = Phase(
         name=_name_of(function),
         slots=tuple(slots),
@@ -137,11 +142,25 @@ def graphed(
         body=lambda batch: call(**batch),
         sample=sample if sample is not None else sample_from(slots, on.torch_device),
         dims=tuple(dims),
+        tail=tail,
         plan=plan,
+        preserve=preserve,
     )
     options = RunnerOptions(outputs=outputs, strict=strict, debug=resolved.debug, eager_copies=eager_copies)
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
-    return Graphed(function, runner, resolved, phase, inspect.signature(call))
+    return Graphed(function, runner, resolved, phase, signature)
+
+
+def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: str) -> None:
+    """Refuse a slot that the function can't be called with."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return
+    for slot in slots:
+        if slot.field.split(".")[0] not in signature.parameters:
+            raise DeclarationError(
+                f"slot {slot.name!r} is no argument of {name}{signature}. Rename it, or give source= the argument's name."
+            )
 
 
 def facts_of(device: Device) -> Facts:

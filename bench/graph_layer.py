@@ -1,0 +1,249 @@
+"""What the graph layer itself costs: host time of a step, copies of a load, a break, capture, memory, and a HF model.
+
+On a GPU it measures the Qwen3-8B shape; elsewhere, or with --quick, small shapes on the emulated device, which keeps
+the script alive and says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import report
+from phonograph import Buckets, Device, Graphed, Pad, Slot, break_graph, graphed, open_device
+from phonograph.graphs.progress import silent
+from qwen3_shape import TINY, Decoder, Shape
+
+Figures = dict[str, Any]
+
+
+def median_us(call: Callable[[], object], device: Device, rounds: int) -> float:
+    """Median host time of a call over rounds of 20, the device drained between rounds."""
+    for _ in range(20):
+        call()
+    times = []
+    for _ in range(rounds):
+        device.synchronize()
+        begin = time.perf_counter()
+        for _ in range(20):
+            call()
+        times.append((time.perf_counter() - begin) / 20)
+    return statistics.median(times) * 1e6
+
+
+def device_us(call: Callable[[], object], device: Device, rounds: int) -> float:
+    """Median device time of a call, by events where there are any."""
+    if device.torch_device.type == "cpu":
+        return median_us(call, device, rounds)
+    times = []
+    for _ in range(rounds + 5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[5:]) * 1e3
+
+
+def host_step(device: Device, rounds: int) -> Figures:
+    """decide + load + replay for a decode-like phase of 8 host slots, 44 sequences in a bucket of 48."""
+    names = ["tokens", "positions", "lengths", "rows", "seeds", "top_k"]
+    slots = [Slot(name, ("seqs",), torch.int64, pad=Pad.fill(0)) for name in names]
+    slots += [Slot("temperature", ("seqs",), torch.float32), Slot("top_p", ("seqs",), torch.float32)]
+
+    def body(**inputs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([value.float() for value in inputs.values()]).sum(0)
+
+    step = graphed(body, slots=slots, bucketed="seqs", buckets=Buckets.up_to(256), device=device, outputs="view")
+    step.capture(silent)
+    kinds = {name: np.float32 if name in ("temperature", "top_p") else np.int64 for name in [s.name for s in slots]}
+    arrays = {name: np.arange(44).astype(kind) for name, kind in kinds.items()}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    placed = {name: tensor.to(device.torch_device) for name, tensor in tensors.items()}
+    figures: Figures = {}
+    for kind, batch in (("numpy", arrays), ("torch_cpu", tensors), ("torch_device", placed)):
+        counts = step.runner.registry.counts
+        before = (counts.transfers, counts.grouped, counts.plain)
+        step(**batch)
+        after = (counts.transfers, counts.grouped, counts.plain)
+        figures[f"{kind}_copies_per_load"] = dict(
+            zip(("transfers", "grouped", "plain"), (b - a for a, b in zip(before, after, strict=True)), strict=True)
+        )
+        figures[f"{kind}_us"] = round(median_us(lambda batch=batch: step(**batch), device, rounds), 1)
+    key = step.runner.captured[0]
+    figures["replay_alone_us"] = round(median_us(step.runner.recording(key).replay, device, rounds), 1)
+    figures["decide_alone_us"] = round(median_us(lambda: step.runner.decide(arrays), device, rounds), 2)
+    return figures
+
+
+def empty_breaks(device: Device, rounds: int) -> Figures:
+    """Device time of a break with nothing in it: 370 small kernels in 1 and in 37 graphs."""
+    num_breaks = 36
+
+    def body(x: torch.Tensor, broken: bool) -> torch.Tensor:
+        for index in range(370):
+            x = x + 1.0
+            if broken and index % 10 == 9 and index < 360:
+                break_graph()
+        return x
+
+    x = torch.randn(8, 64, device=device.torch_device)
+    times = {}
+    for broken in (False, True):
+        run = graphed(
+            lambda x, broken=broken: body(x, broken),
+            slots=[Slot("x", ("seqs", 64), torch.float32)],
+            bucketed="seqs",
+            buckets=Buckets.of(8, exact=True),
+            backend="breakable",
+            device=device,
+            outputs="view",
+        )
+        run.capture(silent)
+        run(x)
+        recording = run.runner.recording(run.runner.captured[0])
+        times[broken] = device_us(recording.replay, device, rounds)
+    return {
+        "one_graph_us": round(times[False], 1),
+        "37_graphs_us": round(times[True], 1),
+        "one_break_us": round((times[True] - times[False]) / num_breaks, 2),
+    }
+
+
+def decode_buckets(device: Device, shape: Shape, dtype: torch.dtype, max_seqs: int, rounds: int) -> Figures:
+    """Memory and seconds to capture every decode bucket, and the step against eager."""
+    max_len = 512
+    model = Decoder(shape, device.torch_device, dtype, max_seqs, max_len)
+    slots = [
+        Slot("tokens", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, shape.vocab - 1)),
+        Slot("positions", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, max_len - 1)),
+    ]
+    step = graphed(
+        model.decode,
+        slots=slots,
+        bucketed="seqs",
+        buckets=Buckets.up_to(max_seqs),
+        device=device,
+        preserve=lambda batch: nullcontext(),
+    )  # nobody's keys and values are in the cache
+    device.synchronize()
+    before, begin = device.memory().used, time.perf_counter()
+    captured = step.capture(silent)
+    seconds = time.perf_counter() - begin
+    figures: Figures = {
+        "buckets": len(captured.rows),
+        "capture_s": round(seconds, 3),
+        "warm_up_s": round(captured.warm_seconds, 3),
+        "capture_mb": round((device.memory().used - before) / 1e6, 1),
+        "graph_mb": round(sum(row.num_bytes for row in captured.rows) / 1e6, 1),
+    }
+    for num_seqs in (1, 8, 32, 128):
+        if num_seqs <= max_seqs:
+            batch = {
+                "tokens": torch.randint(0, shape.vocab, (num_seqs,), device=device.torch_device),
+                "positions": torch.full((num_seqs,), max_len - 1, device=device.torch_device),
+            }
+            with torch.no_grad():
+                eager = device_us(lambda batch=batch: model.decode(**batch), device, rounds)
+            replayed = device_us(lambda batch=batch: step(**batch), device, rounds)
+            figures[f"step_{num_seqs}_seqs_ms"] = {"eager": round(eager / 1e3, 3), "replay": round(replayed / 1e3, 3)}
+    report_ = step.verify(batches=1)
+    figures["verify"] = str(report_).splitlines()[0]
+    return figures
+
+
+def hugging_face(device: Device, shape: Shape, dtype: torch.dtype, rounds: int) -> Figures:
+    """An unmodified transformers Qwen3 with a static cache, batch 1: eager against recorded."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
+
+    config = Qwen3Config(
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
+        vocab_size=shape.vocab, max_position_embeddings=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device(device.torch_device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+    def fresh() -> tuple[Graphed, torch.Tensor]:
+        cache = StaticCache(config=config, max_cache_len=1024)
+
+        def decode(input_ids: torch.Tensor) -> torch.Tensor:
+            return model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits[:, -1]
+
+        slot = Slot("input_ids", ("seqs", 1), torch.int64, pad=Pad.fill(0), valid=(0, shape.vocab - 1))
+        step = graphed(decode, slots=[slot], bucketed="seqs", buckets=Buckets.of(1, exact=True), device=device)
+        with torch.no_grad():
+            prompt = torch.arange(10, 510, device=device.torch_device)[None] % shape.vocab
+            logits = model(input_ids=prompt, past_key_values=cache, use_cache=True).logits[:, -1]
+        return step, logits
+
+    def greedy(step: Graphed, logits: torch.Tensor, num_tokens: int) -> list[int]:
+        tokens = []
+        for _ in range(num_tokens):
+            token = logits.argmax(-1, keepdim=True)
+            tokens.append(token)
+            logits = step(input_ids=token)
+        return torch.cat(tokens).flatten().tolist()
+
+    eager, logits = fresh()
+    begin = time.perf_counter()
+    eager_tokens = greedy(eager, logits, rounds)
+    device.synchronize()
+    eager_ms = (time.perf_counter() - begin) / rounds * 1e3
+    step, logits = fresh()
+    begin = time.perf_counter()
+    step.capture(silent)
+    capture_s = time.perf_counter() - begin
+    device.synchronize()
+    begin = time.perf_counter()
+    tokens = greedy(step, logits, rounds)
+    device.synchronize()
+    replay_ms = (time.perf_counter() - begin) / rounds * 1e3
+    return {
+        "eager_ms": round(eager_ms, 2),
+        "graphed_ms": round(replay_ms, 2),
+        "speedup": round(eager_ms / replay_ms, 2),
+        "capture_s": round(capture_s, 2),
+        "same_tokens": tokens == eager_tokens,
+        "replays": step.stats.replays.total(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small shapes, few rounds")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the result file")
+    parser.add_argument("--skip-hf", action="store_true", help="leave out the Hugging Face model")
+    args = parser.parse_args()
+    device = open_device()
+    quick = args.quick or device.name == "emulated"
+    rounds = 10 if quick else 100
+    shape, dtype, max_seqs = (TINY, torch.float32, 8) if quick else (Shape(), torch.bfloat16, 256)
+    torch.manual_seed(0)
+    figures: Figures = {}
+    parts: list[tuple[str, Callable[[], Figures]]] = [
+        ("host time of a step with 8 slots", lambda: host_step(device, rounds)),
+        ("empty break", lambda: empty_breaks(device, rounds)),
+        ("decode buckets", lambda: decode_buckets(device, shape, dtype, max_seqs, rounds)),
+    ]
+    if not args.skip_hf:
+        parts.append(("Hugging Face Qwen3, batch 1", lambda: hugging_face(device, shape, dtype, rounds)))
+    for title, measure in parts:
+        figures[title] = measure()
+        print(title)
+        for name, value in figures[title].items():
+            print(f"  {name:<28} {value}")
+    print(report.write(f"graph_layer_{'quick' if quick else device.name}", figures, args.out))
+
+
+if __name__ == "__main__":
+    main()
