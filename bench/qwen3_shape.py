@@ -10,6 +10,8 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
+    """The sizes of a dense decoder."""
+
     hidden: int = 4096
     intermediate: int = 12288
     layers: int = 36
@@ -27,12 +29,11 @@ class Decoder:
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, max_seqs: int, max_len: int) -> None:
         self.shape = shape
-        self.max_len = max_len
+        s = shape
 
         def weight(*size: int) -> torch.Tensor:
             return torch.randn(size, device=device, dtype=dtype) * 0.02
 
-        s = shape
         self.embedding, self.head = weight(s.vocab, s.hidden), weight(s.vocab, s.hidden)
         self.norm = torch.ones(s.hidden, device=device, dtype=dtype)
         self.layers = [
@@ -44,38 +45,36 @@ class Decoder:
             )
             for _ in range(s.layers)
         ]
-        self.head_norm = torch.ones(s.head_dim, device=device, dtype=dtype)
+        # The query's norm carries the attention scale.
+        self.qk_norm = torch.ones(s.heads + s.kv_heads, s.head_dim, device=device, dtype=dtype)
+        self.qk_norm[: s.heads] *= s.head_dim**-0.5
         cache = (s.layers, max_seqs, s.kv_heads, max_len, s.head_dim)
         self.keys = torch.zeros(cache, device=device, dtype=dtype)
         self.values = torch.zeros(cache, device=device, dtype=dtype)
         self.places = torch.arange(max_len, device=device)
         self.rows = torch.arange(max_seqs, device=device)
         angles = torch.outer(self.places.float(), 1e6 ** -torch.linspace(0, 1, s.head_dim // 2, device=device))
-        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.cos = torch.cat([angles.cos(), angles.cos()], -1).to(dtype)
+        self.sin = torch.cat([-angles.sin(), angles.sin()], -1).to(dtype)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         s, num_seqs = self.shape, tokens.shape[0]
         x = self.embedding[tokens]
-        hidden_mask = (self.places[None] > positions[:, None])[:, None, None]  # [num_seqs, 1, 1, max_len]
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        unseen = (self.places[None] > positions[:, None])[:, None, None]  # [num_seqs, 1, 1, max_len]
+        cos, sin, rows = self.cos[positions][:, None], self.sin[positions][:, None], self.rows[:num_seqs]
         for index, (qkv, out, gate_up, down) in enumerate(self.layers):
-            h = functional.rms_norm(x, (s.hidden,), self.norm)
-            q, k, v = (h @ qkv.T).split([s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim], -1)
-            q = self._rope(q.view(num_seqs, s.heads, s.head_dim), cos, sin)
-            k = self._rope(k.view(num_seqs, s.kv_heads, s.head_dim), cos, sin)
+            mixed = (functional.rms_norm(x, (s.hidden,), self.norm) @ qkv.T).view(num_seqs, -1, s.head_dim)
+            q, k = self._normed_and_rotated(mixed[:, : s.heads + s.kv_heads], cos, sin).split([s.heads, s.kv_heads], 1)
             keys, values = self.keys[index, :num_seqs], self.values[index, :num_seqs]
-            keys[self.rows[:num_seqs], :, positions] = k
-            values[self.rows[:num_seqs], :, positions] = v.view(num_seqs, s.kv_heads, s.head_dim)
-            grouped = q.view(num_seqs, s.kv_heads, -1, s.head_dim)
-            scores = grouped @ keys.transpose(-1, -2) * s.head_dim**-0.5  # [num_seqs, kv_heads, group, max_len]
-            mixed = scores.masked_fill(hidden_mask, float("-inf")).softmax(-1) @ values
-            x = x + mixed.reshape(num_seqs, -1) @ out.T
-            h = functional.rms_norm(x, (s.hidden,), self.norm)
-            gate, up = (h @ gate_up.T).chunk(2, -1)
-            x = x + (functional.silu(gate) * up) @ down.T
+            keys[rows, :, positions] = k
+            values[rows, :, positions] = mixed[:, s.heads + s.kv_heads :]
+            scores = q.reshape(num_seqs, s.kv_heads, -1, s.head_dim) @ keys.transpose(-1, -2)
+            read = scores.masked_fill_(unseen, float("-inf")).softmax(-1) @ values  # [num_seqs, kv_heads, group, dim]
+            x = torch.addmm(x, read.view(num_seqs, -1), out.T)
+            gate, up = (functional.rms_norm(x, (s.hidden,), self.norm) @ gate_up.T).chunk(2, -1)
+            x = torch.addmm(x, functional.silu(gate).mul_(up), down.T)
         return (functional.rms_norm(x, (s.hidden,), self.norm) @ self.head.T).argmax(-1)
 
-    def _rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = functional.rms_norm(x, (self.shape.head_dim,), self.head_norm)
-        left, right = x.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    def _normed_and_rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = functional.rms_norm(x, (self.shape.head_dim,)) * self.qk_norm
+        return torch.addcmul(x * cos, x.roll(self.shape.head_dim // 2, -1), sin)

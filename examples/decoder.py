@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from phonograph import Buckets, Extent, Graphed, Pad, Slot, current, graph_break, graphed, open_device
+from phonograph import Buckets, Device, Extent, Graphed, Pad, Slot, current, graph_break, graphed, open_device
 
 VOCAB, HIDDEN, HEADS, LAYERS, MAX_SEQS, MAX_LEN = 512, 128, 4, 4, 16, 128
 HEAD_DIM = HIDDEN // HEADS
@@ -89,13 +89,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(MAX_LEN, HIDDEN)
         self.cache = Cache.empty(device)
-        self.layers = nn.ModuleList(Layer(index, self.cache) for index in range(LAYERS))
+        self.stack = [Layer(index, self.cache) for index in range(LAYERS)]
+        self.layers = nn.ModuleList(self.stack)
         self.norm, self.head = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
         self.to(device).requires_grad_(False)
 
     def decode(self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.place(positions)
-        for layer in self.layers:
+        for layer in self.stack:
             x = layer.decode(x, rows, positions)
         return self.head(self.norm(x))
 
@@ -103,7 +104,7 @@ class Decoder(nn.Module):
         self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, requests: list[tuple[int, int]]
     ) -> torch.Tensor:
         x = self.embed(tokens) + self.place(positions)
-        for layer in self.layers:
+        for layer in self.stack:
             x = layer.prefill(x, rows, positions)
         return x
 
@@ -168,21 +169,36 @@ def seconds(model: Decoder, prefill: Graphed, decode: Graphed, prompts: list[lis
     return time.perf_counter() - begin
 
 
+def record(model: Decoder, device: Device, backend: str | None = None) -> tuple[Graphed, Graphed]:
+    """Prefill and decode; the backends are the plan's unless one is named."""
+    prefill = graphed(
+        model.prefill,
+        slots=slots("tokens"),
+        bucketed="tokens",
+        buckets=Buckets.tokens_up_to(128),
+        phase="prefill",
+        backend=backend,
+        sample=sample_prefill,
+        device=device,
+    )
+    decode = graphed(
+        model.decode,
+        slots=slots("seqs"),
+        bucketed="seqs",
+        buckets=Buckets.up_to(MAX_SEQS),
+        backend=backend,
+        sample=sample_decode,
+        device=device,
+    )
+    return prefill, decode
+
+
 def main() -> None:
     torch.manual_seed(0)
     device = open_device()
     print(f"device: {device.name} ({device.torch_device})\n")
     model = Decoder(device.torch_device)
-    inputs = dict(bucketed="tokens", slots=slots("tokens"), phase="prefill", device=device)
-    steps = dict(bucketed="seqs", slots=slots("seqs"), device=device)
-    graphs = [
-        graphed(model.prefill, buckets=Buckets.tokens_up_to(128), sample=sample_prefill, **inputs),
-        graphed(model.decode, buckets=Buckets.up_to(MAX_SEQS), sample=sample_decode, **steps),
-    ]
-    eager = [
-        graphed(model.prefill, buckets=Buckets.of(1), backend="disabled", **inputs),
-        graphed(model.decode, buckets=Buckets.of(1), backend="disabled", **steps),
-    ]
+    graphs, eager = record(model, device), record(model, device, "disabled")
     for graph in graphs:
         print(graph.explain(), "\n")
         print(graph.capture(), "\n")

@@ -63,7 +63,7 @@ class CudaPool:
                     memory.fill_(_POISON_BYTES[pattern])
 
     def _segments(self) -> list[dict[str, Any]]:
-        segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot(self.id)
+        segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot(self.id)  # type: ignore[no-untyped-call]
         return segments
 
 
@@ -168,7 +168,7 @@ def _begin_capture(stream: torch.cuda.Stream) -> None:
 
 def _capturing_streams(origin: torch.cuda.Stream) -> list[torch.cuda.Stream]:
     """The side streams that the body has forked from the capture; torch hands streams out of two small rings."""
-    rings = [torch.cuda.Stream(priority=p) for p in (0, -1) for _ in range(_POOL_STREAMS)]
+    rings = [torch.cuda.Stream(priority=p) for p in (0, -1) for _ in range(_POOL_STREAMS)]  # type: ignore[no-untyped-call]
     forked = []
     for stream in rings:
         if stream.cuda_stream != origin.cuda_stream:
@@ -222,7 +222,7 @@ class CudaDevice:
         if index is not None and index >= count:
             raise DeviceError(f"opening cuda:{index}: torch sees {count} of them. Use an index below {count}.")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        self._stream = torch.cuda.Stream(self.torch_device)
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def new_pool(self) -> CudaPool:
         return CudaPool(self.torch_device, self._stream)

@@ -80,7 +80,7 @@ class _Tape:
     def _save(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.made and storage._cdata not in self.saved:
-            self.saved[storage._cdata] = (storage, storage.clone())
+            self.saved[storage._cdata] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +109,7 @@ def _aliases(value: Any) -> Any:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class EmulatedPool:
@@ -134,7 +134,7 @@ class EmulatedPool:
 
 def _poison(tensor: torch.Tensor, pattern: int) -> None:
     """Fill a tensor's whole storage with a finite value that is unlikely to be right."""
-    flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     if tensor.dtype == torch.bool:
         flat.fill_(bool(pattern))
     elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
@@ -285,7 +285,7 @@ class EmulatedDevice:
         """A tensor over the same memory, which the tape keeps anyway; no inference tensor, since gaps write to it."""
         with torch.inference_mode(False):
             alias = torch.empty(0, dtype=tensor.dtype)
-            return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
+            return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

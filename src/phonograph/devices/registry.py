@@ -47,4 +47,5 @@ def open_device(spec: str | torch.device | Device | None = None) -> Device:
         near = difflib.get_close_matches(name, device_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DeviceError(f"opening device {str(spec)!r}: unknown{hint} (known: {', '.join(device_names())})")
-    return make(torch.device("cpu" if name == "emulated" else name, int(index) if index else None))
+    where = "cpu" if name == "emulated" else name
+    return make(torch.device(where, int(index)) if index else torch.device(where))

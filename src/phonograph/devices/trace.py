@@ -105,7 +105,7 @@ class Refusals(TorchFunctionMode):
     ) -> Any:
         name = _HOST_METHODS.get(func)
         if name and isinstance(args[0], torch.Tensor) and args[0].device.type == self.device_type:
-            raise HostReadError(f"{name} reads the device from the host", _SLOT_OR_BREAK, op=name, frame=user_frame())
+            raise _say(HostReadError, name, "reads the device from the host", _SLOT_OR_BREAK)
         if func is torch.nn.functional.one_hot and self.device_type == "cpu":
             func = _one_hot
         try:
@@ -113,10 +113,9 @@ class Refusals(TorchFunctionMode):
         except RuntimeError as error:
             if _WAITED not in str(error):
                 raise
-            op = func.__name__
             if func in _MAKERS:
-                raise HostConstantError(f"{op} would freeze a host constant", _MAKE_ONCE, op=op, frame=user_frame()) from error
-            raise HostReadError(f"{op} waits for the device", _SLOT_OR_BREAK, op=op, frame=user_frame()) from error
+                raise _say(HostConstantError, func.__name__, "would freeze a host constant", _MAKE_ONCE) from error
+            raise _say(HostReadError, func.__name__, "waits for the device", _SLOT_OR_BREAK) from error
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -126,9 +125,7 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
-def refusal(
-    func: Any, args: Sequence[object], kwargs: dict[str, object], device_type: str
-) -> CaptureError | None:
+def refusal(func: Any, args: Sequence[object], kwargs: dict[str, object], device_type: str) -> CaptureError | None:
     """Why a graph on this device type can't hold the op, or None."""
     if func is aten.lift_fresh.default:
         constant = args[0]
@@ -197,11 +194,11 @@ def _num_elements(value: object) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else 1
 
 
-class OpWatch(TorchDispatchMode):
+class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `on_op(func, args, kwargs)` in place of every aten op below autograd, in every grad mode."""
 
     def __init__(self, on_op: Callable[[Any, tuple[object, ...], dict[str, object]], Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.on_op = on_op
 
     @classmethod
@@ -256,14 +253,14 @@ def before_writes(on_first: Callable[[torch.UntypedStorage], None]) -> Iterator[
         for tensor in written_tensors(func, args, kwargs):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
-                known[storage._cdata] = StorageWeakRef(storage)
+                known[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 on_first(storage)
         result = func(*args, **kwargs)
         before = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in before:
-                known[storage._cdata] = StorageWeakRef(storage)
+                known[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return result
 
     with OpWatch(run):

@@ -21,12 +21,13 @@ class Buckets:
     exact: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sizes, list | tuple):
+            raise DeclarationError(f"bucket sizes are a tuple, found {self.sizes!r}. Write Buckets.of(8, 16).")
         if not self.sizes:
             raise DeclarationError("a bucket list is empty. Name at least one size.")
         if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in self.sizes):
             raise DeclarationError(f"bucket sizes must be positive whole numbers, found {list(self.sizes)}.")
-        if list(self.sizes) != sorted(set(self.sizes)):
-            object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
+        object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
 
     @staticmethod
     def of(*sizes: int, exact: bool = False) -> Buckets:

@@ -30,6 +30,14 @@ class ShapeKey:
     absent: frozenset[str] = frozenset()
     """The keyed slots that have no value in this recording."""
 
+    def __post_init__(self) -> None:
+        # A key is looked up several times in every step.
+        object.__setattr__(self, "_hash", hash((self.phase, self.dim, self.size, self.variant, self.absent)))
+
+    def __hash__(self) -> int:
+        found: int = self._hash  # type: ignore[attr-defined]
+        return found
+
     def __str__(self) -> str:
         parts = [f"{self.dim}={self.size}"]
         if self.variant:

@@ -21,13 +21,19 @@ class Dim:
     per: str | None = None
     times: int = 1
     field: str | None = None
-    """The batch field that carries this dim's size, if there is one; the view gets the padded size."""
+    """The batch field that carries this dim's size, if there is one; may be dotted; the view gets the padded size."""
 
     def __post_init__(self) -> None:
+        if not self.name:
+            raise DeclarationError("a dim has no name. Write Dim('tokens').")
         if self.limit is not None and self.per is not None:
             raise DeclarationError(f"dim {self.name!r} has both a limit and per={self.per!r}. Give one of them.")
-        if self.limit is not None and self.limit < 1 or self.times < 1:
-            raise DeclarationError(f"dim {self.name!r} must have a positive size.")
+        if (self.limit is not None and self.limit < 1) or self.times < 1:
+            raise DeclarationError(f"dim {self.name!r} must have a positive size: limit and times are at least 1.")
+        if self.times != 1 and self.per is None:
+            raise DeclarationError(f"dim {self.name!r} is {self.times} times as large as what? Add per='…'.")
+        if self.field is not None and not all(part.isidentifier() for part in self.field.split(".")):
+            raise DeclarationError(f"dim {self.name!r}: {self.field!r} is not a dotted field name.")
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,20 @@ def padded_sizes(dims: Mapping[str, Dim], bucketed: str, size: int) -> dict[str,
 def check_dims(dims: Mapping[str, Dim], bucketed: str) -> None:
     """Refuse dims whose padded size can't be known."""
     if bucketed not in dims:
-        raise DeclarationError(f"the bucketed dim {bucketed!r} is in no slot's shape (dims: {', '.join(dims)}).")
+        raise DeclarationError(
+            f"the bucketed dim {bucketed!r} is in no slot's shape (dims: {', '.join(dims)}). Name one of these."
+        )
     for name, dim in dims.items():
         if name == bucketed:
             if dim.limit is not None or dim.per is not None:
                 raise DeclarationError(
-                    f"dim {name!r} is bucketed: its size comes from the buckets, not from limit or per."
+                    f"dim {name!r} is bucketed: its size comes from the buckets. Remove its limit or per."
                 )
         elif dim.per is not None and dim.per != bucketed:
-            raise DeclarationError(f"dim {name!r} is per {dim.per!r}, but only the bucketed dim {bucketed!r} varies.")
+            raise DeclarationError(
+                f"dim {name!r} is per {dim.per!r}, but only the bucketed dim {bucketed!r} varies. "
+                f"Write per={bucketed!r}, or a limit."
+            )
         elif dim.per is None and dim.limit is None:
             raise DeclarationError(
                 f"unknown dim {name!r}: its size in a graph is not declared. "

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from functools import lru_cache
 from typing import Any
 
+from phonograph.errors import LoadError
+
 Path = tuple[str, ...]
+
+
+def path_of(field: str) -> Path:
+    """The parts of a dotted field name."""
+    return tuple(field.split("."))
 
 
 def fetch(batch: Any, beside: Mapping[str, Any], path: Path) -> Any:
@@ -23,7 +31,10 @@ def fetch(batch: Any, beside: Mapping[str, Any], path: Path) -> Any:
 
 
 def expose(batch: Any, values: Mapping[Path, Any]) -> Any:
-    """A copy of the batch with these fields replaced; nothing that the batch holds is modified."""
+    """A copy of the batch with these fields replaced; nothing that the batch holds is modified.
+
+    What lies below a holder that is None or missing is dropped: there is no object to copy.
+    """
     plain = {path[0]: value for path, value in values.items() if len(path) == 1}
     nested: dict[str, dict[Path, Any]] = {}
     for path, value in values.items():
@@ -37,26 +48,58 @@ def expose(batch: Any, values: Mapping[Path, Any]) -> Any:
 
 
 def _get(holder: Any, name: str) -> Any:
-    if type(holder) is dict or isinstance(holder, Mapping):
+    kind: Any = type(holder)
+    if kind is dict or _is_mapping(kind):
         return holder.get(name)
     return getattr(holder, name, None)
+
+
+@lru_cache(maxsize=1024)
+def _is_mapping(kind: type) -> bool:
+    return issubclass(kind, Mapping)
+
+
+@lru_cache(maxsize=1024)
+def _is_only_dict(kind: Any) -> bool:
+    """Whether an instance is its `__dict__` and nothing else, so that copying that copies it."""
+    return (
+        kind.__new__ is object.__new__
+        and not hasattr(kind, "__copy__")
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    )
 
 
 def _replaced(holder: Any, values: dict[str, Any]) -> Any:
     if type(holder) is dict:
         return holder | values
-    if isinstance(holder, Mapping):
+    if isinstance(holder, MutableMapping):
         replaced = copy.copy(holder)
-        for name, value in values.items():
-            replaced[name] = value  # type: ignore[index]
+        replaced.update(values)
         return replaced
-    if hasattr(holder, "__dict__"):
-        # Without __init__ and __setattr__: a frozen dataclass is copied like any other object.
-        replaced = type(holder).__new__(type(holder))
-        replaced.__dict__.update(holder.__dict__)
-        replaced.__dict__.update(values)
-        return replaced
-    replaced = copy.copy(holder)
+    if isinstance(holder, Mapping):
+        return dict(holder) | values
+    if isinstance(holder, tuple) and hasattr(holder, "_replace"):
+        return holder._replace(**values)
+    replaced = _copied(holder)
     for name, value in values.items():
-        object.__setattr__(replaced, name, value)
+        _put(replaced, name, value)
     return replaced
+
+
+def _copied(holder: Any) -> Any:
+    kind: Any = type(holder)
+    if not _is_only_dict(kind):
+        return copy.copy(holder)
+    copied = object.__new__(kind)  # without __init__, which may do work or want arguments
+    copied.__dict__.update(holder.__dict__)
+    return copied
+
+
+def _put(holder: Any, name: str, value: Any) -> None:
+    try:
+        object.__setattr__(holder, name, value)  # past the __setattr__ of a frozen dataclass
+    except AttributeError:
+        raise LoadError(
+            f"exposing the view's {name!r}: {type(holder).__name__} has no such field that can be set. "
+            "Make it a plain attribute (no read-only property; named in __slots__ where the class has them)."
+        ) from None

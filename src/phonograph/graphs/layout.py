@@ -2,142 +2,96 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from phonograph.devices import Device, Fence
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.fields import Path
-from phonograph.graphs.pool import Lease, next_power_of_two
+from phonograph.errors import LoadError
+from phonograph.graphs.extent import Dim
+from phonograph.graphs.fields import Path, path_of
+from phonograph.graphs.memory import Memory, PackedBlock
 from phonograph.graphs.slots import Slot
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from phonograph.graphs.values import Array, SlotValues
 
 _ALIGNMENT = 64
-_RING_BLOCKS = 3
-_MAX_FITS = 512
+_MAX_KEPT = 512
 _PACKED_ROW_BYTES = 256
+_LARGE_BYTES = 1 << 20
 
 
 def is_packed(slot: Slot) -> bool:
     """Whether a slot lies in the block that one transfer fills: index-like ones, and small rows of floats."""
-    if slot.place == "host" or numpy_dtype(slot.dtype) is None:
+    if slot.place == "host":
         return False
-    row = slot.dtype.itemsize
-    for size in slot.shape:
-        row *= size if isinstance(size, int) else 1
+    row = int(np.prod([size for size in slot.shape if isinstance(size, int)], dtype=np.int64)) * slot.dtype.itemsize
     return not slot.dtype.is_floating_point or row <= _PACKED_ROW_BYTES
 
 
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
-    """numpy's name for a torch dtype, or None (bfloat16, float8 …)."""
-    name = str(dtype).removeprefix("torch.")
-    try:
-        return np.dtype(name)
-    except TypeError:
-        return None
+def packed_spans(slots: Sequence[Slot], padded: Mapping[str, int]) -> tuple[dict[str, slice], int]:
+    """Where each packed slot lies in the block, in bytes, and the bytes of all of them."""
+    spans: dict[str, slice] = {}
+    end = 0
+    for slot in slots:
+        if is_packed(slot):
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + num_elements(slot, padded) * slot.dtype.itemsize
+            spans[slot.name] = slice(start, end)
+    return spans, end
 
 
-@dataclass(eq=False)
-class HostBlock:
-    """One block of the ring: written by the host, read by a transfer, written again once that has passed."""
-
-    tensor: torch.Tensor
-    array: Array
-    fence: Fence
-
-
-class Memory(Protocol):
-    """The buffers of one path."""
-
-    def block(self, num_bytes: int) -> torch.Tensor:
-        """Device memory for the packed slots."""
-        ...
-
-    def flat(self, slot: Slot, num_elements: int) -> torch.Tensor:
-        """Memory for a slot that is not packed."""
-        ...
-
-
-class LeasedMemory:
-    """Memory from a pool: fixed, since graphs are captured over it."""
-
-    def __init__(self, block: Lease, flats: Mapping[str, Lease]) -> None:
-        self._block = block
-        self._flats = flats
-
-    def block(self, num_bytes: int) -> torch.Tensor:
-        return self._block.tensor[:num_bytes]
-
-    def flat(self, slot: Slot, num_elements: int) -> torch.Tensor:
-        return self._flats[slot.name].tensor[:num_elements]
-
-
-class GrowingMemory:
-    """Memory that no graph holds: it grows to the next power of two."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def block(self, num_bytes: int) -> torch.Tensor:
-        return self._grown("", num_bytes, torch.uint8, self._device.torch_device)
-
-    def flat(self, slot: Slot, num_elements: int) -> torch.Tensor:
-        device = torch.device("cpu") if slot.place == "host" else self._device.torch_device
-        return self._grown(slot.name, num_elements, slot.dtype, device)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this memory."""
-        storage = tensor.untyped_storage()._cdata
-        return any(held.untyped_storage()._cdata == storage for held in self._tensors.values())
-
-    def _grown(self, name: str, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        held = self._tensors.get(name)
-        if held is None or held.numel() < num_elements:
-            with torch.inference_mode(False):
-                held = torch.zeros(next_power_of_two(num_elements), dtype=dtype, device=device)
-            self._tensors[name] = held
-        return held[:num_elements]
+def num_elements(slot: Slot, padded: Mapping[str, int]) -> int:
+    """How many elements a slot has at a padded extent."""
+    return int(np.prod(slot.sizes(padded), dtype=np.int64))
 
 
 class Cell:
-    """One slot in one layout: its padded view, and the same place in each block of the host ring."""
+    """One slot in one layout: its padded view, and, if packed, the same place in each block of the host ring."""
 
-    def __init__(self, slot: Slot, view: torch.Tensor, arrays: Sequence[Array]) -> None:
-        self.slot = slot
-        self.path: Path = tuple(slot.field.split("."))
+    def __init__(
+        self, values: SlotValues, view: torch.Tensor, arrays: Sequence[Array] = (), span: slice = slice(0, 0)
+    ) -> None:
+        self.values = values
+        self.slot = values.slot
+        self.path = values.slot.path
         self.view = view
         self.arrays = arrays
+        self.span = span
+        """Where the slot lies in the block, in bytes."""
+        self.filler = values.number(self.slot.filler)
+        self.absent = values.number(self.slot.absent) if self.slot.absent is not None else None
 
 
 class Fit:
     """A cell for one used size: what to write where, with every slice taken already."""
 
     def __init__(self, cell: Cell, used: Mapping[str, int]) -> None:
-        slot = cell.slot
-        self.slot = slot
-        self.path = cell.path
         self.cell = cell
-        self.shape = slot.sizes(used)
+        self.slot = cell.slot
+        self.path = cell.path
+        self.values = cell.values
+        self.packed = bool(cell.arrays)
+        self.device = cell.view.device
+        self.shape = cell.slot.sizes(used)
         region = tuple(slice(0, size) for size in self.shape)
         tails = _tails(self.shape, tuple(cell.view.shape))
-        self.view = cell.view
         self.used = cell.view[region] if region else cell.view
         self.tails = [cell.view[tail] for tail in tails]
-        self.arrays = [array[region] if region else array for array in cell.arrays]
+        self.arrays: list[Array] = [array[region] if region else array for array in cell.arrays]
         self.array_tails = [[array[tail] for tail in tails] for array in cell.arrays]
-        assert slot.pad is not None
-        self.fill = slot.pad.value
-        self.num_bytes = self.used.numel() * self.used.element_size()
+        self._rows: list[torch.Tensor] = []
+        num_bytes = self.used.numel() * self.used.element_size()
+        self.empty = num_bytes == 0
+        # A grouped copy is one kernel only for contiguous tensors, and the slower way for large ones.
+        self.grouped = self.slot.place == "device" and num_bytes <= _LARGE_BYTES and self.used.is_contiguous()
 
-    @property
-    def packed(self) -> bool:
-        return bool(self.arrays)
+    def host_rows(self, index: int) -> torch.Tensor:
+        """The used rows in one block of the host ring, as a tensor."""
+        if not self._rows:
+            self._rows = [self.values.over(array) for array in self.arrays]
+        return self._rows[index]
 
 
 def _tails(used: tuple[int, ...], padded: tuple[int, ...]) -> list[tuple[slice, ...]]:
@@ -151,102 +105,149 @@ def _tails(used: tuple[int, ...], padded: tuple[int, ...]) -> list[tuple[slice, 
     return regions
 
 
+class Steps:
+    """What a load does for one used size, without the slots that its path leaves out."""
+
+    def __init__(self, layout: Layout, used: Mapping[str, int], without: frozenset[str]) -> None:
+        cells = [cell for cell in layout.cells if cell.slot.name not in without]
+        fits = [Fit(cell, used) for cell in cells]
+        self.fits = fits
+        self.left_out = frozenset(cell.path for cell in layout.cells if cell.slot.name in without)
+        self.loaded = [fit for fit in fits if fit.slot.compute is None]
+        self.computed = [(fit, Fit(fit.cell, layout.padded)) for fit in fits if fit.slot.compute is not None]
+        """With the fit for a function that gives padded rows itself."""
+        self.views: dict[Path, Any] = {cell.path: cell.view for cell in cells} | layout.sizes
+        """The padded view of every field, and the padded sizes."""
+        self.used: dict[Path, torch.Tensor] = {fit.path: fit.used for fit in fits}
+
+
 class Layout:
     """All slots at one padded extent: tight, each view contiguous, packed slots in one block."""
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        values: Sequence[SlotValues],
         dims: Mapping[str, Dim],
         padded: Mapping[str, int],
         memory: Memory,
-        ring: HostRing,
         adopted: Mapping[str, torch.Tensor],
+        owner: str,
     ) -> None:
-        self.padded = dict(padded)
-        self._fits: dict[tuple[int, ...], list[Fit]] = {}
-        offsets, self.num_bytes = packed_offsets(slots, padded, adopted)
-        block = memory.block(self.num_bytes) if self.num_bytes else None
-        blocks = ring.at_least(self.num_bytes)
-        self.block = block
-        self.host = [host.tensor[: self.num_bytes] for host in blocks]
-        self.cells: list[Cell] = []
-        for slot in slots:
-            shape = slot.sizes(padded)
-            if slot.name in offsets and block is not None:
-                offset, num_bytes = offsets[slot.name]
-                view = block[offset : offset + num_bytes].view(slot.dtype).view(shape)
-                kind = numpy_dtype(slot.dtype)
-                arrays = [host.array[offset : offset + num_bytes].view(kind).reshape(shape) for host in blocks]
-                self.cells.append(Cell(slot, view, arrays))
-            elif slot.name in adopted:
-                self.cells.append(Cell(slot, adopted[slot.name][tuple(slice(0, size) for size in shape)], ()))
-            else:
-                num_elements = _product(shape)
-                self.cells.append(Cell(slot, memory.flat(slot, num_elements).view(shape), ()))
-        self.sizes = {(dim.field,): padded[name] for name, dim in dims.items() if dim.field}
+        self._owner = owner
+        self.padded = {name: padded[name] for name in dims}
+        self.sizes: dict[Path, int] = {path_of(dim.field): padded[name] for name, dim in dims.items() if dim.field}
+        spans, num_bytes = packed_spans([v.slot for v in values if v.slot.name not in adopted], padded)
+        self.block: PackedBlock | None = memory.block(num_bytes) if spans else None
+        self.cells = [self._cell(v, spans.get(v.slot.name), memory, adopted.get(v.slot.name)) for v in values]
+        self._steps: dict[tuple[tuple[int, ...], frozenset[str]], Steps] = {}
+        self._parts: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._memory = _spans_of([cell.view for cell in self.cells])
 
-    def fits(self, used: Mapping[str, int]) -> list[Fit]:
-        """The cells with every slice for these used sizes; made once and kept."""
-        key = tuple(used.values())
-        fits = self._fits.get(key)
-        if fits is None:
-            if len(self._fits) >= _MAX_FITS:
-                self._fits.clear()
-            fits = self._fits[key] = [Fit(cell, used) for cell in self.cells]
-        return fits
+    def _cell(self, values: SlotValues, span: slice | None, memory: Memory, adopted: torch.Tensor | None) -> Cell:
+        slot, shape = values.slot, values.slot.sizes(self.padded)
+        if span is not None and self.block is not None:
+            view = self.block.tensor[span].view(slot.dtype).view(shape)
+            arrays = [host.array[span].view(values.kind).reshape(shape) for host in self.block.ring]
+            return Cell(values, view, arrays, span)
+        if adopted is not None:
+            return Cell(values, adopted[tuple(slice(0, size) for size in shape)] if shape else adopted)
+        view = memory.flat(slot, num_elements(slot, self.padded)).view(shape)
+        if slot.is_unread:
+            view.fill_(slot.filler)  # loads leave the tail alone: what it holds is legal from the start
+        return Cell(values, view)
 
+    def steps(self, used: Mapping[str, int], key: tuple[int, ...], without: frozenset[str]) -> Steps:
+        """What to do for these used sizes, of which `key` is the tuple; made once and kept."""
+        steps = self._steps.get((key, without))
+        if steps is None:
+            self._check_used(used)
+            if len(self._steps) >= _MAX_KEPT:
+                self._steps.clear()
+            with torch.inference_mode(False):
+                steps = self._steps[key, without] = Steps(self, used, without)
+        return steps
 
-class HostRing:
-    """Host blocks that transfers read from, used in turn so that the host need not wait for the last one."""
+    def _check_used(self, used: Mapping[str, int]) -> None:
+        for name, size in self.padded.items():
+            if not 0 <= used[name] <= size:
+                raise LoadError(
+                    f"loading {self._owner}: the batch uses {used[name]} {name}, and is to be padded to {size}. "
+                    "Choose an extent that holds it."
+                )
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._blocks: list[HostBlock] = []
-        self._next = 0
-        self._num_bytes = 0
+    def part(self, start: int, end: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A part of the block, in bytes, and of each host block."""
+        part = self._parts.get((start, end))
+        if part is None:
+            assert self.block is not None
+            with torch.inference_mode(False):
+                host = [block.tensor[start:end] for block in self.block.ring]
+                part = self._parts[start, end] = (self.block.tensor[start:end], host)
+        return part
 
-    def at_least(self, num_bytes: int) -> list[HostBlock]:
-        """The ring's blocks, replaced by larger ones where they are too small."""
-        if num_bytes > self._num_bytes or not self._blocks:
-            self._num_bytes = next_power_of_two(num_bytes)
-            self._blocks = [self._new_block() for _ in range(_RING_BLOCKS)]
-        return self._blocks
+    def take(self) -> int:
+        """The number of the host block to write next."""
+        assert self.block is not None
+        return self.block.take()
 
-    def take(self) -> tuple[int, Fence]:
-        """The next block's number and its fence, after the transfer that last read it has passed."""
-        self._next = (self._next + 1) % _RING_BLOCKS
-        fence = self._blocks[self._next].fence
-        fence.synchronize()
-        return self._next, fence
-
-    def _new_block(self) -> HostBlock:
-        with torch.inference_mode(False):
-            tensor = self._device.host_block(self._num_bytes)
-        return HostBlock(tensor, tensor.numpy(), self._device.fence())
-
-
-def packed_offsets(
-    slots: Sequence[Slot], padded: Mapping[str, int], adopted: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, tuple[int, int]], int]:
-    """Where each packed slot lies in the block (offset, bytes), and the block's size."""
-    offsets: dict[str, tuple[int, int]] = {}
-    end = 0
-    for slot in slots:
-        if is_packed(slot) and slot.name not in adopted:
-            num_bytes = _product(slot.sizes(padded)) * slot.dtype.itemsize
-            offsets[slot.name] = (end, num_bytes)
-            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    return offsets, end
+    def holds(self, address: int) -> bool:
+        """Whether an address lies in the buffers of this layout."""
+        starts, ends = self._memory
+        position = bisect_right(starts, address) - 1
+        return position >= 0 and address < ends[position]
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+def _spans_of(views: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """First and last address of each view, in order."""
+    spans = sorted((view.data_ptr(), view.data_ptr() + _reach(view)) for view in views if view.numel())
+    return [start for start, _ in spans], [end for _, end in spans]
 
 
-def extent_of(used: Mapping[str, int], padded: Mapping[str, int] | None = None) -> Extent:
-    """An extent; unpadded where no padded sizes are given."""
-    return Extent(dict(used), dict(padded if padded is not None else used))
+def _reach(view: torch.Tensor) -> int:
+    """Bytes from a view's first element to the end of its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return (last + 1) * view.element_size()
+
+
+class Layouts:
+    """The layouts made over one memory."""
+
+    def __init__(
+        self,
+        values: Sequence[SlotValues],
+        dims: Mapping[str, Dim],
+        memory: Memory,
+        adopted: Mapping[str, torch.Tensor],
+        *,
+        owner: str,
+        limits: Mapping[str, int] | None = None,
+    ) -> None:
+        self._owner = owner
+        self.memory = memory
+        self._values = values
+        self._dims = dims
+        self._adopted = adopted
+        self._limits = limits
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+
+    def at(self, padded: Mapping[str, int], key: tuple[int, ...]) -> Layout:
+        """The layout for these padded sizes, of which `key` is the tuple; made once and kept."""
+        layout = self._layouts.get(key)
+        if layout is None:
+            self._check_limits(padded)
+            generation = self.memory.generation
+            with torch.inference_mode(False), torch.no_grad():
+                layout = Layout(self._values, self._dims, padded, self.memory, self._adopted, self._owner)
+            # What lies in memory that was replaced is let go, and eager sizes are without number.
+            if self.memory.generation != generation or (self._limits is None and len(self._layouts) >= _MAX_KEPT):
+                self._layouts.clear()
+            self._layouts[key] = layout
+        return layout
+
+    def _check_limits(self, padded: Mapping[str, int]) -> None:
+        for name, limit in (self._limits or {}).items():
+            if padded[name] > limit:
+                raise LoadError(
+                    f"loading {self._owner}: the batch is to be padded to {padded[name]} {name}, and the buffers "
+                    f"hold {limit}. Declare them larger, or run it eagerly."
+                )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -88,36 +87,26 @@ class BufferPool:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.sealed = False
         self._leases: list[Lease] = []
         self._placements: list[Callable[[], None]] = []
         self._private: list[str] = []
         self._allocations: dict[Key, torch.Tensor] = {}
         self._bytes_private = 0
-        self.sealed = False
 
     def request(self, name: str, num_elements: int, dtype: torch.dtype, device: torch.device, owner: str) -> Lease:
         """Ask for a buffer; before the seal it is shared, after it the caller gets memory of its own."""
-        lease = Lease(name, num_elements, dtype, device, owner)
-        self._leases.append(lease)
-        if self.sealed:
-            self._own(lease, "asked for after the pool was sealed")
-        elif not self.device.capabilities.shares_buffers:
-            self._own(lease, f"the {self.device.name} device does not share buffers")
-        return lease
+        return self._lease(Lease(name, num_elements, dtype, device, owner), self._why_private())
 
     def share_in(self, target: object, owner: str = "") -> None:
         """Adopt the tensors of a dataclass, namespace or nested dict: at the seal each becomes a pool view in place."""
         owner = owner or type(target).__name__
-        found = list(_walk(target, ""))
+        found = list(_walk(target, "", ()))
         for path, tensor, put in found:
-            lease = Lease(path, tensor.numel(), tensor.dtype, tensor.device, owner)
-            self._leases.append(lease)
+            reason = self._why_private()
             if tensor.is_inference():
-                self._own(lease, "made under inference mode, it can't be written outside it")
-            elif self.sealed:
-                self._own(lease, "asked for after the pool was sealed")
-            elif not self.device.capabilities.shares_buffers:
-                self._own(lease, f"the {self.device.name} device does not share buffers")
+                reason = "made under inference mode, it can't be written outside it"
+            lease = self._lease(Lease(path, tensor.numel(), tensor.dtype, tensor.device, owner), reason)
             self._placements.append(_putting(lease, tensor, put))
         if self.sealed:
             self._place()
@@ -126,16 +115,18 @@ class BufferPool:
         """Allocate everything that was asked for; a second call does nothing."""
         if self.sealed:
             return
-        self.sealed = True
         largest: dict[Key, int] = {}
         for lease in self._leases:
             if lease.shared:
                 largest[lease.key] = max(largest.get(lease.key, 0), lease.num_elements)
-        for (name, dtype, device), num_elements in largest.items():
-            self._allocations[name, dtype, device] = _allocate(num_elements, dtype, device)
+        self._allocations = {
+            (name, dtype, device): _allocate(num_elements, dtype, device)
+            for (name, dtype, device), num_elements in largest.items()
+        }
         for lease in self._leases:
             if lease.shared:
                 lease.place(self._allocations[lease.key])
+        self.sealed = True
         self._place()
 
     def report(self) -> PoolReport:
@@ -149,12 +140,24 @@ class BufferPool:
             private=tuple(self._private),
         )
 
-    def _own(self, lease: Lease, reason: str) -> None:
-        lease.shared = False
-        lease.place(_allocate(lease.num_elements, lease.dtype, lease.device))
-        self._bytes_private += lease.num_bytes
-        self._private.append(f"{lease.owner}.{lease.name}: {reason}")
-        log.info("buffer %s of %s is not shared: %s", lease.name, lease.owner, reason)
+    def _why_private(self) -> str:
+        """Why a lease that is asked for now shares with nobody; empty if it shares."""
+        if self.sealed:
+            return "asked for after the pool was sealed"
+        if not self.device.capabilities.shares_buffers:
+            return f"the {self.device.name} device does not share buffers"
+        return ""
+
+    def _lease(self, lease: Lease, reason: str) -> Lease:
+        """Take note of a lease; one with a reason to be private gets its memory now."""
+        if reason:
+            lease.shared = False
+            lease.place(_allocate(lease.num_elements, lease.dtype, lease.device))
+            self._bytes_private += lease.num_bytes
+            self._private.append(f"{lease.owner}.{lease.name}: {reason}")
+            log.info("buffer %s of %s is not shared: %s", lease.name, lease.owner, reason)
+        self._leases.append(lease)
+        return lease
 
     def _place(self) -> None:
         for place in self._placements:
@@ -168,7 +171,10 @@ def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> to
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
-def _putting(lease: Lease, tensor: torch.Tensor, put: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+_Put = Callable[[torch.Tensor], None]
+
+
+def _putting(lease: Lease, tensor: torch.Tensor, put: _Put) -> Callable[[], None]:
     def place() -> None:
         with torch.inference_mode(False), torch.no_grad():
             view = lease.tensor.view(tensor.shape)
@@ -178,30 +184,32 @@ def _putting(lease: Lease, tensor: torch.Tensor, put: Callable[[torch.Tensor], N
     return place
 
 
-def _walk(target: Any, path: str) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]]:
+def _walk(target: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor, _Put]]:
     """Every tensor below a container, with its dotted path and the way to replace it."""
-    if isinstance(target, dict):
-        items = list(target.items())
-    elif isinstance(target, SimpleNamespace):
-        items = list(vars(target).items())
-    elif dataclasses.is_dataclass(target) and not isinstance(target, type):
-        items = [(f.name, getattr(target, f.name)) for f in dataclasses.fields(target)]
-    else:
-        raise DeclarationError(
-            f"sharing buffers: {path or 'the object'} is a {type(target).__name__}; "
-            "tensors, None, dataclasses, namespaces and dicts can be adopted. Leave it out or wrap it."
-        )
-    for name, value in items:
+    if id(target) in above:
+        raise DeclarationError(f"sharing buffers: {path} holds itself. Leave it out.")
+    for name, value in _items(target, path):
         where = f"{path}.{name}" if path else str(name)
-        if value is None:
-            continue
         if isinstance(value, torch.Tensor):
             yield where, value, _putter(target, name)
-        else:
-            yield from _walk(value, where)
+        elif value is not None:
+            yield from _walk(value, where, (*above, id(target)))
 
 
-def _putter(target: Any, name: Any) -> Callable[[torch.Tensor], None]:
+def _items(target: Any, path: str) -> list[tuple[Any, Any]]:
+    if isinstance(target, dict):
+        return list(target.items())
+    if isinstance(target, SimpleNamespace):
+        return list(vars(target).items())
+    if dataclasses.is_dataclass(target) and not isinstance(target, type):
+        return [(f.name, getattr(target, f.name, None)) for f in dataclasses.fields(target)]
+    raise DeclarationError(
+        f"sharing buffers: {path or 'the object'} is a {type(target).__name__}; "
+        "tensors, None, dataclasses, namespaces and dicts can be adopted. Leave it out or wrap it."
+    )
+
+
+def _putter(target: Any, name: Any) -> _Put:
     def put(view: torch.Tensor) -> None:
         if isinstance(target, dict):
             target[name] = view
@@ -213,4 +221,4 @@ def _putter(target: Any, name: Any) -> Callable[[torch.Tensor], None]:
 
 def next_power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size`."""
-    return 1 << max(0, math.ceil(math.log2(max(1, size))))
+    return 1 << max(0, size - 1).bit_length()

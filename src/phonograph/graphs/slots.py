@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,11 +11,15 @@ import torch
 
 from phonograph.errors import DeclarationError
 from phonograph.graphs.extent import Dim, Extent
+from phonograph.graphs.fields import Path, path_of
 
 Number = bool | int | float
 Place = Literal["device", "host"]
 Compute = Callable[[Any, Extent], Any]
 """Takes the batch and the extent; returns the slot's value, or None to carry the batch's own."""
+
+# Finite, unlike what a model computes, and different: verify writes one, then the other.
+_FLOAT_POISON = (-173.0, 211.0)
 
 
 @dataclass(frozen=True)
@@ -24,18 +29,21 @@ class Pad:
     value: Number | None
     because: str = ""
 
+    def __post_init__(self) -> None:
+        if self.value is None and not self.because:
+            raise DeclarationError(
+                "a pad has neither a value nor a reason. Write Pad.fill(value), or, if nobody reads the tail, "
+                "Pad.unread(because='…')."
+            )
+
     @staticmethod
     def fill(value: Number) -> Pad:
         """Every load writes this value into the tail."""
-        if value is None:
-            raise DeclarationError("Pad.fill needs a value. If nobody reads the tail, say Pad.unread(because=…).")
         return Pad(value)
 
     @staticmethod
     def unread(because: str) -> Pad:
         """Nobody reads the tail, for this reason; `verify` poisons it to prove the claim."""
-        if not because:
-            raise DeclarationError("Pad.unread needs a reason: because='…'.")
         return Pad(None, because)
 
 
@@ -64,16 +72,45 @@ class Slot:
     """The smallest and largest legal value; samples and poison stay inside it."""
 
     def __post_init__(self) -> None:
-        if not self.name or any(not part.isidentifier() for part in self.field.split(".")):
-            raise DeclarationError(f"slot {self.name!r}: the source {self.field!r} is not a dotted field name.")
-        for size in self.shape:
-            if isinstance(size, bool) or not isinstance(size, int | str) or (isinstance(size, int) and size < 1):
-                raise DeclarationError(f"slot {self.name!r}: {size!r} in its shape is neither a dim's name nor a size.")
-        if len(set(self.dims)) != len(self.dims):
-            raise DeclarationError(f"slot {self.name!r}: a dim stands twice in its shape {self.shape}.")
+        for what, name in (("name", self.name), ("source", self.field)):
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise DeclarationError(f"slot {self.name!r}: the {what} {name!r} is not a dotted field name.")
+        self._check_shape()
+        if self.compute is not None and not callable(self.compute):
+            raise DeclarationError(f"slot {self.name!r} is computed without a function. Give compute=f(batch, extent).")
         if self.absent is not None and self.keyed:
-            raise DeclarationError(f"slot {self.name!r}: give absent= or keyed=True, not both.")
+            raise DeclarationError(
+                f"slot {self.name!r} has absent= and keyed=True. Give absent= for one recording that reads a "
+                "neutral value, or keyed=True for recordings with and without it."
+            )
+        self._check_valid()
         self._check_pad()
+
+    def _check_shape(self) -> None:
+        if not isinstance(self.shape, tuple):
+            raise DeclarationError(f"slot {self.name!r}: the shape {self.shape!r} is not a tuple. Write ('tokens',).")
+        for size in self.shape:
+            is_name = isinstance(size, str) and size != ""
+            is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+            if not is_name and not is_size:
+                raise DeclarationError(
+                    f"slot {self.name!r}: {size!r} in its shape is neither a dim's name nor a size. "
+                    "Write names and positive whole numbers."
+                )
+        if len(set(self.dims)) != len(self.dims):
+            raise DeclarationError(
+                f"slot {self.name!r}: a dim stands twice in its shape {self.shape}. Give the second axis its own dim."
+            )
+
+    def _check_valid(self) -> None:
+        if self.valid is None:
+            return
+        for bound in self.valid:
+            self._check_number("valid", bound)
+            if not math.isfinite(bound):
+                raise DeclarationError(f"slot {self.name!r}: valid={self.valid} is not finite. Name a bound.")
+        if self.valid[0] > self.valid[1]:
+            raise DeclarationError(f"slot {self.name!r}: valid={self.valid} is empty. Write (smallest, largest).")
 
     def _check_pad(self) -> None:
         if self.pad is None:
@@ -83,12 +120,28 @@ class Slot:
                     "Add pad=Pad.fill(value), or pad=Pad.unread(because=…)."
                 )
             object.__setattr__(self, "pad", Pad.fill(0))
-        elif self.pad.value is None and self.valid is None and not self.dtype.is_floating_point:
+        elif self.pad.value is not None:
+            self._check_number("pad", self.pad.value)
+        elif self.valid is None and not self.dtype.is_floating_point and self.dtype != torch.bool:
             raise DeclarationError(
                 f"slot {self.name!r}: verify poisons an unread tail inside the legal range. Add valid=(low, high)."
             )
-        if self.valid is not None and self.valid[0] > self.valid[1]:
-            raise DeclarationError(f"slot {self.name!r}: valid={self.valid} is empty. Write (smallest, largest).")
+        if self.absent is not None:
+            self._check_number("absent", self.absent)
+
+    def _check_number(self, what: str, number: Number) -> None:
+        """Refuse a number that the dtype can't hold."""
+        if self.dtype.is_floating_point:
+            fits = not math.isfinite(number) or abs(number) <= torch.finfo(self.dtype).max
+        elif self.dtype == torch.bool:
+            fits = number in (0, 1)
+        elif self.dtype.is_complex:
+            fits = True
+        else:
+            limits = torch.iinfo(self.dtype)
+            fits = limits.min <= number <= limits.max and number == int(number)
+        if not fits:
+            raise DeclarationError(f"slot {self.name!r}: {what} has {number!r}, which is no {self.dtype}. Change one.")
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -99,23 +152,52 @@ class Slot:
         return self.source or self.name
 
     @property
+    def path(self) -> Path:
+        return path_of(self.field)
+
+    @property
     def optional(self) -> bool:
         return self.absent is not None or self.keyed
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the slot claims that nobody reads its tail."""
+        return self.pad is not None and self.pad.value is None
+
+    @property
+    def filler(self) -> Number:
+        """What the tail holds: the pad value; a legal one where nobody reads it."""
+        assert self.pad is not None
+        if self.pad.value is not None:
+            return self.pad.value
+        return self.valid[0] if self.valid is not None else 0
+
+    def poison(self, pattern: int) -> Number:
+        """A finite value inside the legal range; the two patterns differ wherever the range allows."""
+        if self.valid is not None:
+            return self.valid[pattern]
+        if self.dtype.is_floating_point:
+            return _FLOAT_POISON[pattern]
+        return bool(pattern) if self.dtype == torch.bool else 0
 
     def sizes(self, of: Mapping[str, int]) -> tuple[int, ...]:
         """The slot's shape with sizes in the place of names."""
         return tuple(of[size] if isinstance(size, str) else size for size in self.shape)
 
 
-def check_slots(slots: Iterable[Slot]) -> None:
+def check_slots(slots: Sequence[Slot]) -> None:
     """Refuse two slots of one name or one source, which would write the same buffer or field."""
-    for attribute in ("name", "field"):
-        seen: set[str] = set()
-        for slot in slots:
-            value: str = slot.name if attribute == "name" else slot.field
-            if value in seen:
-                raise DeclarationError(f"two slots have the {attribute} {value!r}. Remove or rename one.")
-            seen.add(value)
+    for what, values in (("name", [s.name for s in slots]), ("source", [s.field for s in slots])):
+        repeated = next((value for i, value in enumerate(values) if value in values[:i]), None)
+        if repeated is not None:
+            raise DeclarationError(f"two slots have the {what} {repeated!r}. Remove or rename one.")
+    for slot in slots:
+        inside = next((s for s in slots if s is not slot and s.path[: len(slot.path)] == slot.path), None)
+        if inside is not None:
+            raise DeclarationError(
+                f"the source {inside.field!r} of slot {inside.name!r} lies inside slot {slot.name!r}, a tensor. "
+                "Change one of the sources."
+            )
 
 
 def collect_dims(slots: Iterable[Slot], declared: Iterable[Dim | str]) -> dict[str, Dim]:
@@ -130,3 +212,22 @@ def collect_dims(slots: Iterable[Slot], declared: Iterable[Dim | str]) -> dict[s
         for name in slot.dims:
             dims.setdefault(name, Dim(name))
     return dims
+
+
+def check_known(slots: Sequence[Slot], dims: Mapping[str, Dim]) -> None:
+    """Refuse slots over dims that are not declared, and a size and a slot that fill one field."""
+    fields = {slot.field: f"slot {slot.name!r}" for slot in slots}
+    for slot in slots:
+        unknown = next((name for name in slot.dims if name not in dims), None)
+        if unknown is not None:
+            raise DeclarationError(
+                f"slot {slot.name!r} has the unknown dim {unknown!r} (known: {', '.join(dims)}). "
+                f"Declare Dim({unknown!r}), or correct the name."
+            )
+    for name, dim in dims.items():
+        if dim.field in fields:
+            raise DeclarationError(
+                f"dim {name!r} puts its size into the field {dim.field!r}, which is {fields[dim.field]}'s. Rename one."
+            )
+        if dim.field is not None:
+            fields[dim.field] = f"dim {name!r}"

@@ -57,5 +57,5 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage's whole memory as a tensor that keeps it alive."""
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    memory: torch.Tensor = empty.set_(storage)  # type: ignore[call-overload]
+    memory: torch.Tensor = empty.set_(storage)
     return memory

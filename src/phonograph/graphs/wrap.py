@@ -79,7 +79,7 @@ class Graphed:
         module = self._function
         if not isinstance(module, torch.nn.Module):
             raise DeclarationError(
-                f"installing {self.__name__!r}: only a torch.nn.Module can be installed. Pass the module to graphed()."
+                f"installing {_name_of(module)!r}: only a torch.nn.Module can be installed. Pass the module to graphed()."
             )
         before = module.__dict__.get("forward")
         module.forward = self
@@ -92,7 +92,7 @@ class Graphed:
                 module.forward = before
 
 
-def graphed(
+def graphed(  # noqa: PLR0913 - the front door names every choice
     function: Callable[..., Any],
     *,
     slots: Sequence[Slot],
@@ -159,7 +159,8 @@ def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: 
     for slot in slots:
         if slot.field.split(".")[0] not in signature.parameters:
             raise DeclarationError(
-                f"slot {slot.name!r} is no argument of {name}{signature}. Rename it, or give source= the argument's name."
+                f"slot {slot.name!r} is no argument of {name}{signature}. "
+                "Rename it, or give source= the argument's name."
             )
 
 

@@ -1,0 +1,39 @@
+"""What all tests share: the devices that are present."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from phonograph.devices import Device, EmulatedDevice, open_device
+
+HAS_GPU = torch.cuda.is_available()
+
+_OPEN: dict[str, Callable[[], Device]] = {
+    "emulated": EmulatedDevice,
+    "emulated-poison": lambda: EmulatedDevice(poison=True),
+}
+if HAS_GPU:
+    _OPEN["cuda"] = lambda: open_device("cuda")
+
+
+@pytest.fixture(params=[pytest.param(n, marks=[pytest.mark.gpu] if n == "cuda" else []) for n in _OPEN])
+def device(request: pytest.FixtureRequest) -> Device:
+    """Every device present: a test that takes it runs once on each."""
+    return _OPEN[request.param]()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a GPU; torch sees none here")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

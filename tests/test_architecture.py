@@ -1,0 +1,187 @@
+"""What keeps the package small and its layers apart."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import phonograph
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "phonograph"
+MODULES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(source, filename=name) for name, source in MODULES.items()}
+
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 60
+GRAPH_LAYER = ("devices/", "graphs/", "errors.py", "__init__.py")
+
+PUBLIC = [
+    "BreakError",
+    "Buckets",
+    "BufferPool",
+    "CaptureError",
+    "CaptureReport",
+    "CoverageError",
+    "DataDependentShapeError",
+    "DeclarationError",
+    "Device",
+    "DeviceError",
+    "Dim",
+    "EmulatedDevice",
+    "Extent",
+    "Graphed",
+    "HostConstantError",
+    "HostReadError",
+    "LoadError",
+    "LoadMode",
+    "Pad",
+    "Phase",
+    "PhasePlan",
+    "PhonographError",
+    "Plan",
+    "PlanError",
+    "Reason",
+    "Registry",
+    "Replay",
+    "RunEagerly",
+    "Runner",
+    "RunnerOptions",
+    "Sample",
+    "ShapeKey",
+    "Slot",
+    "Stage",
+    "Variant",
+    "VerifyError",
+    "VerifyReport",
+    "break_graph",
+    "current",
+    "graph_break",
+    "graphed",
+    "open_device",
+    "resolve",
+    "verify",
+]
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` as written, or nothing for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        below = dotted(node.value)
+        return f"{below}.{node.attr}" if below else ""
+    return ""
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Every module that is imported anywhere in a file, and for `from a import b` also `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+# -- the public names -----------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_these() -> None:
+    assert phonograph.__all__ == PUBLIC
+
+
+def test_the_public_names_are_sorted_and_there() -> None:
+    assert phonograph.__all__ == sorted(set(phonograph.__all__))
+    for name in phonograph.__all__:
+        assert hasattr(phonograph, name)
+
+
+def test_every_public_import_of_the_package_is_listed() -> None:
+    names = {
+        alias.asname or alias.name
+        for node in TREES["__init__.py"].body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert names == set(phonograph.__all__)
+
+
+def test_every_exception_is_public() -> None:
+    errors = {node.name for node in TREES["errors.py"].body if isinstance(node, ast.ClassDef)}
+    assert errors - {"Frame"} <= set(phonograph.__all__)
+    doc = phonograph.errors.__doc__ or ""
+    assert all(name in doc for name in errors - {"Frame"}), "the tree in the docstring of errors.py is incomplete"
+
+
+# -- sizes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_short_and_says_what_it_is_for(name: str) -> None:
+    lines = len(MODULES[name].splitlines())
+    assert lines <= MAX_MODULE_LINES, f"{name} has {lines} lines: look for the second concept in it"
+    assert ast.get_docstring(TREES[name]), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_functions_are_short(name: str) -> None:
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{node.name} in {name} has {lines} lines"
+
+
+# -- layers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_the_cuda_device_names_cuda(name: str) -> None:
+    if name == "devices/cuda.py":
+        return
+    named = {dotted(node) for node in ast.walk(TREES[name])} | set(imported(TREES[name]))
+    assert not {n for n in named if n == "torch.cuda" or n.startswith("torch.cuda.")}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(GRAPH_LAYER)])
+def test_the_graph_layer_needs_only_torch_and_numpy(name: str) -> None:
+    roots = {module.split(".")[0] for module in imported(TREES[name])}
+    assert roots <= {"phonograph", "torch", "numpy", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("devices/")])
+def test_devices_know_nothing_above_them(name: str) -> None:
+    ours = {module for module in imported(TREES[name]) if module.startswith("phonograph.")}
+    assert all(module.startswith(("phonograph.devices", "phonograph.errors")) for module in ours)
+
+
+def test_there_is_one_ambient_value() -> None:
+    made = [
+        name
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] == "ContextVar"
+    ]
+    assert made == ["graphs/context.py"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_environment_configures_nothing(name: str) -> None:
+    named = {dotted(node) for node in ast.walk(TREES[name])} | set(imported(TREES[name]))
+    assert not named & {"os.environ", "os.getenv", "os.environb"}
+
+
+def test_import_linter_agrees() -> None:
+    tool = shutil.which("lint-imports", path=str(Path(sys.executable).parent)) or shutil.which("lint-imports")
+    if tool is None:
+        pytest.skip("lint-imports is not installed")
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,739 @@
+"""The traps of device graphs, and what phonograph does about each: a table, and one test per row."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from phonograph import (
+    BreakError,
+    Buckets,
+    CaptureError,
+    CoverageError,
+    DataDependentShapeError,
+    Device,
+    Extent,
+    Graphed,
+    HostConstantError,
+    HostReadError,
+    LoadError,
+    Pad,
+    PhonographError,
+    Reason,
+    Replay,
+    RunEagerly,
+    Slot,
+    current,
+    graph_break,
+    graphed,
+)
+from phonograph.graphs.progress import silent
+
+# fmt: off
+TRAPS = [
+    # test, trap, what phonograph does
+    ("host_read", "the body reads a tensor on the host (item, float, tolist, print)",
+     "refused before capture, op and line named; those calls run eagerly, counted"),
+    ("branch_on_a_tensor", "Python branches on a tensor's value, and capture keeps one side",
+     "refused before capture, op and line named"),
+    ("data_dependent_shape", "a shape depends on values (nonzero, mask indexing)",
+     "refused before capture, op and line named"),
+    ("host_constant", "a tensor is made from host values inside the body, and frozen",
+     "refused before capture, op and line named"),
+    ("python_number", "a Python number that changes between calls is frozen at capture",
+     "keeps the value of capture; make it a slot, and it is live"),
+    ("side_effect", "Python side effects run at capture only",
+     "so it is: a replay runs no Python, an eager call and a gap do"),
+    ("an_argument_that_is_no_slot", "an argument that is no slot changes between calls",
+     "never ignored in silence: its value counts, or the call is refused"),
+    ("number_returned", "the body returns a Python number, which every replay would repeat",
+     "refused at capture; those calls run eagerly"),
+    ("stale_padded_rows", "padded rows still hold the last batch",
+     "every load writes the whole tail"),
+    ("stale_optional_input", "an absent input still holds yesterday's mask",
+     "the buffer is reset to its neutral value"),
+    ("padding_leaks_across_rows", "an op mixes rows, so padding changes real ones",
+     "verify fails the check `unpadded`"),
+    ("false_unread_claim", "a slot claims that nobody reads its tail, and somebody does",
+     "verify poisons the tail and fails the check `poison`"),
+    ("memory_left_by_others", "the body reads memory before it writes it, and finds another recording's",
+     "verify poisons the pool and fails the check `poison`"),
+    ("too_large", "a batch is larger than the largest bucket",
+     "eager, counted; an error when strict"),
+    ("open_top", "the largest bucket is below the limit: 97 requests crash a limit of 100",
+     "buckets up to 100 end with 100"),
+    ("over_padding", "a small batch in a huge bucket costs more than eager",
+     "eager, counted, past 2x and 256 rows"),
+    ("zero_rows", "an idle step has no rows",
+     "replays the smallest bucket, gives no rows"),
+    ("outputs_overwritten", "the next replay overwrites the tensors that the last one returned",
+     "calls own their outputs; views are asked for by name"),
+    ("input_returned", "the body returns its input, that is, the buffer",
+     "the caller gets a copy, on both paths"),
+    ("callers_tensor_written", "the body writes to its input in place",
+     "it writes to the buffer; the caller's tensor stays"),
+    ("weight_changed_in_place", "a weight is updated in place",
+     "seen by the next replay"),
+    ("weight_replaced", "a parameter is replaced, and the graph reads the old address",
+     "today the replay still uses the old one; capture() again takes the new one"),
+    ("state_written_at_capture", "warm-up and capture advance a counter or a cache",
+     "what the body writes is put back"),
+    ("random_numbers", "a replay repeats the random numbers of capture",
+     "every replay draws its own, and a seed fixes them"),
+    ("grad_enabled", "capture or call with grad enabled, on weights that need gradients",
+     "recorded and replayed without grad"),
+    ("inference_mode", "capture under inference mode, calls outside it, and the other way round",
+     "same results; no buffer is an inference tensor"),
+    ("gap_exception", "a gap raises at replay",
+     "surfaces as itself; the next call is right"),
+    ("gap_shape_changes", "a gap returns another shape than at capture",
+     "BreakError names gap, found and expected"),
+    ("gap_value_changes", "a gap returns a Python value that the next graph has frozen in",
+     "BreakError names both values"),
+    ("gap_arguments", "a gap's Python arguments keep the value of capture",
+     "the live batch is in current().batch"),
+    ("one_failing_bucket", "one shape can't be captured",
+     "that bucket stays eager, the others are served by graphs"),
+    ("failed_capture", "a failed capture leaves the device or torch broken",
+     "unwound: torch, random numbers and the next capture work"),
+    ("failing_gap_in_inference_mode", "a gap raises while the body is in inference mode",
+     "unwound just the same"),
+    ("garbage_collection", "a collection during capture frees device memory",
+     "the collector is off during capture, and as found after it"),
+    ("memory_after_release", "released graphs keep the model's memory",
+     "nothing of the body is held after release"),
+    ("integer_overflow", "a value does not fit the slot's narrower integer type",
+     "refused at load, for values that the host holds"),
+    ("float_into_integers", "floats are loaded into an integer slot and cut off",
+     "refused at load"),
+    ("wrong_shape", "an input broadcasts into a buffer of another shape",
+     "refused at load"),
+]
+# fmt: on
+
+WIDTH = 3
+X = Slot("x", ("rows", WIDTH), torch.float32)
+
+
+def make(
+    function: Callable[..., Any],
+    device: Device,
+    *,
+    slots: Sequence[Slot] = (X,),
+    buckets: Buckets = Buckets.of(2, 4, 8),
+    capture: bool = True,
+    **options: Any,
+) -> Graphed:
+    made = graphed(function, slots=slots, bucketed="rows", buckets=buckets, device=device, **options)
+    if capture:
+        made.capture(silent)
+    return made
+
+
+def rows(device: Device, count: int, seed: int = 1) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(count, WIDTH, generator=random).to(device.torch_device)
+
+
+def check_replayed(made: Graphed, device: Device, expected: Callable[..., torch.Tensor]) -> None:
+    """Batches of every size that has a bucket are served by graphs, and right."""
+    assert made.runner.buckets is not None
+    for count in range(1, made.runner.buckets.largest + 1):
+        x = rows(device, count, seed=count)
+        assert isinstance(made.decide(x), Replay)
+        torch.testing.assert_close(made(x), expected(x))
+
+
+def check_refused(made: Graphed, device: Device, kind: type[CaptureError]) -> CaptureError:
+    """Every bucket was refused for this reason; calls run eagerly, right, and counted."""
+    report = made.runner.report
+    assert report is not None
+    assert len(report.failures) == len(report.rows) == 3
+    error = report.failures[0].error
+    assert type(error) is kind
+    assert str(error).startswith("capturing ")
+    x = rows(device, 3)
+    assert torch.equal(made(x), made.__wrapped__(x))  # type: ignore[attr-defined]
+    assert made.stats.eager == {Reason.CAPTURE_FAILED: 1}
+    return error
+
+
+def check_frame(error: CaptureError, function: Callable[..., Any]) -> None:
+    assert error.frame is not None
+    assert (error.frame.file, error.frame.function) == (__file__, function.__name__)
+    assert error.op
+
+
+def test_every_row_has_its_test() -> None:
+    names = [name for name, _, _ in TRAPS]
+    assert len(set(names)) == len(names)
+    tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert tests == {*names, "every_row_has_its_test"}
+
+
+# -- what a graph can't hold ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.item, float, torch.Tensor.tolist, lambda t: float(f"{t:.6f}")])
+def test_host_read(device: Device, read: Callable[[torch.Tensor], float]) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * read(x.sum())
+
+    error = check_refused(make(body, device), device, HostReadError)
+    assert error.frame is not None
+    assert error.frame.file == __file__
+    assert "@graph_break" in str(error)
+
+
+def test_branch_on_a_tensor(device: Device) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+    check_frame(check_refused(make(body, device), device, HostReadError), body)
+
+
+def test_data_dependent_shape(device: Device) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x + x[x > 0].sum()
+
+    check_frame(check_refused(make(body, device), device, DataDependentShapeError), body)
+
+
+def test_host_constant(device: Device) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor([1.0, 2.0, 3.0], device=x.device)
+
+    check_frame(check_refused(make(body, device), device, HostConstantError), body)
+    constant = torch.tensor([1.0, 2.0, 3.0], device=device.torch_device)
+    check_replayed(make(lambda x: x + constant, device), device, body)
+
+
+def test_python_number(device: Device) -> None:
+    class Scaled(nn.Module):
+        scale = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    model = Scaled()
+    made = make(model, device)
+    model.scale = 5.0
+    x = rows(device, 4)
+    assert torch.equal(made(x), x * 2)
+
+    slot = Slot("scale", (), torch.float32)
+    made = make(lambda x, scale: x * scale, device, slots=[X, slot])
+    for scale in (2.0, 5.0):
+        assert torch.equal(made(x=x, scale=scale), x * scale)
+    assert made.stats.replays.total() == 2
+
+
+def test_side_effect(device: Device) -> None:
+    ran: list[int] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        ran.append(x.shape[0])
+        return x + 1
+
+    made = make(body, device)
+    before = len(ran)
+    made(rows(device, 3))
+    assert len(ran) == before
+    made(rows(device, 9))
+    assert ran[before:] == [9]
+
+    gaps: list[int] = []
+
+    @graph_break
+    def log(x: torch.Tensor) -> None:
+        gaps.append(current().batch["x"].shape[0])
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        log(x)
+        return x + 1
+
+    made = make(broken, device, backend="breakable")
+    gaps.clear()
+    made(rows(device, 3))
+    made(rows(device, 9))
+    assert gaps == [3, 9]
+
+
+def test_an_argument_that_is_no_slot(device: Device) -> None:
+    def body(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x * scale
+
+    made = make(body, device)
+    x = rows(device, 4)
+    assert torch.equal(made(x), x)
+    with suppress(PhonographError):
+        assert torch.equal(made(x, scale=3.0), x * 3)
+
+
+def test_number_returned(device: Device) -> None:
+    def body(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x + 1, x.shape[0]
+
+    made = make(body, device)
+    assert made.runner.report is not None
+    assert "returns the number" in str(made.runner.report.failures[0].error)
+    result, count = made(rows(device, 3))
+    assert (result.shape[0], count) == (3, 3)
+
+
+# -- padding --------------------------------------------------------------------------------------------------
+
+
+def test_stale_padded_rows(device: Device) -> None:
+    ids = Slot("ids", ("rows",), torch.int64, pad=Pad.fill(-1), valid=(0, 9))
+    made = make(lambda x, ids: (x.sum(0), ids + 0, (ids >= 0).sum()), device, slots=[X, ids], buckets=Buckets.of(8))
+    for count in (8, 3, 5, 1):
+        x = rows(device, count, seed=count)
+        total, _, num_real = made(x=x, ids=[7] * count)
+        torch.testing.assert_close(total, x.sum(0))
+        assert num_real.item() == count
+    assert made.stats.replays.total() == 4
+
+
+def test_stale_optional_input(device: Device) -> None:
+    mask = Slot("mask", ("rows", 1), torch.float32, absent=1.0)
+    made = make(lambda x, mask=None: x if mask is None else x * mask, device, slots=[X, mask])
+    x = rows(device, 4)
+    zeros = torch.zeros(4, 1, device=device.torch_device)
+    assert made(x=x, mask=zeros).abs().sum().item() == 0
+    assert torch.equal(made(x=x, mask=None), x)
+    assert torch.equal(made(x=x), x)
+    assert made.stats.replays.total() == 3
+
+
+def test_padding_leaks_across_rows(device: Device) -> None:
+    made = make(lambda x: x - x.mean(0), device)
+    report = made.verify()
+    assert not report.ok
+    assert {check.name for check in report.failures} == {"unpadded"}
+    assert make(lambda x: x - x.mean(1, keepdim=True), device).verify().ok
+
+
+def test_false_unread_claim(device: Device) -> None:
+    claimed = Slot("x", ("rows", WIDTH), torch.float32, pad=Pad.unread(because="rows are independent"))
+    report = make(lambda x: x / x.abs().sum(), device, slots=[claimed]).verify()
+    assert "poison" in {check.name for check in report.failures}
+    assert make(lambda x: x * 2, device, slots=[claimed]).verify().ok
+
+
+def test_memory_left_by_others(device: Device) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        scratch = torch.empty_like(x)
+        scratch[:1] = 1.0
+        return x + scratch
+
+    report = make(body, device).verify()
+    assert "poison" in {check.name for check in report.failures}
+
+
+# -- buckets --------------------------------------------------------------------------------------------------
+
+
+def test_too_large(device: Device) -> None:
+    made = make(lambda x: x + 1, device)
+    x = rows(device, 9)
+    assert torch.equal(made(x), x + 1)
+    assert made.stats.eager == {Reason.TOO_LARGE: 1}
+    strict = make(lambda x: x + 1, device, strict=True)
+    with pytest.raises(CoverageError, match="9 rows"):
+        strict(x)
+
+
+def test_open_top(device: Device) -> None:
+    made = make(lambda x: x + 1, device, buckets=Buckets.up_to(100))
+    for count in (1, 97, 100):
+        x = rows(device, count)
+        assert isinstance(made.decide(x), Replay)
+        assert torch.equal(made(x), x + 1)
+    decision = made.decide(rows(device, 101))
+    assert isinstance(decision, RunEagerly)
+    assert decision.reason is Reason.TOO_LARGE
+
+
+def test_over_padding(device: Device) -> None:
+    made = make(lambda x: x + 1, device, buckets=Buckets.of(4, 600))
+    small, large = rows(device, 5), rows(device, 400)
+    assert torch.equal(made(small), small + 1)
+    assert made.stats.eager == {Reason.OVER_PADDED: 1}
+    assert torch.equal(made(large), large + 1)
+    assert made.stats.replays.total() == 1
+
+
+def test_zero_rows(device: Device) -> None:
+    made = make(lambda x: (x + 1, x.sum(0)), device)
+    per_row, total = made(rows(device, 0))
+    assert per_row.shape == (0, WIDTH)
+    assert total.tolist() == [0] * WIDTH
+    assert made.stats.replays.total() == 1
+
+
+# -- whose tensor is it ---------------------------------------------------------------------------------------
+
+
+def test_outputs_overwritten(device: Device) -> None:
+    made, views = make(lambda x: x + 1, device), make(lambda x: x + 1, device, outputs="view")
+    one, other = rows(device, 4, seed=1), rows(device, 4, seed=2)
+    first, first_view = made(one), views(one)
+    torch.testing.assert_close(first_view, one + 1)
+    made(other), views(other)
+    torch.testing.assert_close(first, one + 1)
+    torch.testing.assert_close(first_view, other + 1)
+
+
+@pytest.mark.parametrize("count", [4, 9])
+def test_input_returned(device: Device, count: int) -> None:
+    made = make(lambda x: (x, x[:1], x.view(-1)), device)
+    one, other = rows(device, count, seed=1), rows(device, count, seed=2)
+    results = made(one)
+    made(other)
+    for result, expected in zip(results, (one, one[:1], one.view(-1)), strict=True):
+        assert torch.equal(result, expected)
+    results[0].zero_()
+    assert torch.equal(one, rows(device, count, seed=1))
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_callers_tensor_written(device: Device, count: int) -> None:
+    made = make(lambda x: x.mul_(2).add_(1), device)
+    x = rows(device, count)
+    for _ in range(3):
+        assert torch.equal(made(x), rows(device, count) * 2 + 1)
+        assert torch.equal(x, rows(device, count))
+
+
+def test_weight_changed_in_place(device: Device) -> None:
+    model = nn.Linear(WIDTH, 2).to(device.torch_device)
+    made = make(model, device, slots=[Slot("input", ("rows", WIDTH), torch.float32)])
+    x = rows(device, 4)
+    before = made(x)
+    with torch.no_grad():
+        model.weight.mul_(3)
+    after = made(x)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, model(x).detach())
+
+
+def test_weight_replaced(device: Device) -> None:
+    model = nn.Linear(WIDTH, 2).to(device.torch_device)
+    made = make(model, device, slots=[Slot("input", ("rows", WIDTH), torch.float32)])
+    x = rows(device, 4)
+    old, before = model.weight, made(x)
+    model.weight = nn.Parameter(old.detach() * 3)
+    torch.testing.assert_close(made(x), before)
+    made.capture(silent)
+    torch.testing.assert_close(made(x), model(x).detach())
+
+
+def test_state_written_at_capture(device: Device) -> None:
+    steps = torch.zeros(1, device=device.torch_device)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        steps.add_(1)
+        return x + steps
+
+    made = make(body, device)
+    assert steps.item() == 0
+    x = rows(device, 4)
+    for step in range(1, 4):
+        torch.testing.assert_close(made(x), x + step)
+    made.verify()
+    assert steps.item() == 3
+
+
+# -- modes and random numbers ---------------------------------------------------------------------------------
+
+
+def test_random_numbers(device: Device) -> None:
+    made = make(lambda x: x + torch.rand_like(x), device)
+    x = rows(device, 4)
+    assert not torch.equal(made(x), made(x))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        drawn.append(made(x))
+    assert torch.equal(*drawn)
+    assert made.stats.replays.total() == 4
+
+
+def test_grad_enabled(device: Device) -> None:
+    model = nn.Linear(WIDTH, WIDTH).to(device.torch_device)
+    made = make(model, device, slots=[Slot("input", ("rows", WIDTH), torch.float32)])
+    assert torch.is_grad_enabled()
+    for count in (3, 9):
+        x = rows(device, count).requires_grad_()
+        result = made(x)
+        assert not result.requires_grad
+        torch.testing.assert_close(result, model(x).detach())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+@pytest.mark.parametrize("captured", [torch.inference_mode, torch.no_grad])
+def test_inference_mode(device: Device, backend: str, captured: Callable[[], Any]) -> None:
+    @graph_break
+    def gap(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    ids = Slot("ids", ("rows",), torch.int64, pad=Pad.fill(0), valid=(0, 9))
+    wide = Slot("wide", ("rows", 256), torch.float32)
+    with captured():
+        made = make(
+            lambda x, ids, wide: gap(x + ids[:, None]) + wide[:, :WIDTH], device, slots=[X, ids, wide], backend=backend
+        )
+    assert made.runner.report is not None
+    assert not made.runner.report.failures
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for count in (3, 4, 9):
+            x, numbers = rows(device, count), list(range(count))
+            big = torch.ones(count, 256, device=device.torch_device)
+            with mode():
+                result = made(x=x, ids=numbers, wide=big)
+            expected = (x + torch.tensor(numbers, device=x.device)[:, None]) * 2 + 1
+            torch.testing.assert_close(result, expected)
+
+
+# -- gaps -----------------------------------------------------------------------------------------------------
+
+
+class Gap:
+    """A gap that can be told to misbehave."""
+
+    def __init__(self) -> None:
+        self.action: Callable[[torch.Tensor], Any] = lambda x: x * 2
+
+    @graph_break
+    def run(self, x: torch.Tensor) -> Any:
+        return self.action(x)
+
+
+def make_broken(device: Device, gap: Gap) -> Graphed:
+    made = make(lambda x: gap.run(x + 1) + 1, device, backend="breakable")
+    check_replayed(made, device, lambda x: (x + 1) * 2 + 1)
+    return made
+
+
+def test_gap_exception(device: Device) -> None:
+    gap = Gap()
+    made = make_broken(device, gap)
+    right = gap.action
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("the gap's own")
+
+    gap.action = fail
+    with pytest.raises(KeyError, match="the gap's own"):
+        made(rows(device, 3))
+    assert current().phase is None
+    gap.action = right
+    check_replayed(made, device, lambda x: (x + 1) * 2 + 1)
+
+
+def test_gap_shape_changes(device: Device) -> None:
+    gap = Gap()
+    made = make_broken(device, gap)
+    right = gap.action
+    for wrong in (lambda x: x[:1], lambda x: x.double(), lambda x: (x, x), lambda x: None):
+        gap.action = wrong
+        with pytest.raises(BreakError, match="gap "):
+            made(rows(device, 3))
+    gap.action = right
+    check_replayed(made, device, lambda x: (x + 1) * 2 + 1)
+
+
+def test_gap_value_changes(device: Device) -> None:
+    answer = 2
+
+    @graph_break
+    def ask(x: torch.Tensor) -> int:
+        return answer
+
+    made = make(lambda x: x * ask(x), device, backend="breakable")
+    x = rows(device, 4)
+    assert torch.equal(made(x), x * 2)
+    answer = 3
+    with pytest.raises(BreakError, match="returned 3, at capture 2"):
+        made(x)
+
+
+def test_gap_arguments(device: Device) -> None:
+    seen: list[tuple[int, int]] = []
+
+    @graph_break
+    def look(x: torch.Tensor, count: int) -> None:
+        seen.append((count, current().batch["count"]))
+
+    def body(x: torch.Tensor, count: int) -> torch.Tensor:
+        look(x, count)
+        return x + 1
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        return {"x": rows(device, extent.used["rows"], seed), "count": 100}
+
+    made = make(body, device, backend="breakable", sample=sample)
+    seen.clear()
+    made(x=rows(device, 3), count=7)
+    assert seen == [(100, 7)]
+
+
+# -- failures and memory --------------------------------------------------------------------------------------
+
+
+def test_one_failing_bucket(device: Device) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * x[0, 0].item() if x.shape[0] == 4 else x + 1
+
+    made = make(body, device)
+    assert made.runner.report is not None
+    assert [row.key.size for row in made.runner.report.failures] == [4]
+    for count in (1, 2, 5, 8):
+        x = rows(device, count)
+        assert torch.equal(made(x), x + 1)
+    assert made.stats.replays.total() == 4
+    x = rows(device, 4)
+    assert torch.equal(made(x), x * x[0, 0])
+    assert made.stats.eager == {Reason.CAPTURE_FAILED: 1}
+    assert "rows=4" in made.explain()
+
+
+def check_torch_works(device: Device) -> None:
+    place = device.torch_device
+    assert not torch.equal(torch.rand(4, device=place), torch.rand(4, device=place))
+    model = nn.Linear(WIDTH, 2).to(place)
+    model(torch.ones(2, WIDTH, device=place)).sum().backward()
+    assert model.weight.grad is not None
+    check_replayed(make(lambda x: x * 2 + 1, device), device, lambda x: x * 2 + 1)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+def test_failed_capture(device: Device, after: int) -> None:
+    """The body fails at its n-th run: in a warm-up, a rehearsal or the capture itself."""
+    runs = 0
+    state = torch.zeros(2, device=device.torch_device)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        state.add_(1)
+        y = x + torch.rand_like(x)
+        if runs >= after:
+            raise ZeroDivisionError
+        return y
+
+    made = make(body, device, buckets=Buckets.of(2, 4))
+    assert made.runner.report is not None
+    assert all(row.error is None or "ZeroDivisionError" in str(row.error) for row in made.runner.report.rows)
+    assert state.tolist() == [0, 0]
+    check_torch_works(device)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+def test_failing_gap_in_inference_mode(device: Device, after: int) -> None:
+    runs = 0
+
+    @graph_break
+    def gap(x: torch.Tensor) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        if runs >= after:
+            raise ZeroDivisionError
+        return x * 2
+
+    @torch.inference_mode()
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return gap(x + 1) + 1
+
+    made = make(body, device, buckets=Buckets.of(2, 4), backend="breakable")
+    assert made.runner.report is not None
+    assert made.runner.report.failures
+    check_torch_works(device)
+
+
+def test_garbage_collection(device: Device) -> None:
+    enabled: list[bool] = []
+
+    class Cycle:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor, self.me = tensor, self
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        enabled.append(gc.isenabled())
+        for _ in range(100):
+            Cycle(x * 2)
+        return x + 1
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        made = make(body, device)
+    finally:
+        gc.set_threshold(*threshold)
+    assert not any(enabled)
+    assert gc.isenabled()
+    check_replayed(made, device, lambda x: x + 1)
+    gc.disable()
+    try:
+        made.capture(silent)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_memory_after_release(device: Device) -> None:
+    model = nn.Linear(WIDTH, 2).to(device.torch_device)
+    made = make(model, device, slots=[Slot("input", ("rows", WIDTH), torch.float32)])
+    x = rows(device, 4)
+    made(x)
+    made.release()
+    torch.testing.assert_close(made(x), model(x).detach())
+    assert made.stats.eager == {Reason.NOT_CAPTURED: 1}
+    weight = weakref.ref(model.weight)
+    del made, model
+    gc.collect()
+    assert weight() is None
+
+
+# -- inputs ---------------------------------------------------------------------------------------------------
+
+
+def test_integer_overflow(device: Device) -> None:
+    ids = Slot("ids", ("rows",), torch.int32, pad=Pad.fill(0), valid=(0, 2**31 - 1))
+    made = make(lambda ids: ids + 0, device, slots=[ids])
+    for value in ([1, 2**40], np.array([1, 2**40]), [1, -(2**31) - 1]):
+        with pytest.raises(LoadError, match="does not fit"):
+            made(ids=value)
+    assert made(ids=[1, 2**31 - 1]).tolist() == [1, 2**31 - 1]
+    assert made(ids=np.array([5, 6])).tolist() == [5, 6]
+
+
+def test_float_into_integers(device: Device) -> None:
+    ids = Slot("ids", ("rows",), torch.int64, pad=Pad.fill(0), valid=(0, 9))
+    made = make(lambda ids: ids + 0, device, slots=[ids])
+    for value in ([1.5, 2.0], np.ones(2), torch.ones(2, device=device.torch_device), torch.ones(2)):
+        with pytest.raises(LoadError, match=r"torch.int64.*float"):
+            made(ids=value)
+    assert made(ids=[1, 2]).tolist() == [1, 2]
+
+
+def test_wrong_shape(device: Device) -> None:
+    made = make(lambda x, y: x + y, device, slots=[X, Slot("y", ("rows", WIDTH), torch.float32)])
+    x = rows(device, 4)
+    for wrong in (rows(device, 1), rows(device, 4)[:, :1], rows(device, 5), x[0]):
+        for value in (wrong, wrong.cpu().numpy()):
+            with pytest.raises(LoadError, match="slot 'y' has shape"):
+                made(x=x, y=value)
+    assert torch.equal(made(x=x, y=x), x + x)

@@ -1,0 +1,40 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_ten_lines_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "graphed(step" in block)
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    shown = capsys.readouterr().out
+    assert "12 of 12 captured" in shown
+    assert "1 replays, 0 eager calls" in shown
+    assert ", 0 failed" in shown
+    y = names["y"]
+    assert tuple(getattr(y, "shape", ())) == (5, 16)
+
+
+@pytest.mark.parametrize("command", re.findall(r"^make (\w+)", README, re.M))
+def test_every_make_command_exists(command: str) -> None:
+    done = subprocess.run(["make", "-n", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = re.findall(r"`((?:docs|examples|bench)/[\w./-]+)`", README)
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_no_placeholder_is_left() -> None:
+    assert "MEASURED_TABLE" not in README

@@ -1,0 +1,330 @@
+"""Breaks: graphs with eager gaps between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from phonograph import BreakError, Device, EmulatedDevice, Runner, Stage, break_graph, current, graph_break
+from runners import WIDTH, equal, make_runner, rows
+
+
+def broken(body: Any, device: Device, **more: Any) -> Runner:
+    return make_runner(body, device, backend="breakable", **more)
+
+
+def num_graphs(runner: Runner) -> int:
+    return len(runner.recording(runner.captured[0]).graphs)
+
+
+@graph_break
+def negate(x: torch.Tensor) -> torch.Tensor:
+    return -x
+
+
+def test_no_break_equals_full(device: Device) -> None:
+    runner = broken(lambda batch: batch["x"] * 2, device)
+    assert num_graphs(runner) == 1
+    assert not runner.recording(runner.captured[0]).has_gaps
+
+
+def test_full_takes_no_notice_of_breaks(device: Device) -> None:
+    runner = make_runner(lambda batch: negate(batch["x"]), device)
+    assert num_graphs(runner) == 1
+    equal(runner.run({"x": rows(device, 3)}), -rows(device, 3))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_one_and_many_breaks(device: Device, count: int) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        x: torch.Tensor = batch["x"]
+        for _ in range(count):
+            x = negate(x + 1) * 2
+        return x
+
+    runner = broken(body, device)
+    assert num_graphs(runner) == count + 1
+    for seed in range(3):  # every replay sees its own inputs
+        x = rows(device, 3, seed)
+        equal(runner.run({"x": x}), body({"x": x}))
+
+
+def test_break_graph_splits_with_nothing_between(device: Device) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        y = batch["x"] + 1
+        break_graph()
+        z: torch.Tensor = y * 3
+        return z
+
+    runner = broken(body, device)
+    assert num_graphs(runner) == 2
+    equal(runner.run({"x": rows(device, 3)}), (rows(device, 3) + 1) * 3)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+    extra: dict[str, torch.Tensor]
+    note: str = "same"
+
+
+@dataclass(frozen=True)
+class FrozenResult:
+    hidden: torch.Tensor
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "tensor": (lambda x: x * 2, lambda r: r),
+    "tuple": (lambda x: (x * 2, x + 1), lambda r: r[0] + r[1]),
+    "list": (lambda x: [x * 2], lambda r: r[0]),
+    "dict": (lambda x: {"a": x * 2, "b": None}, lambda r: r["a"]),
+    "named tuple": (lambda x: Pair(x * 2, x), lambda r: r.left - r.right),
+    "dataclass": (lambda x: Result(x * 2, {"k": x}), lambda r: r.hidden + r.extra["k"]),
+    "frozen dataclass": (lambda x: FrozenResult(x * 2), lambda r: r.hidden),
+    "nested": (lambda x: ({"a": [x * 2, (x,)]}, None), lambda r: r[0]["a"][0] + r[0]["a"][1][0]),
+    "several dtypes": (lambda x: (x > 0, x.long()), lambda r: r[0].float() + r[1]),
+    "transposed": (lambda x: (x * 2).T, lambda r: r.T),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_gap_outputs_of_every_kind_are_written_back(device: Device, kind: str) -> None:
+    make, use = KINDS[kind]
+    gap = graph_break(make)
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor = use(gap(batch["x"] + 1)) * 2
+        return result
+
+    runner = broken(body, device)
+    assert num_graphs(runner) == 2
+    for seed in range(3):
+        x = rows(device, 4, seed)
+        equal(runner.run({"x": x}), use(make(x + 1)) * 2)
+
+
+def test_gap_outputs_lie_in_pool_memory(device: Device) -> None:
+    """Held outside, they would add up over all buckets and layers."""
+    seen: list[torch.Tensor] = []
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        out = negate(batch["x"] + 1)
+        if current().stage is Stage.CAPTURING:
+            seen.append(device.weak(out))
+        return out * 2
+
+    runner = broken(body, device, sizes=(4,))
+    assert seen
+    assert runner.memory.owns(seen[-1])
+
+
+def test_a_gap_may_write_its_argument_in_place(device: Device) -> None:
+    @graph_break
+    def attend(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        out.copy_(q * 5)
+        return out
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        q = batch["x"] + 1
+        return attend(q, torch.empty_like(q)) - 1
+
+    x = rows(device, 3)
+    equal(broken(body, device).run({"x": x}), (x + 1) * 5 - 1)
+
+
+def test_a_gap_without_a_result_acts_by_its_side_effects(device: Device) -> None:
+    store = torch.zeros(8, WIDTH, device=device.torch_device)
+
+    @graph_break
+    def keep(x: torch.Tensor) -> None:
+        store[: x.shape[0]] = x
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        y = batch["x"] * 2
+        keep(y)
+        return y + 1
+
+    runner = broken(body, device)
+    assert not store.any(), "trial runs are undone"
+    x = rows(device, 4)
+    equal(runner.run({"x": x}), x * 2 + 1)
+    equal(store[:4], x * 2)
+
+
+def test_a_gap_sees_the_live_batch_and_reads_from_the_host(device: Device) -> None:
+    @graph_break
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        live = current().batch
+        return x * (live["x"].shape[0] + float(live["x"].sum().item() * 0) + live["factor"])
+
+    def sample(extent: Any, seed: int) -> dict[str, Any]:
+        return {"x": torch.ones(extent.used["seqs"], WIDTH, device=device.torch_device), "factor": 0}
+
+    runner = broken(lambda batch: scale(batch["x"]), device, sample=sample)
+    x = rows(device, 3)
+    equal(runner.run({"x": x, "factor": 10}), x * 13)
+    equal(runner.run({"x": x[:2], "factor": 20}), x[:2] * 22)
+    assert runner.stats.replays.total() == 2
+
+
+def test_a_gap_that_changes_its_shape_raises_and_leaves_the_runner_usable(device: Device) -> None:
+    shrink = False
+
+    @graph_break
+    def gap(x: torch.Tensor) -> torch.Tensor:
+        return x[:1] if shrink else x * 2
+
+    runner = broken(lambda batch: gap(batch["x"]) + 1, device)
+    shrink = True
+    with pytest.raises(BreakError, match=r"gap .*gap.*\[1, 4\].*\[4, 4\]"):
+        runner.run({"x": rows(device, 4)})
+    shrink = False
+    equal(runner.run({"x": rows(device, 4)}), rows(device, 4) * 2 + 1)
+
+
+def test_a_gap_that_changes_its_structure_or_a_plain_value_raises(device: Device) -> None:
+    value: Any = 1
+
+    @graph_break
+    def gap(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return x, value
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        x, factor = gap(batch["x"])
+        return x * factor
+
+    runner = broken(body, device)
+    value = 2
+    with pytest.raises(BreakError, match="returned 2, at capture 1"):
+        runner.run({"x": rows(device, 4)})
+    value = (1, 2)
+    with pytest.raises(BreakError, match="same structure"):
+        runner.run({"x": rows(device, 4)})
+
+
+def test_an_exception_in_a_gap_surfaces_as_itself(device: Device) -> None:
+    fails = False
+
+    class BrokenError(Exception):
+        pass
+
+    @graph_break
+    def gap(x: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise BrokenError("no")
+        return x * 2
+
+    runner = broken(lambda batch: gap(batch["x"]), device)
+    fails = True
+    with pytest.raises(BrokenError):
+        runner.run({"x": rows(device, 3)})
+    assert current().phase is None
+    fails = False
+    equal(runner.run({"x": rows(device, 3)}), rows(device, 3) * 2)
+
+
+def test_nested_breaks_are_one_gap(device: Device) -> None:
+    @graph_break
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        break_graph()
+        return negate(x) * 2
+
+    runner = broken(lambda batch: outer(batch["x"]) + 1, device)
+    assert num_graphs(runner) == 2
+    equal(runner.run({"x": rows(device, 3)}), rows(device, 3) * -2 + 1)
+
+
+def test_a_gap_may_call_another_runner(device: Device) -> None:
+    inner = make_runner(lambda batch: batch["x"] * 3, device, name="draft")
+
+    @graph_break
+    def gap(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = inner.run({"x": x})
+        return result
+
+    runner = broken(lambda batch: gap(batch["x"] + 1) + 1, device)
+    inner.stats.replays.clear()
+    equal(runner.run({"x": rows(device, 4)}), (rows(device, 4) + 1) * 3 + 1)
+    assert inner.stats.replays.total() == 1
+
+
+def test_disabled_at_the_definition_and_at_one_call_site(device: Device) -> None:
+    off = graph_break(enabled=False)(lambda x: -x)
+    runner = broken(lambda batch: off(batch["x"]) + negate.inline(batch["x"]) + negate(batch["x"]), device)
+    assert num_graphs(runner) == 2
+    equal(runner.run({"x": rows(device, 3)}), rows(device, 3) * -3)
+
+
+def test_methods_break_and_can_be_inlined(device: Device) -> None:
+    class Layer:
+        factor = 3.0
+
+        @graph_break
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            """Docs stay."""
+            return x * self.factor
+
+    layer = Layer()
+    runner = broken(lambda batch: layer.attend(batch["x"]) + layer.attend.inline(batch["x"]), device)
+    assert num_graphs(runner) == 2
+    equal(runner.run({"x": rows(device, 3)}), rows(device, 3) * 6)
+    assert Layer.attend.__doc__ == "Docs stay."
+
+
+def test_outside_capture_the_decorator_is_just_the_call() -> None:
+    calls: list[tuple[int, int]] = []
+
+    @graph_break
+    def add(left: int, right: int = 2) -> int:
+        calls.append((left, right))
+        return left + right
+
+    assert add(1) == 3
+    assert add(1, right=5) == 6
+    assert calls == [(1, 2), (1, 5)]
+    break_graph()
+
+
+def test_host_reads_between_gaps_are_still_refused(device: Device) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        y = negate(batch["x"])
+        return y * y.sum().item()
+
+    runner = broken(body, device)
+    assert runner.report is not None
+    assert len(runner.report.failures) == 3
+    error = runner.report.failures[0].error
+    assert error is not None
+    assert "reads the device from the host" in str(error)
+    equal(runner.run({"x": rows(device, 3)}), body({"x": rows(device, 3)}))
+
+
+def test_a_break_that_only_capture_reaches_fails_that_bucket_with_its_reason(device: Device) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        x: torch.Tensor = batch["x"]
+        return negate(x) if current().stage is Stage.CAPTURING else x
+
+    runner = broken(body, device)
+    assert runner.report is not None
+    assert "warm-up of this shape did not" in str(runner.report.failures[0].error)
+
+
+def test_segments_of_one_recording_do_not_poison_each_other() -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        early = batch["x"] * 7
+        late = negate(batch["x"])
+        break_graph()
+        return early + late
+
+    device = EmulatedDevice(poison=True)
+    runner = broken(body, device)
+    for count in (2, 8, 4, 8):
+        equal(runner.run({"x": rows(device, count)}), rows(device, count) * 6)

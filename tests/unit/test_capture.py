@@ -1,0 +1,240 @@
+"""Capture: order, failures, progress, the table, and what it leaves alone."""
+
+from __future__ import annotations
+
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph import CaptureError, Device, HostReadError, Reason, RunnerOptions, Stage, current
+from phonograph.graphs.capture import gc_frozen
+from phonograph.graphs.progress import bar, silent
+from runners import WIDTH, equal, make_runner, rows
+
+
+def test_all_shapes_are_warmed_before_any_is_captured_largest_first(device: Device) -> None:
+    runs: list[tuple[Stage, int]] = []
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        runs.append((current().stage, batch["x"].shape[0]))
+        result: torch.Tensor = batch["x"] * 2
+        return result
+
+    make_runner(body, device)
+    warm, captured = Stage.WARMING, Stage.CAPTURING
+    assert runs == [(warm, 8), (warm, 8), (warm, 4), (warm, 2), (captured, 8), (captured, 4), (captured, 2)]
+
+
+def test_nothing_is_captured_by_a_constructor(device: Device) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        raise AssertionError("ran")
+
+    make_runner(body, device, capture=False)
+
+
+def test_a_failure_names_phase_shape_op_frame_and_remedy_and_leaves_the_others(device: Device) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        x: torch.Tensor = batch["x"]
+        if x.shape[0] == 4:
+            return x * x.sum().item()
+        return x * 2
+
+    runner = make_runner(body, device)
+    assert runner.report is not None
+    assert [row.key.size for row in runner.report.failures] == [4]
+    error = runner.report.failures[0].error
+    assert isinstance(error, HostReadError)
+    assert error.shape == "decode[seqs=4]"
+    assert "aten." in error.op
+    assert error.frame is not None
+    assert error.frame.function == "body"
+    assert error.frame.file == __file__
+    text = str(error)
+    assert text.startswith(
+        "capturing decode[seqs=4]: aten._local_scalar_dense reads the device from the host (test_capture.py:"
+    )
+    assert text.endswith("Put the value in a slot, or mark the function @graph_break")
+    x = rows(device, 4)
+    equal(runner.run({"x": x}), x * x.sum())
+    equal(runner.run({"x": rows(device, 2)}), rows(device, 2) * 2)
+    equal(runner.run({"x": rows(device, 8)}), rows(device, 8) * 2)
+    assert runner.stats.eager == {Reason.CAPTURE_FAILED: 1}
+    assert runner.stats.replays.total() == 2
+
+
+def test_host_reads_are_found_before_capture(device: Device) -> None:
+    stages: list[Stage] = []
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        stages.append(current().stage)
+        result: torch.Tensor = batch["x"] * batch["x"].sum().item()
+        return result
+
+    make_runner(body, device)
+    assert Stage.CAPTURING not in stages
+
+
+def test_an_ordinary_exception_names_the_line(device: Device) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        if batch["x"].shape[0] == 2:
+            raise ValueError("not two")
+        result: torch.Tensor = batch["x"] * 2
+        return result
+
+    report = make_runner(body, device).report
+    assert report is not None
+    error = report.failures[0].error
+    assert isinstance(error, CaptureError)
+    assert "ValueError: not two" in str(error)
+    assert 'raise ValueError("not two")' in error.op
+    assert error.frame is not None
+    assert error.frame.function == "body"
+
+
+def test_a_failed_capture_leaves_the_device_usable(device: Device) -> None:
+    """The body fails in capture only, after ops were recorded."""
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        y: torch.Tensor = batch["x"] * 2 + torch.rand(1, device=device.torch_device) * 0
+        if current().stage is Stage.CAPTURING and y.shape[0] == 4:
+            y.sum().item()
+        return y
+
+    runner = make_runner(body, device)
+    assert runner.report is not None
+    assert [row.key.size for row in runner.report.failures] == [4]
+    assert torch.rand(3, device=device.torch_device).shape == (3,)
+    torch.zeros(1000, device=device.torch_device)
+    for count in (2, 3, 8):
+        equal(runner.run({"x": rows(device, count)}), rows(device, count) * 2)
+
+
+def test_a_failure_is_logged(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    make_runner(lambda batch: batch["x"].nonzero(), device, sizes=(2,))
+    assert "aten.nonzero has a shape that depends on device values" in caplog.text
+
+
+def test_a_number_in_the_outputs_is_refused(device: Device) -> None:
+    runner = make_runner(lambda batch: (batch["x"], batch["x"].shape[0]), device, sizes=(2,))
+    assert runner.report is not None
+    assert "returns the number 2 at 1" in str(runner.report.failures[0].error)
+
+
+def test_grad_is_off_in_capture_whatever_the_caller_does(device: Device) -> None:
+    weight = torch.ones(WIDTH, device=device.torch_device, requires_grad=True)
+    seen: list[bool] = []
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        seen.append(torch.is_grad_enabled())
+        return batch["x"] * weight
+
+    with torch.enable_grad():
+        make_runner(body, device)
+        assert torch.is_grad_enabled()
+    assert not any(seen)
+
+
+def test_garbage_is_not_collected_during_capture_unless_asked(device: Device) -> None:
+    states: list[bool] = []
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        states.append(gc.isenabled())
+        result: torch.Tensor = batch["x"] * 2
+        return result
+
+    assert gc.isenabled()
+    make_runner(body, device)
+    assert not any(states)
+    assert gc.isenabled()
+    states.clear()
+    make_runner(body, device, options=RunnerOptions(collect_garbage=True))
+    assert all(states)
+
+
+def test_gc_is_restored_as_it_was_found() -> None:
+    gc.disable()
+    try:
+        with pytest.raises(KeyError), gc_frozen(collect=False):
+            raise KeyError
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_models_state_is_what_it_was_before_capture(device: Device) -> None:
+    """Warm-ups run for real; a counter on the device must not count them."""
+    steps = torch.zeros(1, device=device.torch_device)
+    cache = torch.zeros(8, WIDTH, device=device.torch_device)
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        steps.add_(1)
+        cache[: batch["x"].shape[0]] = batch["x"]
+        return batch["x"] + steps
+
+    for backend in ("full", "breakable"):
+        runner = make_runner(body, device, backend=backend)
+        equal(steps, torch.zeros(1))
+        assert not cache.any()
+        equal(runner.run({"x": rows(device, 4)}), rows(device, 4) + 1)
+        equal(steps, torch.ones(1))
+        steps.zero_()
+        cache.zero_()
+
+
+def test_preserve_takes_the_place_of_copying_the_state(device: Device) -> None:
+    entered: list[int] = []
+
+    class Keep:
+        def __init__(self, batch: dict[str, Any]) -> None:
+            self.size = batch["x"].shape[0]
+
+        def __enter__(self) -> None:
+            entered.append(self.size)
+
+        def __exit__(self, *exc: object) -> None:
+            entered.append(-self.size)
+
+    make_runner(lambda batch: batch["x"] * 2, device, sizes=(2, 4), preserve=Keep)
+    assert entered == [4, -4] * 2 + [2, -2] + [4, -4] + [2, -2]
+
+
+def test_a_barrier_keeps_ranks_together_between_warm_ups(device: Device) -> None:
+    met: list[int] = []
+    make_runner(lambda batch: batch["x"] * 2, device, options=RunnerOptions(barrier=lambda: met.append(1)))
+    assert len(met) == 4
+
+
+def test_progress_counts_warm_ups_and_captures(device: Device) -> None:
+    runner = make_runner(lambda batch: batch["x"] * 2, device, capture=False)
+    steps: list[tuple[str, int, int]] = []
+    runner.capture(lambda doing, done, total: steps.append((doing, done, total)))
+    assert steps[0] == ("warming decode[seqs=8]", 1, 3)
+    assert steps[-1] == ("capturing decode[seqs=2]", 3, 3)
+    assert len(steps) == 6
+
+
+def test_the_bar_is_drawn_over_itself_on_a_terminal_only() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, drawn in ((Terminal(), 3), (io.StringIO(), 1)):
+        show = bar(stream)
+        for done in (1, 2, 3):
+            show("warming", done, 3)
+        assert stream.getvalue().count("warming") == drawn
+        assert stream.getvalue().endswith("3/3\n")
+
+
+def test_the_table_has_a_line_per_bucket_and_a_total(device: Device) -> None:
+    runner = make_runner(lambda batch: batch["x"] * 2, device, capture=False)
+    report = runner.capture(silent)
+    text = str(report)
+    assert [row.key.size for row in report.rows] == [8, 4, 2]
+    assert all(row.seconds > 0 for row in report.rows)
+    assert "decode[seqs=8]" in text
+    assert "3 of 3 captured" in text
+    assert report.seconds >= report.warm_seconds > 0

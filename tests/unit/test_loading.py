@@ -1,0 +1,368 @@
+"""How a load gets there: shared and growing memory, one transfer, the host ring, and the mode without copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phonograph.devices import Device, EmulatedDevice
+from phonograph.errors import LoadError
+from phonograph.graphs.buffers import LoadMode, Registry
+from phonograph.graphs.extent import Dim, Extent
+from phonograph.graphs.pool import BufferPool
+from phonograph.graphs.slots import Pad, Slot
+from registries import WIDE, as_kind, by_hand, floats, ints, registry, tokens
+
+
+class TestSharedBuffers:
+    def test_interleaved_prefill_and_decode_stay_right(self, device: Device) -> None:
+        pool = BufferPool(device)
+        shared = [ints("ids"), floats("hidden", "tokens", WIDE)]
+        prefill = registry(device, *shared, ints("starts", "seqs"), dims=[Dim("seqs", limit=4)], largest=64, pool=pool)
+        decode = registry(device, floats("hidden", "tokens", WIDE), ints("rows"), ints("ids", pad=-2), pool=pool)
+        pool.seal()
+        assert pool.report().bytes_saved > 0
+        for step in range(6):
+            used = 3 + 7 * step
+            ids, hidden = torch.arange(used) + step, torch.randn(used, WIDE)
+            extent = Extent({"tokens": used, "seqs": 2}, {"tokens": 64, "seqs": 4})
+            batch = {"ids": ids.numpy(), "hidden": hidden.to(device.torch_device), "starts": [0, step]}
+            view = prefill.load(batch, extent).batch
+            assert torch.equal(view["ids"].cpu(), by_hand(ids, (64,), -1))
+            assert torch.equal(view["hidden"].cpu(), by_hand(hidden, (64, WIDE), 0, torch.float32))
+            assert view["starts"].tolist() == [0, step, -1, -1]
+            for rows in range(1, 4):
+                small = {"ids": [step] * rows, "rows": [rows] * rows, "hidden": np.full((rows, WIDE), step)}
+                view = decode.load(small, tokens(rows, 8)).batch
+                assert view["ids"].tolist() == [step] * rows + [-2] * (8 - rows)
+                assert view["rows"].tolist() == [rows] * rows + [-1] * (8 - rows)
+                assert view["hidden"][:, 0].tolist() == [step] * rows + [0] * (8 - rows)
+
+    def test_eager_buffers_grow_without_moving_captured_ones(self, device: Device) -> None:
+        made = registry(device, ints("ids"), floats("hidden", "tokens", WIDE))
+
+        def batch(used: int) -> dict[str, Any]:
+            return {"ids": list(range(used)), "hidden": np.full((used, WIDE), used)}
+
+        captured = made.load(batch(3), tokens(3, 8)).batch
+        addresses = [captured[name].data_ptr() for name in ("ids", "hidden")]
+        views = {}
+        for used in (3, 20, 21, 100):
+            views[used] = made.load(batch(used), tokens(used), mode=LoadMode.EAGER).batch
+            assert views[used]["ids"].tolist() == list(range(used))
+            assert views[used]["hidden"][:, 0].tolist() == [used] * used
+            assert made.holds(views[used]["ids"])
+            assert made.holds(views[used]["hidden"])
+        sizes = {used: view["hidden"].untyped_storage().nbytes() for used, view in views.items()}
+        assert sizes == {3: 4 * WIDE * 4, 20: 32 * WIDE * 4, 21: 32 * WIDE * 4, 100: 128 * WIDE * 4}
+        assert {used: view["ids"].untyped_storage().nbytes() for used, view in views.items()} == {
+            3: 32,
+            20: 256,
+            21: 256,
+            100: 1024,
+        }
+        again = made.load(batch(2), tokens(2, 8)).batch
+        assert [again[name].data_ptr() for name in ("ids", "hidden")] == addresses
+
+    def test_after_growth_small_batches_use_the_grown_buffers(self, device: Device) -> None:
+        made = registry(device, floats("hidden", "tokens", WIDE))
+
+        def load(used: int) -> torch.Tensor:
+            batch = {"hidden": np.full((used, WIDE), used)}
+            view: torch.Tensor = made.load(batch, tokens(used), mode=LoadMode.EAGER).batch["hidden"]
+            return view
+
+        load(2)
+        grown = load(50)
+        assert load(2).data_ptr() == grown.data_ptr()
+        assert made.holds(load(2))
+
+    def test_any_number_of_eager_sizes_may_come(self) -> None:
+        made = registry(EmulatedDevice(), ints("ids"))
+        for used in (*range(600), 3):
+            view = made.load({"ids": np.arange(used)}, tokens(used), mode=LoadMode.EAGER).batch["ids"]
+            assert view.tolist() == list(range(used))
+
+    @pytest.mark.parametrize("mode", list(LoadMode))
+    def test_buffers_first_used_under_inference_mode_can_be_written_outside_it(
+        self, device: Device, mode: LoadMode
+    ) -> None:
+        made = registry(device, ints("ids"), floats("hidden", "tokens", WIDE), ints("n", compute=lambda b, e: b["ids"]))
+        extent = tokens(2, 4) if mode is LoadMode.GRAPH else tokens(2)
+        with torch.inference_mode():
+            made.load({"ids": [1, 2], "hidden": np.ones((2, WIDE))}, extent, mode=mode)
+        view = made.load({"ids": [3, 4], "hidden": np.zeros((2, WIDE))}, extent, mode=mode).batch
+        assert [view["ids"][:2].tolist(), view["n"][:2].tolist()] == [[3, 4], [3, 4]]
+        for tensor in view.values():
+            assert not tensor.is_inference()
+            tensor.fill_(1)
+
+    @pytest.mark.parametrize("mode", [LoadMode.GRAPH, LoadMode.EAGER])
+    def test_a_value_that_lies_in_the_buffers_is_read_before_they_are_written(
+        self, device: Device, mode: LoadMode
+    ) -> None:
+        made = registry(device, ints("ids"), ints("next"), floats("hidden", "tokens", 2, WIDE))
+        extent = tokens(2, 4) if mode is LoadMode.GRAPH else tokens(2)
+        hidden = np.arange(4.0 * WIDE).reshape(2, 2, WIDE)
+        view = made.load({"ids": [1, 2], "next": [3, 4], "hidden": hidden}, extent, mode=mode).batch
+        swapped = {"ids": view["next"][:2], "next": view["ids"][:2], "hidden": view["hidden"][:2].flip(1)}
+        again = made.load({**swapped, "hidden": view["hidden"][:2]}, extent, mode=mode).batch
+        assert [again["ids"][:2].tolist(), again["next"][:2].tolist()] == [[3, 4], [1, 2]]
+        assert torch.equal(again["hidden"][:2].cpu(), torch.from_numpy(hidden).float())
+
+
+class Watched:
+    """A device whose fences write down what happens to them."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.log: list[tuple[str, int]] = []
+        self._fences = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def fence(self) -> WatchedFence:
+        self._fences += 1
+        return WatchedFence(self._device.fence(), self._fences - 1, self.log)
+
+
+class WatchedFence:
+    def __init__(self, fence: Any, number: int, log: list[tuple[str, int]]) -> None:
+        self._fence, self._number, self._log = fence, number, log
+
+    def record(self) -> None:
+        self._log.append(("record", self._number))
+        self._fence.record()
+
+    def synchronize(self) -> None:
+        self._log.append(("wait", self._number))
+        self._fence.synchronize()
+
+
+class Ops(TorchDispatchMode):
+    """Writes down the ops that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func.overloadpacket).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def ops() -> Iterator[list[str]]:
+    with torch.no_grad(), Ops() as mode:
+        yield mode.names
+
+
+def counted(made: Registry) -> tuple[int, int, int]:
+    return (made.counts.transfers, made.counts.grouped, made.counts.plain)
+
+
+class TestCopies:
+    def test_eight_host_values_go_in_one_transfer(self, device: Device) -> None:
+        dtypes = [
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.uint8,
+            torch.bool,
+            torch.float64,
+            torch.float32,
+            torch.half,
+        ]
+        slots = [Slot(f"s{i}", ("tokens", 2), dtype, pad=Pad.fill(1)) for i, dtype in enumerate(dtypes)]
+        made = registry(device, *slots)
+        values = {slot.name: torch.randint(0, 2, (3, 2)).to(slot.dtype) for slot in slots}
+        batch = as_kind(values, "numpy", device)
+        made.load(batch, tokens(3, 8))
+        before = counted(made)
+        with ops() as names:
+            made.fill(batch, tokens(3, 8))
+        assert names == ["copy_"]
+        assert counted(made) == (before[0] + 1, before[1], before[2])
+        view = made.load(batch, tokens(3, 8)).batch
+        for slot in slots:
+            assert torch.equal(view[slot.name].cpu(), by_hand(values[slot.name], (8, 2), 1, slot.dtype))
+
+    def test_absent_and_computed_values_and_bfloat16_go_with_them(self, device: Device) -> None:
+        slots = [ints("ids"), Slot("scale", ("tokens",), torch.bfloat16), floats("absent", absent=2.0)]
+        made = registry(device, *slots, ints("computed", compute=lambda batch, extent: (batch["ids"] + 1).tolist()))
+        batch = {"ids": [1, 2, 3], "scale": [0.5, 1.5, 2.5]}
+        with ops() as names:
+            view = made.load(batch, tokens(3, 4)).batch
+        assert names.count("copy_") == 1
+        assert counted(made) == (1, 0, 0)
+        assert view["computed"].tolist() == [2, 3, 4, -1]
+        assert view["absent"].tolist() == [2.0] * 4
+        assert view["scale"].tolist() == [0.5, 1.5, 2.5, 0.0]
+
+    def test_device_values_go_in_one_grouped_copy(self, device: Device) -> None:
+        slots = [ints(f"s{i}", *(("tokens",) if i % 2 else ("tokens", 2))) for i in range(6)]
+        made = registry(device, *slots)
+        values = {s.name: torch.randint(0, 9, s.sizes({"tokens": 8}), device=device.torch_device) for s in slots}
+        made.load(values, tokens(8))
+        before = counted(made)
+        with ops() as names:
+            made.fill(values, tokens(8))
+        assert names == ["_foreach_copy_"]
+        assert counted(made) == (before[0], before[1] + 1, before[2])
+        view = made.load(values, tokens(8)).batch
+        assert all(torch.equal(view[name], value) for name, value in values.items())
+
+    def test_values_of_different_dtypes_are_grouped_by_them(self, device: Device) -> None:
+        slots = [ints("a"), ints("b"), Slot("c", ("tokens",), torch.int32, pad=Pad.fill(0)), floats("d"), floats("e")]
+        made = registry(device, *slots)
+        place = device.torch_device
+        values = {name: torch.arange(8, device=place) for name in "abc"}
+        values |= {name: torch.randn(8, device=place) for name in "de"}
+        view = made.load(values, tokens(8)).batch
+        assert counted(made) == (0, 3, 0)
+        for slot in slots:
+            assert torch.equal(view[slot.name], values[slot.name].to(slot.dtype))
+
+    def test_large_and_strided_values_go_by_plain_copies(self, device: Device) -> None:
+        slots = [floats("large", "tokens", 1 << 16), ints("ids"), ints("at", 3, "tokens")]
+        made = registry(device, *slots)
+        place = device.torch_device
+        large = torch.randn(5, 1 << 16, device=place)
+        values = {
+            "large": large,
+            "ids": torch.arange(5, device=place),
+            "at": torch.ones(3, 5, dtype=torch.int64, device=place),
+        }
+        view = made.load(values, tokens(5)).batch
+        assert counted(made) == (0, 1, 1)
+        assert torch.equal(view["large"], large)
+        view = made.load(values, tokens(5, 8)).batch  # `at` has rows of 8 now, and tails to fill
+        assert counted(made) == (1, 2, 3)
+        assert torch.equal(view["at"].cpu(), by_hand(values["at"], (3, 8), -1))
+        assert not view["large"][5:].any()
+
+    def test_only_the_part_of_the_block_that_is_written_is_sent(self, device: Device) -> None:
+        made = registry(device, ints("ids"), ints("table", "tokens", 500))
+        table = torch.ones(8, 500, dtype=torch.int64, device=device.torch_device)
+        sent: list[int] = []
+
+        class Sizes(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is torch.ops.aten.copy_.default:
+                    sent.append(args[0].numel())
+                return func(*args, **(kwargs or {}))
+
+        with torch.no_grad(), Sizes():
+            made.fill({"ids": np.arange(8), "table": table}, tokens(8))
+        assert sent == [64]
+
+    def test_a_block_is_not_written_again_before_its_fence_has_passed(self, device: Device) -> None:
+        watched = Watched(device)
+        made = registry(watched, ints("ids"))
+        blocks: dict[int, int] = {}
+        for step in range(8):
+            watched.log.clear()
+            made.load({"ids": [step]}, tokens(1, 2))
+            waited, recorded = watched.log
+            assert waited == ("wait", recorded[1])
+            assert recorded[0] == "record"
+            blocks[recorded[1]] = blocks.get(recorded[1], 0) + 1
+        assert len(blocks) >= 2  # the host need not wait for the last transfer
+        assert max(blocks.values()) - min(blocks.values()) <= 1
+
+    def test_a_fence_is_waited_for_before_the_host_writes(self) -> None:
+        """While the wait lasts, the block still holds what its transfer reads."""
+
+        class Looking(Watched):
+            def fence(self) -> WatchedFence:
+                looking, number = self, self._fences
+                made = super().fence()
+
+                class Fence(WatchedFence):
+                    def synchronize(self) -> None:
+                        looking.held.append((number, looking.blocks[number].clone()))
+
+                return Fence(made._fence, number, self.log)
+
+            def host_block(self, num_bytes: int) -> torch.Tensor:
+                block = torch.zeros(num_bytes, dtype=torch.uint8)
+                self.blocks.append(block)
+                return block
+
+            blocks: list[torch.Tensor]
+            held: list[tuple[int, torch.Tensor]]
+
+        device = Looking(EmulatedDevice())
+        device.blocks, device.held = [], []
+        made = registry(device, ints("ids"), largest=2)
+        for step in range(1, 10):
+            made.load({"ids": [step, step]}, tokens(2))
+        contents = [block.view(torch.int64).tolist() for _, block in device.held]
+        ring = len(device.blocks)
+        assert contents == [[0, 0]] * ring + [[step, step] for step in range(1, 10 - ring)]
+
+    def test_device_values_alone_take_no_host_block(self, device: Device) -> None:
+        watched = Watched(device)
+        made = registry(watched, ints("ids"))
+        made.load({"ids": torch.ones(4, dtype=torch.int64, device=device.torch_device)}, tokens(4))
+        assert watched.log == []
+
+
+class TestNoCopy:
+    def test_gives_what_eager_gives_and_carries_device_values(self, device: Device) -> None:
+        slots = [
+            ints("ids"),
+            ints("listed"),
+            Slot("narrowed", ("tokens",), torch.int32, pad=Pad.fill(0)),
+            floats("hidden", "tokens", WIDE),
+            floats("mask", absent=0.0),
+            ints("n", compute=lambda batch, extent: batch["ids"] + 1),
+        ]
+        made = registry(device, *slots)
+        place = device.torch_device
+        batch: dict[str, Any] = {
+            "ids": torch.tensor([1, 2], device=place),
+            "listed": [3, 4],
+            "narrowed": torch.tensor([5, 6], device=place),
+            "hidden": torch.randn(2, WIDE, device=place),
+            "mask": None,
+        }
+        eager = made.load(batch, tokens(2), mode=LoadMode.EAGER).batch
+        kept = {name: value.clone() for name, value in eager.items() if value is not None}
+        view = made.load(batch, tokens(2), mode=LoadMode.NO_COPY).batch
+        assert view.keys() == eager.keys()
+        assert view["mask"] is eager["mask"] is None
+        for name, value in kept.items():
+            assert torch.equal(view[name], value)
+            assert view[name].dtype == value.dtype
+        assert view["ids"] is batch["ids"]
+        assert view["hidden"] is batch["hidden"]
+        assert made.holds(view["narrowed"])
+        assert made.holds(view["listed"])
+        assert made.holds(eager["ids"])
+        assert not made.holds(view["ids"])
+
+    def test_a_carried_value_is_checked_all_the_same(self, device: Device) -> None:
+        made = registry(device, ints("ids"), ints("rows"))
+        place = device.torch_device
+        with pytest.raises(LoadError, match="slot 'rows'"):
+            made.load(
+                {
+                    "ids": torch.ones(2, dtype=torch.int64, device=place),
+                    "rows": torch.ones(3, dtype=torch.int64, device=place),
+                },
+                tokens(2),
+                mode=LoadMode.NO_COPY,
+            )
+
+    def test_what_must_be_padded_is_copied(self, device: Device) -> None:
+        made = registry(device, ints("ids"))
+        ids = torch.tensor([1, 2], device=device.torch_device)
+        assert made.load({"ids": ids}, tokens(2, 4), mode=LoadMode.NO_COPY).batch["ids"].tolist() == [1, 2, -1, -1]

@@ -1,0 +1,129 @@
+"""verify: finds what it must find, and leaves everything as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph import Device, EmulatedDevice, Extent, Pad, Slot, VerifyError, current, graph_break, verify
+from runners import WIDTH, equal, make_runner, rows, sample_x, x_slot
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_a_right_recording_passes_every_check(device: Device, backend: str) -> None:
+    runner = make_runner(lambda batch: batch["x"].softmax(-1), device, backend=backend)
+    report = verify(runner, batches=3)
+    assert report.ok
+    assert {check.name for check in report.checks} == {"poison", "same view, state", "unpadded"}
+    assert {check.key for check in report.checks} == set(runner.captured)
+    assert {check.used for check in report.checks} == {1, 2, 3, 4, 5, 6, 8}
+    report.raise_if_failed()
+
+
+def test_padding_that_leaks_into_used_rows_is_found(device: Device) -> None:
+    runner = make_runner(lambda batch: batch["x"] - batch["x"].mean(0), device)
+    report = verify(runner)
+    assert {check.name for check in report.failures} == {"unpadded"}
+    with pytest.raises(VerifyError, match=r"unpadded: output .* differs by up to"):
+        report.raise_if_failed()
+
+
+def test_a_false_claim_that_padding_is_unread_is_found(device: Device) -> None:
+    slot = Slot("x", ("seqs", WIDTH), torch.float32, pad=Pad.unread(because="rows are independent"))
+    honest = make_runner(lambda batch: batch["x"] * 2, device, slots=[slot])
+    assert verify(honest).ok
+    false = make_runner(lambda batch: batch["x"] * 2 + batch["x"].sum(), device, slots=[slot])
+    assert "poison" in {check.name for check in verify(false).failures}
+
+
+def test_poison_stays_inside_the_valid_range(device: Device) -> None:
+    table = torch.arange(5.0, device=device.torch_device)
+    index = Slot("index", ("seqs",), torch.int64, pad=Pad.unread(because="rows are independent"), valid=(0, 4))
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        return {"index": torch.zeros(extent.used["seqs"], dtype=torch.int64, device=device.torch_device)}
+
+    runner = make_runner(lambda batch: table[batch["index"]], device, slots=[index], sample=sample)
+    assert verify(runner).ok
+
+
+def test_a_value_frozen_at_capture_is_found(device: Device) -> None:
+    """The body reads a Python number that capture froze and eager sees."""
+    factor = 2.0
+    runner = make_runner(lambda batch: batch["x"] * factor, device)
+    assert verify(runner).ok
+    factor = 3.0
+    assert {check.name for check in verify(runner).failures} == {"same view", "unpadded"}
+
+
+def test_memory_that_another_recording_left_is_found() -> None:
+    """A body that reads what it never wrote sees whatever lies in the pool."""
+    device = EmulatedDevice()
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        scratch = torch.empty(WIDTH, device=device.torch_device)
+        return batch["x"] + scratch * 0.5
+
+    report = verify(make_runner(body, device))
+    assert "poison" in {check.name for check in report.failures}
+
+
+def test_state_is_compared_and_restored(device: Device) -> None:
+    cache = torch.ones(8, WIDTH, device=device.torch_device)
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        cache[: batch["x"].shape[0]].add_(batch["x"])
+        return cache[: batch["x"].shape[0]] * 2
+
+    runner = make_runner(body, device)
+    assert verify(runner).ok
+    equal(cache, torch.ones(8, WIDTH))
+    runner.run({"x": rows(device, 8)})
+    equal(cache, rows(device, 8) + 1)
+
+
+def test_random_numbers_are_the_same_for_every_run_and_the_generator_is_left_alone(device: Device) -> None:
+    runner = make_runner(lambda batch: batch["x"] + torch.rand(WIDTH, device=device.torch_device), device)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    assert verify(runner).ok
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_gaps_see_the_live_batch_in_every_check(device: Device) -> None:
+    @graph_break
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return x * current().batch["x"].shape[0]
+
+    assert verify(make_runner(lambda batch: scale(batch["x"]), device, backend="breakable")).ok
+
+
+def test_exact_sizes_are_verified_at_their_own_size(device: Device) -> None:
+    runner = make_runner(lambda batch: batch["x"] * 2, device, exact=True)
+    report = verify(runner)
+    assert report.ok
+    assert all(check.used == check.key.size for check in report.checks)
+
+
+def test_it_says_what_it_could_not_try(device: Device) -> None:
+    assert "nothing is captured" in str(verify(make_runner(lambda batch: batch["x"], device, capture=False)))
+    lens = Slot("lens", ("seqs",), torch.int32, pad=Pad.fill(1))
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        ones = torch.ones(extent.used["seqs"], dtype=torch.int32, device=device.torch_device)
+        return {**sample_x(device)(extent, seed), "lens": ones}
+
+    runner = make_runner(
+        lambda batch: batch["x"] * batch["lens"][:, None], device, slots=[x_slot(), lens], sample=sample
+    )
+    assert "slot 'lens' names no valid range" in str(verify(runner))
+
+
+def test_a_tolerance_allows_other_kernels_in_capture(device: Device) -> None:
+    factor = 1.0
+    runner = make_runner(lambda batch: batch["x"] * factor, device)
+    factor = 1.001
+    assert not verify(runner).ok
+    assert verify(runner, tolerance=1e-2).ok

@@ -1,0 +1,247 @@
+"""graphed: the ten lines that a user writes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import phonograph
+from phonograph import (
+    Buckets,
+    DeclarationError,
+    Device,
+    Extent,
+    Graphed,
+    Pad,
+    PlanError,
+    Reason,
+    Replay,
+    Slot,
+    graphed,
+)
+from phonograph.graphs import wrap
+from phonograph.graphs.progress import silent
+from runners import equal
+
+SLOTS = [Slot("x", ("seqs", 16), torch.float32), Slot("lens", ("seqs",), torch.int32, pad=Pad.fill(1))]
+
+
+def step(x: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    return x * lens[:, None]
+
+
+def inputs(device: Device, count: int) -> dict[str, torch.Tensor]:
+    x = torch.randn(count, 16, device=device.torch_device)
+    lens = torch.randint(1, 9, (count,), dtype=torch.int32, device=device.torch_device)
+    return {"x": x, "lens": lens}
+
+
+def captured(device: Device, **more: Any) -> Graphed:
+    run = graphed(step, slots=SLOTS, bucketed="seqs", buckets=Buckets.up_to(8), device=device, **more)
+    run.capture(silent)
+    return run
+
+
+def test_the_ten_lines(device: Device) -> None:
+    run = graphed(step, slots=SLOTS, bucketed="seqs", buckets=Buckets.up_to(64), device=device)
+    report = run.capture(silent)
+    assert len(report.rows) == len(Buckets.up_to(64))
+    for count in (1, 3, 64, 65):
+        batch = inputs(device, count)
+        equal(run(**batch), step(**batch))
+    assert run.stats.replays.total() == 3
+    assert run.stats.eager == {Reason.TOO_LARGE: 1}
+    assert "1 too large: 65 seqs" in run.explain()
+    assert "decode.backend" in run.explain()
+    assert run.verify().ok
+
+
+def test_host_and_device_values_positional_and_by_name(device: Device) -> None:
+    run = captured(device)
+    batch = inputs(device, 3)
+    arrays = {name: value.cpu().numpy() for name, value in batch.items()}
+    wanted = step(**batch)
+    equal(run(batch["x"], batch["lens"]), wanted)
+    equal(run(arrays["x"], lens=arrays["lens"]), wanted)
+    equal(run(x=arrays["x"].tolist(), lens=arrays["lens"].tolist()), wanted)
+    equal(run(**{name: value.cpu() for name, value in batch.items()}), wanted)
+    assert run.stats.replays.total() == 4
+
+
+def test_decide_tells_before_a_call(device: Device) -> None:
+    assert isinstance(captured(device).decide(**inputs(device, 3)), Replay)
+
+
+def test_other_arguments_are_passed_on_and_frozen_in_a_recording(device: Device) -> None:
+    def scaled(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+        return x * factor
+
+    run = graphed(scaled, slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(4), device=device)
+    x = inputs(device, 3)["x"]
+    equal(run(x=x, factor=5.0), x * 5)  # eager: as given
+    run.capture(silent)
+    equal(run(x=x), x * 2)
+
+
+def test_the_functions_name_is_in_the_keys(device: Device) -> None:
+    run = captured(device)
+    assert str(run.runner.captured[0]) == "step[seqs=8]"
+    assert run.__name__ == "step"  # type: ignore[attr-defined]
+
+
+def test_the_device_is_that_of_the_parameters() -> None:
+    linear = nn.Linear(16, 16)
+    run = graphed(linear, slots=[Slot("input", ("seqs", 16), torch.float32)], bucketed="seqs", buckets=Buckets.of(2))
+    assert run.runner.device.torch_device == torch.device("cpu")
+    method = graphed(
+        linear.forward, slots=[Slot("input", ("seqs", 16), torch.float32)], bucketed="seqs", buckets=Buckets.of(2)
+    )
+    assert method.runner.device.torch_device == torch.device("cpu")
+
+
+def test_on_the_cpu_it_says_once_that_graphs_are_emulated(caplog: pytest.LogCaptureFixture) -> None:
+    wrap._warn_emulated.cache_clear()
+    linear = nn.Linear(16, 16)
+    slot = Slot("input", ("seqs", 16), torch.float32)
+    with caplog.at_level(logging.WARNING, logger="phonograph"):
+        graphed(linear, slots=[slot], bucketed="seqs", buckets=Buckets.of(2), device="emulated")
+        assert not caplog.records
+        for _ in range(2):
+            graphed(linear, slots=[slot], bucketed="seqs", buckets=Buckets.of(2))
+    assert len(caplog.records) == 1
+    assert "emulated on the CPU" in caplog.text
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(hidden)
+        return out
+
+
+class Outer(nn.Module):
+    """Embeds on the host's terms, runs the stack, and pools by request: only the stack can be recorded."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.stack = Stack()
+        self.to(device.torch_device).requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        hidden = self.stack(hidden + 1)
+        return torch.stack([part.sum(0) for part in hidden.split(lengths)])
+
+
+def stack_slots() -> list[Slot]:
+    return [Slot("hidden", ("tokens", 16), torch.float32)]
+
+
+def test_installed_on_a_submodule_the_outer_forward_stays_eager(device: Device) -> None:
+    outer = Outer(device)
+    run = graphed(outer.stack, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4, 8), device=device)
+    run.capture(silent)
+    hidden = torch.randn(7, 16, device=device.torch_device)
+    wanted = outer(hidden, [3, 4])
+    with run.installed():
+        equal(outer(hidden, [3, 4]), wanted)
+        equal(outer(hidden, [1, 1, 5]), outer.__class__.forward(outer, hidden, [1, 1, 5]))
+    assert run.stats.replays.total() == 3
+    outer(hidden, [7])
+    assert run.stats.replays.total() == 3
+    assert "forward" not in outer.stack.__dict__
+
+
+def test_installation_is_undone_after_an_exception_and_nests(device: Device) -> None:
+    outer = Outer(device)
+    run = graphed(outer.stack, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4), device=device)
+    with pytest.raises(KeyError), run.installed(), run.installed():
+        raise KeyError
+    assert "forward" not in outer.stack.__dict__
+
+
+def test_only_a_module_can_be_installed(device: Device) -> None:
+    with pytest.raises(DeclarationError, match=r"only a torch\.nn\.Module"), captured(device).installed():
+        pass
+
+
+def test_prefill_with_many_requests_stays_on_the_graph(device: Device) -> None:
+    """The stack is named by the caller; its recording depends on tokens, the tail on requests."""
+    outer = Outer(device)
+
+    def tail(hidden: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        return torch.stack([part.sum(0) for part in hidden.split(batch["lengths"])])
+
+    def forward(hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        out: torch.Tensor = outer.stack(hidden + 1)
+        return out
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        count = extent.used["tokens"]
+        return {"hidden": torch.randn(count, 16, device=device.torch_device), "lengths": [count]}
+
+    run = graphed(
+        forward, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4, 8), phase="prefill",
+        sample=sample, tail=tail, device=device,
+    )  # fmt: skip
+    run.capture(silent)
+    assert run.plan.phase("prefill").backend == "breakable"
+    for lengths in ([5], [2, 3], [1] * 8):
+        hidden = torch.randn(sum(lengths), 16, device=device.torch_device)
+        equal(run(hidden=hidden, lengths=lengths), outer(hidden, lengths))
+    assert run.stats.replays.total() == 3
+
+
+def test_a_slot_that_is_no_argument_is_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"slot 'y' is no argument of step\(x"):
+        graphed(step, slots=[*SLOTS, Slot("y", ("seqs",), torch.float32)], bucketed="seqs", buckets=Buckets.of(2))
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(PlanError, match="breakable"):
+        graphed(step, slots=SLOTS, bucketed="seqs", buckets=Buckets.of(2), backend="breakabel")
+
+
+def test_a_backend_that_is_not_built_is_refused() -> None:
+    with pytest.raises(PlanError, match="tc_piecewise"):
+        graphed(step, slots=SLOTS, bucketed="seqs", buckets=Buckets.of(2), backend="tc_piecewise")
+
+
+def test_a_dotted_source_needs_a_sample() -> None:
+    slot = Slot("x", ("seqs", 16), torch.float32, source="inputs.x")
+    with pytest.raises(DeclarationError, match="give sample="):
+        graphed(lambda inputs: inputs["x"], slots=[slot], bucketed="seqs", buckets=Buckets.of(2))
+
+
+def test_debug_and_strict_reach_the_plan(device: Device) -> None:
+    run = captured(device, debug=True, strict=True)
+    assert run.plan["debug"].source == "asked"
+    assert run.plan["graphs"].value == "strict"
+    with pytest.raises(phonograph.CoverageError):
+        run(**inputs(device, 9))
+
+
+def test_default_samples_stay_inside_valid(device: Device) -> None:
+    table = torch.arange(5.0, device=device.torch_device)
+    slots = [
+        Slot("index", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, 4)),
+        Slot("scale", ("seqs",), torch.float32, valid=(0.5, 1.0)),
+        Slot("flag", ("seqs",), torch.bool, pad=Pad.fill(False)),
+    ]
+
+    def look_up(index: torch.Tensor, scale: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+        return torch.where(flag, table[index] * scale, scale)
+
+    run = graphed(look_up, slots=slots, bucketed="seqs", buckets=Buckets.of(4), device=device)
+    run.capture(silent)
+    assert run.verify(batches=4).ok
+    sampled = run.runner.phase.sample(Extent({"seqs": 500}, {"seqs": 500}), 3)
+    assert set(np.unique(sampled["index"].cpu())) == {0, 1, 2, 3, 4}
+    assert 0.5 <= sampled["scale"].min() <= sampled["scale"].max() <= 1.0
