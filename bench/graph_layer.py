@@ -146,6 +146,8 @@ def decode_buckets(device: Device, shape: Shape, dtype: torch.dtype, max_seqs: i
         "warm_up_s": round(captured.warm_seconds, 3),
         "capture_mb": round((device.memory().used - before) / 1e6, 1),
         "graph_mb": round(sum(row.num_bytes for row in captured.rows) / 1e6, 1),
+        "graph_mb_of_each": [round(row.num_bytes / 1e6, 1) for row in captured.rows],
+        "slowest_capture_ms": round(max(row.seconds for row in captured.rows) * 1e3, 1),
     }
     for num_seqs in (1, 8, 32, 128):
         if num_seqs <= max_seqs:
@@ -251,6 +253,7 @@ def main() -> None:
         ("decode buckets", lambda: decode_buckets(device, shape, dtype, max_seqs, rounds)),
     ]
     if not args.skip_hf:
+        parts.append(("Hugging Face, tiny, float32", lambda: hugging_face(device, TINY, torch.float32, rounds)))
         parts.append(("Hugging Face Qwen3, batch 1", lambda: hugging_face(device, shape, dtype, rounds)))
     for title, measure in parts:
         figures[title] = measure()

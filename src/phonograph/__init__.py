@@ -4,6 +4,7 @@ from phonograph.devices import Device, EmulatedDevice, open_device
 from phonograph.errors import (
     BreakError,
     CaptureError,
+    CheckpointError,
     CoverageError,
     DataDependentShapeError,
     DeclarationError,
@@ -13,6 +14,7 @@ from phonograph.errors import (
     LoadError,
     PhonographError,
     PlanError,
+    RequestError,
     VerifyError,
 )
 from phonograph.graphs.breaks import break_graph, graph_break
@@ -38,6 +40,7 @@ __all__ = [
     "BufferPool",
     "CaptureError",
     "CaptureReport",
+    "CheckpointError",
     "CoverageError",
     "DataDependentShapeError",
     "DeclarationError",
@@ -60,6 +63,7 @@ __all__ = [
     "Reason",
     "Registry",
     "Replay",
+    "RequestError",
     "RunEagerly",
     "Runner",
     "RunnerOptions",

@@ -2,6 +2,7 @@
 
 PhonographError
 ├── DeclarationError      a slot, dim, pool or phase is declared in a way that can't work
+├── CheckpointError       a checkpoint can't be loaded as it is
 ├── LoadError             a batch doesn't fit the slots of its phase
 ├── DeviceError           a device is unknown, missing, or can't do what is asked
 ├── CaptureError          a recording could not be made
@@ -11,6 +12,7 @@ PhonographError
 ├── BreakError            a gap's outputs don't fit what the next graph reads
 ├── PlanError             the configuration asks for something that can't be
 ├── CoverageError         strict mode: a batch has no graph
+├── RequestError          a request that can't be served as it is
 └── VerifyError           a replay is not what the eager path gives
 """
 
@@ -25,6 +27,10 @@ class PhonographError(Exception):
 
 class DeclarationError(PhonographError, ValueError):
     """A slot, dim, pool or phase is declared in a way that can't work."""
+
+
+class CheckpointError(PhonographError, ValueError):
+    """A checkpoint can't be loaded as it is."""
 
 
 class LoadError(PhonographError, ValueError):
@@ -45,6 +51,10 @@ class PlanError(PhonographError, ValueError):
 
 class CoverageError(PhonographError, RuntimeError):
     """Strict mode: a batch has no graph."""
+
+
+class RequestError(PhonographError, ValueError):
+    """A request that can't be served as it is."""
 
 
 class VerifyError(PhonographError, AssertionError):

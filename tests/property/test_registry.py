@@ -36,14 +36,11 @@ class Step:
     without: frozenset[str]
 
 
-def shapes() -> st.SearchStrategy[tuple[int | str, ...]]:
-    names = st.lists(st.sampled_from(["tokens", "seqs", "pages"]), unique=True, max_size=2)
-    fixed = st.lists(st.sampled_from([1, 3, 150]), max_size=1)
-    return st.tuples(names, fixed).flatmap(lambda parts: permuted([*parts[0], *parts[1]]))
-
-
-def permuted(sizes: list[int | str]) -> st.SearchStrategy[tuple[int | str, ...]]:
-    return st.permutations(sizes).map(lambda found: tuple(found))
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int | str, ...]:
+    names = draw(st.lists(st.sampled_from(["tokens", "seqs", "pages"]), unique=True, max_size=2))
+    fixed = draw(st.lists(st.sampled_from([1, 3, 150]), max_size=1))
+    return tuple(draw(st.permutations([*names, *fixed])))
 
 
 @st.composite

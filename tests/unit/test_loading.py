@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -93,28 +91,50 @@ class TestSharedBuffers:
     def test_buffers_first_used_under_inference_mode_can_be_written_outside_it(
         self, device: Device, mode: LoadMode
     ) -> None:
-        made = registry(device, ints("ids"), floats("hidden", "tokens", WIDE), ints("n", compute=lambda b, e: b["ids"]))
+        seen: list[torch.Tensor] = []
+
+        def compute(batch: Any, extent: Extent) -> torch.Tensor:
+            seen.append(batch["ids"])
+            return seen[-1]
+
+        made = registry(device, ints("ids"), floats("hidden", "tokens", WIDE), ints("n", compute=compute))
         extent = tokens(2, 4) if mode is LoadMode.GRAPH else tokens(2)
         with torch.inference_mode():
             made.load({"ids": [1, 2], "hidden": np.ones((2, WIDE))}, extent, mode=mode)
         view = made.load({"ids": [3, 4], "hidden": np.zeros((2, WIDE))}, extent, mode=mode).batch
         assert [view["ids"][:2].tolist(), view["n"][:2].tolist()] == [[3, 4], [3, 4]]
+        assert not seen[-1].is_inference()
         for tensor in view.values():
             assert not tensor.is_inference()
             tensor.fill_(1)
 
-    @pytest.mark.parametrize("mode", [LoadMode.GRAPH, LoadMode.EAGER])
-    def test_a_value_that_lies_in_the_buffers_is_read_before_they_are_written(
-        self, device: Device, mode: LoadMode
+    @pytest.mark.parametrize("mode", list(LoadMode))
+    @pytest.mark.parametrize("shape", [("tokens",), ("tokens", WIDE), (WIDE, "tokens")])
+    def test_values_that_lie_in_the_buffers_are_read_before_those_are_written(
+        self, device: Device, mode: LoadMode, shape: tuple[int | str, ...]
     ) -> None:
-        made = registry(device, ints("ids"), ints("next"), floats("hidden", "tokens", 2, WIDE))
-        extent = tokens(2, 4) if mode is LoadMode.GRAPH else tokens(2)
-        hidden = np.arange(4.0 * WIDE).reshape(2, 2, WIDE)
-        view = made.load({"ids": [1, 2], "next": [3, 4], "hidden": hidden}, extent, mode=mode).batch
-        swapped = {"ids": view["next"][:2], "next": view["ids"][:2], "hidden": view["hidden"][:2].flip(1)}
-        again = made.load({**swapped, "hidden": view["hidden"][:2]}, extent, mode=mode).batch
-        assert [again["ids"][:2].tolist(), again["next"][:2].tolist()] == [[3, 4], [1, 2]]
-        assert torch.equal(again["hidden"][:2].cpu(), torch.from_numpy(hidden).float())
+        made = registry(device, floats("a", *shape), floats("b", *shape), ints("ids"))
+
+        def load(a: Any, b: Any, ids: Any, used: int, padded: int) -> dict[str, Any]:
+            extent = tokens(used, padded) if mode is LoadMode.GRAPH else tokens(used)
+            view: dict[str, Any] = made.load({"a": a, "b": b, "ids": ids}, extent, mode=mode).batch
+            return view
+
+        def rows(value: torch.Tensor, count: int) -> torch.Tensor:
+            return value.narrow(shape.index("tokens"), 0, count)
+
+        first, second = torch.randn(2, *made.slots[0].sizes({"tokens": 2}))
+        view = load(first.numpy(), second.numpy(), [1, 2], 2, 2)
+        swapped = load(view["b"], view["a"], [3, 4], 2, 2)
+        assert torch.equal(rows(swapped["a"], 2).cpu(), second)
+        assert torch.equal(rows(swapped["b"], 2).cpu(), first)
+        spread = load(swapped["b"], swapped["a"], [5, 6], 2, 4)
+        assert torch.equal(rows(spread["a"], 2).cpu(), first)
+        assert torch.equal(rows(spread["b"], 2).cpu(), second)
+        fewer = load(rows(spread["b"], 1), rows(spread["a"], 1), [7], 1, 1)
+        assert torch.equal(rows(fewer["a"], 1).cpu(), rows(second, 1))
+        assert torch.equal(rows(fewer["b"], 1).cpu(), rows(first, 1))
+        assert fewer["ids"].tolist() == [7]
 
 
 class Watched:
@@ -147,21 +167,19 @@ class WatchedFence:
 
 
 class Ops(TorchDispatchMode):
-    """Writes down the ops that reach the dispatcher."""
+    """Writes down the ops that reach the dispatcher, and how many bytes the copies among them write."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.sent: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func.overloadpacket).removeprefix("aten."))
+        name = str(func.overloadpacket).removeprefix("aten.")
+        self.names.append(name)
+        if name == "copy_":
+            self.sent.append(args[0].numel() * args[0].element_size())
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def ops() -> Iterator[list[str]]:
-    with torch.no_grad(), Ops() as mode:
-        yield mode.names
 
 
 def counted(made: Registry) -> tuple[int, int, int]:
@@ -186,9 +204,9 @@ class TestCopies:
         batch = as_kind(values, "numpy", device)
         made.load(batch, tokens(3, 8))
         before = counted(made)
-        with ops() as names:
+        with torch.no_grad(), Ops() as seen:
             made.fill(batch, tokens(3, 8))
-        assert names == ["copy_"]
+        assert seen.names == ["copy_"]
         assert counted(made) == (before[0] + 1, before[1], before[2])
         view = made.load(batch, tokens(3, 8)).batch
         for slot in slots:
@@ -198,9 +216,9 @@ class TestCopies:
         slots = [ints("ids"), Slot("scale", ("tokens",), torch.bfloat16), floats("absent", absent=2.0)]
         made = registry(device, *slots, ints("computed", compute=lambda batch, extent: (batch["ids"] + 1).tolist()))
         batch = {"ids": [1, 2, 3], "scale": [0.5, 1.5, 2.5]}
-        with ops() as names:
+        with torch.no_grad(), Ops() as seen:
             view = made.load(batch, tokens(3, 4)).batch
-        assert names.count("copy_") == 1
+        assert seen.names.count("copy_") == 1
         assert counted(made) == (1, 0, 0)
         assert view["computed"].tolist() == [2, 3, 4, -1]
         assert view["absent"].tolist() == [2.0] * 4
@@ -212,21 +230,26 @@ class TestCopies:
         values = {s.name: torch.randint(0, 9, s.sizes({"tokens": 8}), device=device.torch_device) for s in slots}
         made.load(values, tokens(8))
         before = counted(made)
-        with ops() as names:
+        with torch.no_grad(), Ops() as seen:
             made.fill(values, tokens(8))
-        assert names == ["_foreach_copy_"]
+        assert seen.names == ["_foreach_copy_"]
         assert counted(made) == (before[0], before[1] + 1, before[2])
         view = made.load(values, tokens(8)).batch
         assert all(torch.equal(view[name], value) for name, value in values.items())
 
-    def test_values_of_different_dtypes_are_grouped_by_them(self, device: Device) -> None:
+    def test_values_are_grouped_by_their_dtypes(self, device: Device) -> None:
         slots = [ints("a"), ints("b"), Slot("c", ("tokens",), torch.int32, pad=Pad.fill(0)), floats("d"), floats("e")]
         made = registry(device, *slots)
         place = device.torch_device
-        values = {name: torch.arange(8, device=place) for name in "abc"}
-        values |= {name: torch.randn(8, device=place) for name in "de"}
+        values = {
+            "a": torch.arange(8, device=place),
+            "b": torch.arange(8, dtype=torch.int32, device=place),
+            "c": torch.arange(8, device=place),
+            "d": torch.randn(8, device=place),
+            "e": torch.randn(8, device=place),
+        }
         view = made.load(values, tokens(8)).batch
-        assert counted(made) == (0, 3, 0)
+        assert counted(made) == (0, 4, 0)
         for slot in slots:
             assert torch.equal(view[slot.name], values[slot.name].to(slot.dtype))
 
@@ -248,20 +271,17 @@ class TestCopies:
         assert torch.equal(view["at"].cpu(), by_hand(values["at"], (3, 8), -1))
         assert not view["large"][5:].any()
 
-    def test_only_the_part_of_the_block_that_is_written_is_sent(self, device: Device) -> None:
-        made = registry(device, ints("ids"), ints("table", "tokens", 500))
+    @pytest.mark.parametrize("large_first", [False, True])
+    def test_only_the_part_of_the_block_that_is_written_is_sent(self, device: Device, large_first: bool) -> None:
+        slots = [ints("ids"), ints("table", "tokens", 500)]
+        made = registry(device, *(reversed(slots) if large_first else slots))
         table = torch.ones(8, 500, dtype=torch.int64, device=device.torch_device)
-        sent: list[int] = []
-
-        class Sizes(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if func is torch.ops.aten.copy_.default:
-                    sent.append(args[0].numel())
-                return func(*args, **(kwargs or {}))
-
-        with torch.no_grad(), Sizes():
-            made.fill({"ids": np.arange(8), "table": table}, tokens(8))
-        assert sent == [64]
+        batch = {"ids": np.arange(8), "table": table}
+        with torch.no_grad(), Ops() as seen:
+            view = made.load(batch, tokens(8)).batch
+        assert seen.sent == [64]
+        assert view["ids"].tolist() == list(range(8))
+        assert torch.equal(view["table"], table)
 
     def test_a_block_is_not_written_again_before_its_fence_has_passed(self, device: Device) -> None:
         watched = Watched(device)

@@ -68,8 +68,14 @@ TAKEN: dict[str, tuple[Any, torch.dtype, list[Any]]] = {
     "a bfloat16 tensor for a float slot": (torch.tensor([0.5, 2.0], dtype=torch.bfloat16), torch.float32, [0.5, 2.0]),
     "a float tensor for a bfloat16 slot": (torch.tensor([0.5, 2.0]), torch.bfloat16, [0.5, 2.0]),
     "a tensor that requires grad": (torch.tensor([0.5, 2.0], requires_grad=True), torch.float32, [0.5, 2.0]),
+    "a double that requires grad": (
+        torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True),
+        torch.float32,
+        [0.5, 2.0],
+    ),
     "a parameter": (torch.nn.Parameter(torch.tensor([0.5, 2.0])), torch.float32, [0.5, 2.0]),
     "a lazily negated tensor": (torch._neg_view(torch.tensor([0.5, 2.0])), torch.float32, [-0.5, -2.0]),
+    "a lazily negated double": (torch._neg_view(torch.tensor([0.5, 2.0]).double()), torch.float32, [-0.5, -2.0]),
 }
 
 

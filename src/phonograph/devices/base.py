@@ -107,8 +107,11 @@ class Device(Protocol):
         """A recorder for one recording, with the streams set up as capture needs them."""
         ...
 
-    def rehearsal(self) -> AbstractContextManager[Recorder]:
-        """A recorder that runs everything and records nothing, but refuses what capture would."""
+    def rehearsal(self, *, named: bool = True) -> AbstractContextManager[Recorder]:
+        """A recorder that runs everything and records nothing, but refuses what capture would.
+
+        With `named` an error names op and line; without, the device may leave it at what its runtime says.
+        """
         ...
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -274,7 +274,7 @@ class EmulatedDevice:
             recorder.abort()
 
     @contextmanager
-    def rehearsal(self) -> Iterator[Recorder]:
+    def rehearsal(self, *, named: bool = True) -> Iterator[Recorder]:
         rehearsal = _EmulatedRehearsal()
         try:
             yield rehearsal

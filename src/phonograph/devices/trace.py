@@ -6,6 +6,7 @@ mode stands beside the dispatch mode. `torch.frombuffer` and `from_dlpack` reach
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -127,6 +128,8 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 def refusal(func: Any, args: Sequence[object], kwargs: dict[str, object], device_type: str) -> CaptureError | None:
     """Why a graph on this device type can't hold the op, or None."""
+    if not kwargs and _never_refused(func):
+        return None
     if func is aten.lift_fresh.default:
         constant = args[0]
         frozen = isinstance(constant, torch.Tensor) and constant.dim() > 0 and device_type == "cpu"
@@ -136,8 +139,12 @@ def refusal(func: Any, args: Sequence[object], kwargs: dict[str, object], device
         return _say(CaptureError, func, "draws from a generator that a graph does not advance", _DRAW_OUTSIDE)
     if device_type != "cpu" and func in (aten.copy_.default, aten._to_copy.default):
         return _copy_refusal(func, args, kwargs, device_type)
-    if not any(tensor.device.type == device_type for tensor in tensors_in((args, kwargs))):
-        return None
+    on_device = any(tensor.device.type == device_type for tensor in tensors_in((args, kwargs)))
+    return _value_refusal(func, args, kwargs) if on_device else None
+
+
+def _value_refusal(func: Any, args: Sequence[object], kwargs: dict[str, object]) -> CaptureError | None:
+    """Why an op on device tensors needs their values on the host, or None."""
     if func in _READS or torch.Tag.data_dependent_output in func.tags:
         return _say(HostReadError, func, "reads the device from the host", _SLOT_OR_BREAK)
     if torch.Tag.dynamic_output_shape in func.tags and not _fixed_after_all(func, args, kwargs):
@@ -145,6 +152,14 @@ def refusal(func: Any, args: Sequence[object], kwargs: dict[str, object], device
     if func in _MASKED_WRITES and _has_mask(args[1]) and _num_elements(args[2]) > 1:
         return _say(DataDependentShapeError, func, "writes as many values as its mask has", _FIXED_SHAPE)
     return None
+
+
+@functools.cache
+def _never_refused(func: Any) -> bool:
+    """Whether an op can be held whatever its arguments are; nearly all can, and every op of a warm-up asks."""
+    checked = {aten.lift_fresh.default, aten.copy_.default, aten._to_copy.default, *_READS, *_MASKED_WRITES}
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return func not in checked and not tags & set(func.tags)
 
 
 def _copy_refusal(

@@ -187,8 +187,7 @@ class Registry:
         without: frozenset[str] = frozenset(),
     ) -> View:
         """Fill the buffers and return the view; slots named in `without` carry the batch's own value."""
-        exposed = self.fill(batch, extent, mode=mode, beside=beside, without=without)
-        _, steps = self._steps(extent, mode, without)
+        steps, exposed = self._fill(batch, extent, mode, beside, without)
         return _view(batch, beside, steps.views | exposed, extent)
 
     def live(
@@ -217,19 +216,23 @@ class Registry:
         without: frozenset[str] = frozenset(),
     ) -> dict[Path, Any]:
         """Write the buffers; returns the fields whose view is not the buffer's."""
+        return self._fill(batch, extent, mode, beside, without)[1]
+
+    def _fill(
+        self, batch: Any, extent: Extent, mode: LoadMode, beside: Mapping[str, Any], without: frozenset[str]
+    ) -> tuple[Steps, dict[Path, Any]]:
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.fill(batch, extent, mode=mode, beside=beside, without=without)
+                return self._fill(batch, extent, mode, beside, without)
         layout, steps = self._steps(extent, mode, without)
         load = Load(layout, mode, self.counts)
-        for fit in steps.loaded:
-            load.take(fit, fetch(batch, beside, fit.path))
+        load.take_all(steps.loaded, batch, beside)
         if steps.computed:
             self._compute(batch, extent, mode, beside, steps, load)
         load.issue()
         if mode is LoadMode.GRAPH:
             self._not_live = steps.left_out.union(load.absent)
-        return load.exposed
+        return steps, load.exposed
 
     def _compute(
         self, batch: Any, extent: Extent, mode: LoadMode, beside: Mapping[str, Any], steps: Steps, load: Load

@@ -17,7 +17,7 @@ import torch
 from phonograph.devices import Device
 from phonograph.devices.trace import raising_frame
 from phonograph.errors import CaptureError, PhonographError
-from phonograph.graphs.backends import Backend, Body, Recording
+from phonograph.graphs.backends import Backend, Body, Recording, WarmUp
 from phonograph.graphs.buffers import LoadMode, Registry
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
@@ -87,6 +87,8 @@ class Captured:
     """The recordings of a phase, and how to trim what they put out."""
 
     recordings: dict[ShapeKey, Recording]
+    carried: dict[ShapeKey, dict[str, Any]]
+    """What the sample of each recording had besides slots, where it is a dict: replays keep these values."""
     axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]
     report: CaptureReport
 
@@ -107,13 +109,14 @@ class Capture:
     trims: bool = True
     """Whether used and padded sizes may differ."""
     _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
+    _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
 
     def run(self, keys: Sequence[ShapeKey]) -> Captured:
         """Warm all, then capture all that could be warmed."""
         start = time.perf_counter()
-        with torch.no_grad(), gc_frozen(self.collect_garbage), self._state_restored():
+        with torch.no_grad(), gc_frozen(self.collect_garbage), self._state_restored(), generators_restored(self.device):
             self._warm_all(keys)
             axes = self._trimmed_axes(keys)
             for runs in self._runs.values():
@@ -126,7 +129,7 @@ class Capture:
         report = CaptureReport(tuple(rows), warm_seconds, time.perf_counter() - start)
         for row in report.failures:
             log.warning("%s", row.error)
-        return Captured(recordings, axes, report)
+        return Captured(recordings, self._carried, axes, report)
 
     @contextmanager
     def _state_restored(self) -> Iterator[None]:
@@ -164,22 +167,35 @@ class Capture:
         for index, key in enumerate(keys):
             # The first ones are the largest: workspaces reach their final size before the rehearsal.
             if key.size == keys[0].size:
-                self._warm(key, rehearse=False)
-            self._warm(key, rehearse=True)
+                self._warm(key, WarmUp.FREE)
+            self._warm(key, WarmUp.REHEARSAL)
             self.progress(f"warming {key}", index + 1, len(keys))
 
-    def _warm(self, key: ShapeKey, *, rehearse: bool) -> None:
+    def _warm(self, key: ShapeKey, warm_up: WarmUp) -> None:
         if key in self._errors:
             return
         try:
-            bound = self._bind(key, Stage.WARMING)
-            with entering(bound.now), self._keeping(bound.batch, first=not rehearse):
-                result = self.backend.prepare(key, bound.body, rehearse=rehearse)
-            self._runs[key] = [Run(self._varying(self.phase.padded(key.size)), specs_of(result))]
+            self._run_warm_up(key, warm_up)
         except Exception as error:
-            self._errors[key] = as_capture_error(error, key)
+            self._errors[key] = self._diagnosed(key, error)
         if self.barrier is not None:
             self.barrier()
+
+    def _run_warm_up(self, key: ShapeKey, warm_up: WarmUp) -> None:
+        bound = self._bind(key, Stage.WARMING)
+        with entering(bound.now), self._keeping(bound.batch, first=warm_up is WarmUp.FREE):
+            result = self.backend.prepare(key, bound.body, warm_up)
+        self._runs[key] = [Run(self._varying(self.phase.padded(key.size)), specs_of(result))]
+
+    def _diagnosed(self, key: ShapeKey, error: Exception) -> CaptureError:
+        """The error of a warm-up, named by op and line: a second run watches every op, which the first need not."""
+        found = as_capture_error(error, key)
+        if not isinstance(error, CaptureError):
+            try:
+                self._run_warm_up(key, WarmUp.DIAGNOSIS)
+            except Exception as second:
+                found = as_capture_error(second, key)
+        return found
 
     def _varying(self, sizes: dict[str, int]) -> dict[str, int]:
         dims = self.phase.all_dims
@@ -188,31 +204,38 @@ class Capture:
     def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]:
         grouped: dict[tuple[str, frozenset[str]], list[ShapeKey]] = {}
         for key in keys:
-            if key in self._runs:
+            if key not in self._errors:
                 grouped.setdefault((key.variant, key.absent), []).append(key)
         axes = {}
         for group, members in grouped.items():
             runs = [run for key in members for run in self._runs[key]]
             if len(members) == 1 and self.trims:
                 # One size can't tell an axis that follows the bucket from one that only equals it.
-                runs.append(self._probe(members[0]))
+                runs += self._probe(members[0])
             axes[group] = trimmed_axes(runs) if self.trims else {}
         return axes
 
-    def _probe(self, key: ShapeKey) -> Run:
-        """An eager run at another size."""
+    def _probe(self, key: ShapeKey) -> list[Run]:
+        """An eager run at another size; a body that has only one size fails here, and its key with it."""
         sizes = self.phase.padded(key.size - 1 if key.size > 1 else 2)
         extent = Extent(sizes, sizes)
-        sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
-        view = self.registry.load(
-            sample.batch, extent, mode=LoadMode.EAGER, beside=sample.beside, without=self.phase.without
-        )
-        if self.phase.plan is not None:
-            self.phase.plan(view.batch, extent)
-        now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
-        with entering(now), self._keeping(sample.batch, first=True):
-            result = self.phase.forward(view.batch, view.beside)
-        return Run(self._varying(sizes), specs_of(result))
+        without = self.phase.without
+        try:
+            sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
+            view = self.registry.load(sample.batch, extent, mode=LoadMode.EAGER, beside=sample.beside, without=without)
+            if self.phase.plan is not None:
+                self.phase.plan(view.batch, extent)
+            now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
+            with entering(now), self._keeping(sample.batch, first=True):
+                result = self.phase.forward(view.batch, view.beside)
+            return [Run(self._varying(sizes), specs_of(result))]
+        except Exception as error:
+            failed = as_capture_error(error, key)
+            failed.remedy = (
+                f"The body must run at other sizes than {key.size}, or use Buckets.of({key.size}, exact=True)"
+            )
+            self._errors[key] = failed
+            return []
 
     def _capture_all(self, keys: Sequence[ShapeKey]) -> tuple[list[CaptureRow], dict[ShapeKey, Recording]]:
         rows: list[CaptureRow] = []
@@ -234,6 +257,9 @@ class Capture:
             return None
         try:
             bound = self._bind(key, Stage.CAPTURING)
+            if isinstance(bound.batch, dict):
+                slots = {slot.path[0] for slot in self.phase.slots}
+                self._carried[key] = {name: value for name, value in bound.batch.items() if name not in slots}
             with entering(bound.now), self._keeping(bound.batch, first=False):
                 return self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         except Exception as error:
@@ -255,6 +281,14 @@ def as_capture_error(error: Exception, key: ShapeKey) -> CaptureError:
         found = CaptureError(f"{problem}{at}", _LOOK, op=line, frame=frame, shape=str(key))
     traceback.clear_frames(error.__traceback__)
     return found.with_traceback(None)
+
+
+def generators_restored(device: Device) -> AbstractContextManager[None]:
+    """Random numbers drawn inside are not missing outside."""
+    on = device.torch_device
+    if on.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([on], device_type=on.type)
 
 
 @contextmanager

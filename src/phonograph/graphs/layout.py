@@ -60,8 +60,6 @@ class Cell:
         self.arrays = arrays
         self.span = span
         """Where the slot lies in the block, in bytes."""
-        self.filler = values.number(self.slot.filler)
-        self.absent = values.number(self.slot.absent) if self.slot.absent is not None else None
 
 
 class Fit:
@@ -73,6 +71,11 @@ class Fit:
         self.path = cell.path
         self.values = cell.values
         self.packed = bool(cell.arrays)
+        self.name = cell.path[0] if len(cell.path) == 1 else None
+        """The field, where its path has no dots."""
+        self.kind = cell.values.kind if self.packed and not cell.values.has_bits else None
+        """The numpy type that can be written as it is."""
+        self.filler = cell.values.filler
         self.device = cell.view.device
         self.shape = cell.slot.sizes(used)
         region = tuple(slice(0, size) for size in self.shape)
@@ -90,7 +93,8 @@ class Fit:
     def host_rows(self, index: int) -> torch.Tensor:
         """The used rows in one block of the host ring, as a tensor."""
         if not self._rows:
-            self._rows = [self.values.over(array) for array in self.arrays]
+            with torch.inference_mode(False):
+                self._rows = [self.values.over(array) for array in self.arrays]
         return self._rows[index]
 
 
@@ -138,10 +142,14 @@ class Layout:
         self.sizes: dict[Path, int] = {path_of(dim.field): padded[name] for name, dim in dims.items() if dim.field}
         spans, num_bytes = packed_spans([v.slot for v in values if v.slot.name not in adopted], padded)
         self.block: PackedBlock | None = memory.block(num_bytes) if spans else None
+        self._num_packed, self._num_bytes = len(spans), num_bytes
         self.cells = [self._cell(v, spans.get(v.slot.name), memory, adopted.get(v.slot.name)) for v in values]
         self._steps: dict[tuple[tuple[int, ...], frozenset[str]], Steps] = {}
         self._parts: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self._memory = _spans_of([cell.view for cell in self.cells])
+        written = [cell.view for cell in self.cells if not cell.arrays]
+        if self.block is not None:
+            written.append(self.block.tensor[:num_bytes])
+        self._memory = _spans_of(written)
 
     def _cell(self, values: SlotValues, span: slice | None, memory: Memory, adopted: torch.Tensor | None) -> Cell:
         slot, shape = values.slot, values.slot.sizes(self.padded)
@@ -163,8 +171,7 @@ class Layout:
             self._check_used(used)
             if len(self._steps) >= _MAX_KEPT:
                 self._steps.clear()
-            with torch.inference_mode(False):
-                steps = self._steps[key, without] = Steps(self, used, without)
+            steps = self._steps[key, without] = Steps(self, used, without)
         return steps
 
     def _check_used(self, used: Mapping[str, int]) -> None:
@@ -175,8 +182,13 @@ class Layout:
                     "Choose an extent that holds it."
                 )
 
-    def part(self, start: int, end: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A part of the block, in bytes, and of each host block."""
+    def part(self, written: Sequence[Fit], padded: Sequence[Fit]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The part of the block that reaches over these slots, and the same part of each host block."""
+        if len(written) == self._num_packed:
+            start, end = 0, self._num_bytes
+        else:
+            spans = [fit.cell.span for fit in (*written, *padded)]
+            start, end = min(span.start for span in spans), max(span.stop for span in spans)
         part = self._parts.get((start, end))
         if part is None:
             assert self.block is not None
@@ -184,6 +196,11 @@ class Layout:
                 host = [block.tensor[start:end] for block in self.block.ring]
                 part = self._parts[start, end] = (self.block.tensor[start:end], host)
         return part
+
+    def passed(self, index: int) -> None:
+        """Mark that a transfer from this host block is on its way."""
+        assert self.block is not None
+        self.block.ring[index].fence.record()
 
     def take(self) -> int:
         """The number of the host block to write next."""
@@ -198,7 +215,7 @@ class Layout:
 
 
 def _spans_of(views: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """First and last address of each view, in order."""
+    """Where each view starts and ends, in the order of addresses."""
     spans = sorted((view.data_ptr(), view.data_ptr() + _reach(view)) for view in views if view.numel())
     return [start for start, _ in spans], [end for _, end in spans]
 
@@ -236,6 +253,7 @@ class Layouts:
         if layout is None:
             self._check_limits(padded)
             generation = self.memory.generation
+            # Whatever the ambient mode: an inference tensor could not be written outside inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 layout = Layout(self._values, self._dims, padded, self.memory, self._adopted, self._owner)
             # What lies in memory that was replaced is let go, and eager sizes are without number.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 
-from phonograph.graphs.fields import Path
+from phonograph.graphs.fields import Path, fetch
 from phonograph.graphs.layout import Fit, Layout
+from phonograph.graphs.slots import Number
 from phonograph.graphs.values import shape_of
 
 
@@ -36,28 +39,48 @@ class LoadCounts:
     """Device to device: one large or strided value each."""
 
 
+_Copy = tuple[torch.Tensor, torch.Tensor]
 _Group = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Where to, and from where."""
 
 
 class Load:
-    """The copies of one load, on their way."""
+    """The writes of one load: collected first, so that a batch that is refused leaves the buffers as they were."""
 
     def __init__(self, layout: Layout, mode: LoadMode, counts: LoadCounts) -> None:
         self._layout = layout
         self._mode = mode
         self._counts = counts
         self._index = -1
-        self._start = 1 << 62  # the part of the block that this load writes, in bytes
-        self._end = 0
         self._groups: dict[tuple[torch.dtype, torch.dtype], _Group] = {}
-        self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._fills: list[tuple[torch.Tensor, Number]] = []
+        self._plain: list[_Copy] = []
+        self._uploads: list[_Copy] = []
+        self._within_host: list[_Copy] = []
         self._packed: list[Fit] = []
+        self._padded: list[Fit] = []
         self._on_host: dict[Path, Any] = {}
         self.exposed: dict[Path, Any] = {}
         """Fields whose view is not the cell's: None, or a carried value."""
         self.absent: list[Path] = []
         """Fields of slots for which the batch has None."""
+
+    def take_all(self, fits: Sequence[Fit], batch: Any, beside: Mapping[str, Any]) -> None:
+        """Take the batch's value for each fit; the common case in line, since this is most of a step's host time."""
+        plain = type(batch) is dict and not beside
+        packed, index = self._packed, self._index
+        for fit in fits:
+            value = batch.get(fit.name) if plain and fit.name else fetch(batch, beside, fit.path)
+            if type(value) is np.ndarray and value.dtype is fit.kind and value.shape == fit.shape:
+                if index < 0:
+                    index = self._index = self._layout.take()
+                fit.arrays[index][...] = value
+                for tail in fit.array_tails[index]:
+                    tail[...] = fit.filler
+                packed.append(fit)
+            else:
+                self.take(fit, value)
+                index = self._index
 
     def take(self, fit: Fit, value: Any) -> None:
         """Put one value on its way into its buffer, and its pad value into the tail."""
@@ -90,12 +113,13 @@ class Load:
 
     def issue(self) -> None:
         """One transfer for all packed slots; after it, since it overwrites the block, the other copies."""
-        block = self._layout.block
-        if block is not None and self._end:
-            target, sources = self._layout.part(self._start, self._end)
+        if self._index >= 0:
+            target, sources = self._layout.part(self._packed, self._padded)
             target.copy_(sources[self._index], non_blocking=True)
-            block.ring[self._index].fence.record()
+            self._layout.passed(self._index)
             self._counts.transfers += 1
+        for target, number in self._fills:
+            target.fill_(number)
         for targets, values in self._groups.values():
             torch._foreach_copy_(targets, values, non_blocking=True)
             self._counts.grouped += 1
@@ -106,32 +130,34 @@ class Load:
             # From pageable memory the copy has left the value when the call returns; from pinned memory it has not.
             target.copy_(value, non_blocking=not value.is_pinned())
             self._counts.transfers += 1
+        for target, value in self._within_host:
+            target.copy_(value)
 
     def _carry(self, fit: Fit, value: torch.Tensor) -> bool:
         """Whether a device value is used where it is, in the mode that allows it."""
         if self._mode is not LoadMode.NO_COPY or value.dtype != fit.slot.dtype or fit.tails:
             return False
         fit.values.check(value, fit.shape)
+        if self._layout.holds(value.data_ptr()):  # this load may write there
+            return False
         self.exposed[fit.path] = value
         return True
 
     def _take_tensor(self, fit: Fit, value: torch.Tensor) -> None:
         fit.values.check(value, fit.shape)
-        if fit.empty:
-            pass
-        elif fit.slot.place == "host":
-            fit.used.copy_(value)
-        else:
+        if not fit.empty:
             self._copy(fit, value)
         self._pad(fit)
 
     def _copy(self, fit: Fit, value: torch.Tensor) -> None:
         if self._layout.holds(value.data_ptr()):
-            # A value that lies in a buffer is read before the buffers are written, or is in its place already.
+            # What lies in a buffer is read before any is written, unless it is in its place already.
             if not fit.packed and value.data_ptr() == fit.used.data_ptr() and value.stride() == fit.used.stride():
                 return
             value = value.clone()
-        if fit.grouped and value.is_contiguous():
+        if fit.slot.place == "host":
+            self._within_host.append((fit.used, value))
+        elif fit.grouped and value.is_contiguous():
             targets, values = self._groups.setdefault((fit.slot.dtype, value.dtype), ([], []))
             targets.append(fit.used)
             values.append(value)
@@ -140,17 +166,17 @@ class Load:
 
     def _take_host(self, fit: Fit, value: Any) -> None:
         if fit.packed:
-            index = self._ring(fit)
-            fit.arrays[index][...] = fit.values.array(value, fit.shape)
+            array = fit.values.array(value, fit.shape)
+            index = self._ring()
+            fit.arrays[index][...] = array
             for tail in fit.array_tails[index]:
-                tail[...] = fit.cell.filler
+                tail[...] = fit.filler
             self._packed.append(fit)
             return
         tensor = self._on_host[fit.path] = fit.values.tensor(value, fit.shape)
-        if fit.slot.place == "host":
-            fit.used.copy_(tensor)
-        elif not fit.empty:
-            self._uploads.append((fit.used, tensor))
+        if not fit.empty:
+            copies = self._within_host if fit.slot.place == "host" else self._uploads
+            copies.append((fit.used, tensor))
         self._pad(fit)
 
     def _take_absent(self, fit: Fit) -> None:
@@ -161,27 +187,25 @@ class Load:
         if slot.keyed or self._mode is not LoadMode.GRAPH:
             self.exposed[fit.path] = None
         elif fit.packed:
-            fit.cell.arrays[self._ring(fit)][...] = fit.cell.absent
+            fit.cell.arrays[self._ring()][...] = fit.values.absent
+            self._padded.append(fit)
         else:
             assert slot.absent is not None
-            fit.cell.view.fill_(slot.absent)
+            self._fills.append((fit.cell.view, slot.absent))
 
     def _pad(self, fit: Fit) -> None:
         if not fit.tails:
             return
         if fit.packed:
             # Unread tails too: the block holds other slots' bytes at other extents, and those need not be legal.
-            for tail in fit.array_tails[self._ring(fit)]:
-                tail[...] = fit.cell.filler
+            for tail in fit.array_tails[self._ring()]:
+                tail[...] = fit.filler
+            self._padded.append(fit)
         elif not fit.slot.is_unread:
-            for view in fit.tails:
-                view.fill_(fit.slot.filler)
+            self._fills += [(view, fit.slot.filler) for view in fit.tails]
 
-    def _ring(self, fit: Fit) -> int:
-        """The number of the host block to write a packed slot in; the transfer will reach over its place."""
+    def _ring(self) -> int:
+        """The number of the host block to write packed slots in."""
         if self._index < 0:
             self._index = self._layout.take()
-        span = fit.cell.span
-        self._start = min(self._start, span.start)
-        self._end = max(self._end, span.stop)
         return self._index

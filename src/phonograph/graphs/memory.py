@@ -19,8 +19,7 @@ class HostBlock:
     """One block of the ring: written by the host, read by a transfer, written again once that has passed."""
 
     def __init__(self, device: Device, num_bytes: int) -> None:
-        with torch.inference_mode(False):
-            self.tensor = device.host_block(num_bytes)
+        self.tensor = device.host_block(num_bytes)
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = self.tensor.numpy()
         self.fence = device.fence()
 
@@ -110,8 +109,7 @@ class GrowingMemory:
 
     def _new(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.generation += 1
-        with torch.inference_mode(False):
-            return torch.zeros(next_power_of_two(num_elements), dtype=dtype, device=device)
+        return torch.zeros(next_power_of_two(num_elements), dtype=dtype, device=device)
 
 
 def place_of(slot: Slot, device: Device) -> torch.device:

@@ -52,8 +52,11 @@ class RunnerOptions:
 class _Entry:
     """A recording that can be served, and its outputs trimmed for every used size met so far."""
 
-    def __init__(self, recording: Recording, padded: dict[str, int], axes: dict[str, dict[int, str]]) -> None:
+    def __init__(
+        self, recording: Recording, padded: dict[str, int], axes: dict[str, dict[int, str]], carried: dict[str, Any]
+    ) -> None:
         self.recording = recording
+        self.carried = carried
         self.padded = padded
         self.axes = axes
         self._trims: dict[tuple[int, ...], Any] = {}
@@ -144,7 +147,7 @@ class Runner:
         self.report = captured.report
         for key, recording in captured.recordings.items():
             axes = captured.axes[key.variant, key.absent]
-            self._entries[key] = _Entry(recording, self.phase.padded(key.size), axes)
+            self._entries[key] = _Entry(recording, self.phase.padded(key.size), axes, captured.carried.get(key, {}))
         self._route(frozenset(row.key for row in captured.report.failures))
 
     def release(self) -> None:
@@ -158,6 +161,10 @@ class Runner:
     def recording(self, key: ShapeKey) -> Recording:
         """The recording of a key that has one."""
         return self._entries[key].recording
+
+    def carried(self, key: ShapeKey) -> Mapping[str, Any]:
+        """What the sample of a recording had besides slots; a replay without gaps keeps these values."""
+        return self._entries[key].carried
 
     def trimmed(self, key: ShapeKey, used: Mapping[str, int]) -> Any:
         """The used rows of a recording's outputs, as views."""

@@ -44,14 +44,16 @@ class SlotValues:
         self.slot = slot
         self._who = f"loading {owner}: slot {slot.name!r}"
         named = numpy_dtype(slot.dtype)
-        self._has_bits = named is None
+        self.has_bits = named is None
         self._bits = _BITS.get(slot.dtype.itemsize, torch.uint8)
         self.kind: np.dtype[Any] = named if named is not None else np.dtype(str(self._bits).removeprefix("torch."))
         self._safe: set[np.dtype[Any]] = {self.kind}
+        self.filler = self._number(slot.filler)
+        self.absent = self._number(slot.absent) if slot.absent is not None else None
 
-    def number(self, number: Number) -> Any:
+    def _number(self, number: Number) -> Any:
         """A number as numpy writes it into the slot."""
-        if not self._has_bits:
+        if not self.has_bits:
             return self.kind.type(number)
         return torch.tensor(number, dtype=self.slot.dtype).view(self._bits).numpy()[()]
 
@@ -77,7 +79,7 @@ class SlotValues:
     def over(self, array: Array) -> torch.Tensor:
         """The same memory as a tensor of the slot's dtype."""
         tensor = torch.from_numpy(array)
-        return tensor.view(self.slot.dtype) if self._has_bits else tensor
+        return tensor.view(self.slot.dtype) if self.has_bits else tensor
 
     def check(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Refuse a tensor that doesn't fit.
@@ -114,14 +116,14 @@ class SlotValues:
         same = value.dtype == self.slot.dtype
         if not same:
             self._check_cast(value)
-        if self._has_bits or numpy_dtype(value.dtype) is None:
+        if self.has_bits or numpy_dtype(value.dtype) is None:
             return self._converted(value, value)
         array: Array = value.numpy(force=True)  # of a host tensor: detached, without a copy
         return array if same else self._fitting(array)
 
     def _plain_array(self, value: Any) -> Array:
         array: Array = value if isinstance(value, np.ndarray) else self._listed(value)
-        if self._has_bits:
+        if self.has_bits:
             if array.dtype.kind not in "biuf":
                 raise self._wrong_dtype(array.dtype)
             return self._converted(torch.from_numpy(array.astype(np.float64)), array)
@@ -171,7 +173,7 @@ class SlotValues:
             made = value.to(self.slot.dtype).contiguous()
             if made.dtype != value.dtype and bool((value.isfinite() & ~made.double().isfinite()).any()):
                 raise self._out_of_range(given)
-            array: Array = (made.view(self._bits) if self._has_bits else made).numpy(force=True)
+            array: Array = (made.view(self._bits) if self.has_bits else made).numpy(force=True)
         return array
 
     def _wrong_dtype(self, found: object) -> LoadError:

@@ -11,6 +11,7 @@ import torch
 
 from phonograph.errors import VerifyError
 from phonograph.graphs.buffers import LoadMode
+from phonograph.graphs.capture import generators_restored
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
@@ -222,19 +223,24 @@ class _Verification:
     def _restored(self) -> Iterator[None]:
         """The same state and random numbers for every run, and afterwards what was there before."""
         held = [t.clone() for t in self._state]
-        device = self._runner.device.torch_device
-        devices = [] if device.type == "cpu" else [device]
         preserve = self._runner.phase.preserve
         with (
-            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+            generators_restored(self._runner.device),
             preserve(self._sample.batch) if preserve is not None else nullcontext(),
         ):
-            torch.manual_seed(self._seed)
+            self._seed_generators()
             try:
                 yield
             finally:
                 for tensor, before in zip(self._state, held, strict=True):
                     tensor.copy_(before)
+
+    def _seed_generators(self) -> None:
+        # torch.manual_seed would seed every kind of device that torch knows, and keep a stack trace for each.
+        torch.default_generator.manual_seed(self._seed)
+        device = self._runner.device.torch_device
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed(self._seed)
 
     def _compare(
         self, name: str, found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float | None

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from phonograph.errors import DeclarationError
 from phonograph.graphs.backends import BACKENDS
 from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.capture import CaptureReport
-from phonograph.graphs.config import ask
-from phonograph.graphs.decisions import Decision, Stats
+from phonograph.graphs.config import Ask, ask
+from phonograph.graphs.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.extent import Dim, Extent
 from phonograph.graphs.phase import Phase, Preserve, Sampler, sample_from
 from phonograph.graphs.pool import BufferPool
@@ -79,7 +80,8 @@ class Graphed:
         module = self._function
         if not isinstance(module, torch.nn.Module):
             raise DeclarationError(
-                f"installing {_name_of(module)!r}: only a torch.nn.Module can be installed. Pass the module to graphed()."
+                f"installing {_name_of(module)!r}: only a torch.nn.Module can be installed. "
+                "Pass the module to graphed()."
             )
         before = module.__dict__.get("forward")
         module.forward = self
@@ -114,25 +116,16 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
 ) -> Graphed:
     """Serve calls of a function or module by recorded graphs.
 
-    The function is called with its slots by name; other arguments are passed on as they are, and in a
-    recording they keep the value that the sample has. A `tail` takes the used rows of the function's outputs
+    The function is called with its slots by name; other arguments are passed on as they are. In a recording
+    they keep the value that the sample has, so a call with another value runs eagerly, unless gaps or a tail
+    may read it. A `tail` takes the used rows of the function's outputs
     and the live arguments, and is never recorded. `phase` picks the defaults of the plan (`full` for
     decode, `breakable` for prefill). Nothing is recorded before `.capture()`.
     """
     on = open_device(device if device is not None else _device_of(function))
     _say_once_if_emulated(on, asked=device is not None)
     call = function.forward if isinstance(function, torch.nn.Module) else function
-    asked = [
-        ask(f"{phase}.buckets", buckets.sizes, origin="graphed(buckets=)"),
-        ask(f"{phase}.exact", buckets.exact, origin="graphed(buckets=)"),
-    ]
-    if backend is not None:
-        asked.append(ask(f"{phase}.backend", backend, origin="graphed(backend=)"))
-    if strict:
-        asked.append(ask("graphs", "strict", origin="graphed(strict=)"))
-    if debug:
-        asked.append(ask("debug", True, origin="graphed(debug=)"))
-    resolved = resolve(asked, facts_of(on))
+    resolved = resolve(_asks(phase, buckets, backend, strict=strict, debug=debug), facts_of(on))
     signature = inspect.signature(call)
     _check_arguments(signature, slots, _name_of(function))
     declared = Phase(
@@ -146,9 +139,64 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         plan=plan,
         preserve=preserve,
     )
+    others = _Others(signature, slots)
+    declared = replace(declared, admission=[others.admit] if tail is None else [])
     options = RunnerOptions(outputs=outputs, strict=strict, debug=resolved.debug, eager_copies=eager_copies)
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
+    others.runner = runner
     return Graphed(function, runner, resolved, phase, signature)
+
+
+def _asks(phase: str, buckets: Buckets, backend: str | None, *, strict: bool, debug: bool) -> list[Ask]:
+    """What the arguments of `graphed` ask of the plan."""
+    asked = [
+        ask(f"{phase}.buckets", buckets.sizes, origin="graphed(buckets=)"),
+        ask(f"{phase}.exact", buckets.exact, origin="graphed(buckets=)"),
+    ]
+    if backend is not None:
+        asked.append(ask(f"{phase}.backend", backend, origin="graphed(backend=)"))
+    if strict:
+        asked.append(ask("graphs", "strict", origin="graphed(strict=)"))
+    if debug:
+        asked.append(ask("debug", True, origin="graphed(debug=)"))
+    return asked
+
+
+class _Others:
+    """The arguments that are no slots: a recording without gaps has them frozen in, so others must run eagerly."""
+
+    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot]) -> None:
+        taken = {slot.path[0] for slot in slots}
+        parameters = [p for name, p in signature.parameters.items() if name not in taken]
+        self._taken = taken
+        self._defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+        self.runner: Runner | None = None
+
+    def admit(self, batch: dict[str, Any], key: ShapeKey) -> RunEagerly | None:
+        """Refuse a replay that would not see an argument."""
+        if self.runner is None or (batch.keys() <= self._taken and not self._defaults):
+            return None
+        if self.runner.recording(key).has_gaps:
+            return None  # gaps see the live arguments
+        given = {**self._defaults, **{name: v for name, v in batch.items() if name not in self._taken}}
+        recorded = {**self._defaults, **self.runner.carried(key)}
+        for name in given.keys() | recorded.keys():
+            if name not in given or name not in recorded or not _is_same(given[name], recorded[name]):
+                detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
+                return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
+        return None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Equal, without asking tensors or arrays, whose values may change behind an equal look."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or hasattr(one, "__array__"):
+        return False
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
 
 
 def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from phonograph.devices import DeviceGraph
@@ -36,17 +37,25 @@ class Recording:
             graph.release()
 
 
+class WarmUp(Enum):
+    """How a body is run before it is captured."""
+
+    FREE = "free"
+    """Anything goes: libraries make their workspaces."""
+    REHEARSAL = "rehearsal"
+    """What capture would refuse raises now, as cheaply as the device can tell."""
+    DIAGNOSIS = "diagnosis"
+    """The same, with every op watched, so that the error names op and line."""
+
+
 class Backend(Protocol):
     """How a phase is recorded."""
 
     @property
     def name(self) -> str: ...
 
-    def prepare(self, key: ShapeKey, body: Body, *, rehearse: bool) -> Any:
-        """Run the body once as a warm-up and return what it returned.
-
-        With `rehearse`, whatever capture would refuse raises its named error now.
-        """
+    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
+        """Run the body once as a warm-up and return what it returned."""
         ...
 
     def capture(self, key: ShapeKey, body: Body) -> Recording:

@@ -11,7 +11,7 @@ import torch
 
 from phonograph.devices import Device, DeviceGraph, MemoryPool, Recorder
 from phonograph.errors import BreakError
-from phonograph.graphs.backends.base import Body, Recording, Step
+from phonograph.graphs.backends.base import Body, Recording, Step, WarmUp
 from phonograph.graphs.context import current, entering, unbroken
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.tree import leaves, map_leaves
@@ -176,8 +176,9 @@ class BreakableBackend:
         self._pool = pool
         self._gaps: dict[ShapeKey, list[_GapSpec]] = {}
 
-    def prepare(self, key: ShapeKey, body: Body, *, rehearse: bool) -> Any:
-        with self._device.rehearsal() as rehearsal:
+    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
+        rehearse = warm_up is not WarmUp.FREE
+        with self._device.rehearsal(named=warm_up is WarmUp.DIAGNOSIS) as rehearsal:
             breaker = _Rehearsing(rehearsal, active=rehearse)
             if rehearse:
                 rehearsal.begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phonograph.graphs.backends.base import Backend, Body, Recording
+from phonograph.graphs.backends.base import Backend, Body, Recording, WarmUp
 from phonograph.graphs.decisions import ShapeKey
 
 
@@ -15,8 +15,8 @@ class DebugBackend:
         self._inner = inner
         self.name = inner.name
 
-    def prepare(self, key: ShapeKey, body: Body, *, rehearse: bool) -> Any:
-        return self._inner.prepare(key, body, rehearse=rehearse)
+    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
+        return self._inner.prepare(key, body, warm_up)
 
     def capture(self, key: ShapeKey, body: Body) -> Recording:
         outputs = body()

@@ -6,7 +6,7 @@ from typing import Any
 
 from phonograph.devices import Device, MemoryPool
 from phonograph.errors import CaptureError
-from phonograph.graphs.backends.base import Body, Recording
+from phonograph.graphs.backends.base import Body, Recording, WarmUp
 from phonograph.graphs.decisions import ShapeKey
 
 
@@ -18,7 +18,7 @@ class DisabledBackend:
     def __init__(self, device: Device, pool: MemoryPool) -> None:
         pass
 
-    def prepare(self, key: ShapeKey, body: Body, *, rehearse: bool) -> Any:
+    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         return body()
 
     def capture(self, key: ShapeKey, body: Body) -> Recording:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phonograph.devices import Device, MemoryPool
-from phonograph.graphs.backends.base import Body, Recording
+from phonograph.graphs.backends.base import Body, Recording, WarmUp
 from phonograph.graphs.decisions import ShapeKey
 
 
@@ -18,13 +18,13 @@ class FullBackend:
         self._device = device
         self._pool = pool
 
-    def prepare(self, key: ShapeKey, body: Body, *, rehearse: bool) -> Any:
-        with self._device.rehearsal() as rehearsal:
-            if rehearse:
-                rehearsal.begin()
+    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
+        with self._device.rehearsal(named=warm_up is WarmUp.DIAGNOSIS) as rehearsal:
+            if warm_up is WarmUp.FREE:
+                return body()
+            rehearsal.begin()
             outputs = body()
-            if rehearse:
-                rehearsal.end()
+            rehearsal.end()
         return outputs
 
     def capture(self, key: ShapeKey, body: Body) -> Recording:

@@ -1,0 +1,38 @@
+"""Which requests can be served at all, and the sequences that they make."""
+
+from __future__ import annotations
+
+from phonograph.engine.limits import Limits
+from phonograph.engine.request import Request
+from phonograph.engine.sequence import Sequence
+from phonograph.errors import RequestError
+
+
+def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence]:
+    """The n sequences of a request, with `max_tokens` clipped to what fits; one that can never fit is refused."""
+    _refuse_misfits(request, limits)
+    params, num_prompt = request.params, len(request.prompt)
+    # The last output is never computed, so a sequence may be one token longer than its pages.
+    max_len = min(limits.max_len, limits.capacity + 1)
+    max_outputs = min(params.max_tokens, max_len - num_prompt)
+    stop_ids = frozenset(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
+    return [
+        Sequence(request, index, max_outputs, stop_ids, rank=(1, -request.priority, request.arrival, serial + index))
+        for index in range(params.n)
+    ]
+
+
+def _refuse_misfits(request: Request, limits: Limits) -> None:
+    name, found = f"request {request.id!r}", len(request.prompt)
+    if not found:
+        raise RequestError(f"{name}: its prompt is empty, but there must be a token to start from. Send at least one.")
+    if found > limits.max_len - 1:
+        raise RequestError(
+            f"{name}: its prompt has {found} tokens, but a context of {limits.max_len} leaves room for "
+            f"{limits.max_len - 1} and one output. Shorten the prompt, or raise max_len."
+        )
+    if found > limits.capacity:
+        raise RequestError(
+            f"{name}: its prompt has {found} tokens, but all {limits.num_pages - 1} pages of the KV cache hold "
+            f"{limits.capacity}. Shorten the prompt, or give the KV cache more pages."
+        )

@@ -1,0 +1,78 @@
+"""What attention is to the model: queries of a step against the pages of their sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one sequence in a step, as the host knows them; only eager code may use it."""
+
+    row: int
+    first: int
+    """Index of its first token in the step."""
+    start: int
+    """Position of that token in the sequence."""
+    count: int
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Where the tokens of a step stand. Every token sees its sequence up to its own position."""
+
+    rows: torch.Tensor  # [num_tokens], 0 for padding
+    positions: torch.Tensor  # [num_tokens]
+    pages: torch.Tensor  # [num_tokens, width]: the page numbers of each token's sequence
+    one_per_sequence: bool
+    """Whether this is a decode step."""
+    spans: tuple[Span, ...] | None = None
+    """The sequences of an eager step; None where a graph is recorded, whose kernels read device memory only."""
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of all layers, in pages; page 0 belongs to padding."""
+
+    keys: torch.Tensor  # [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+    values: torch.Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[2]
+
+    @staticmethod
+    def empty(
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PagedCache:
+        shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
+        return PagedCache(
+            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        )
+
+
+class Attention(Protocol):
+    """One implementation; stateless, so that graphs of all shapes share it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def store(self, cache: PagedCache, layer: int, queries: Queries, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the step's keys and values ([num_tokens, num_kv_heads, head_dim]) into their pages."""
+        ...
+
+    def attend(
+        self, cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """Mix values for q ([num_tokens, num_heads, head_dim]); with a window, only over that many last positions."""
+        ...

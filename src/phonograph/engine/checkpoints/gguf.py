@@ -1,0 +1,130 @@
+"""A GGUF file as a checkpoint: names translated, quantised blocks unpacked, llama.cpp's order of rows undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from phonograph.engine.checkpoints.base import EMBEDDING, HEAD, TensorInfo, check_tensors
+from phonograph.engine.checkpoints.gguf_header import GgufHeader, StoredTensor
+from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.rope_scaling import FactorsRope
+from phonograph.engine.text.chat import ChatTemplate
+from phonograph.engine.text.tokenizer import Tokenizer
+from phonograph.errors import CheckpointError
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Llama 3.1's stretched frequencies: a tensor in the file, but part of the configuration here."""
+
+_OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": "model.norm.weight", "output.weight": HEAD}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NATIVE = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16), "BF16": (np.int16, torch.bfloat16)}
+"""Stored as torch has them; everything else is unpacked to float32."""
+
+
+def canonical_name(name: str) -> str:
+    """The name that `transformers` has for a tensor; an unknown one is kept, so that errors can say it."""
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _IN_LAYER:
+        return f"model.layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{parts[3]}"
+    return _OUTSIDE.get(name, name)
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint:
+    """A GGUF file whose header is read and checked."""
+
+    header: GgufHeader
+    config: ModelConfig
+    stored: Mapping[str, StoredTensor]
+    """By canonical name, in the order of the file."""
+
+    @classmethod
+    def open(cls, path: Path) -> GgufCheckpoint:
+        """Read and check the header; refuse what can't be loaded before any weight is read."""
+        header = GgufHeader.read(path)
+        config = ModelConfig.from_gguf(header.metadata, header.tensors, str(path))
+        if ROPE_FACTORS in header.tensors:
+            factors = _read(header.path, header.tensors[ROPE_FACTORS])
+            config = replace(config, rope_scaling=FactorsRope(tuple(factors.tolist())))
+        stored = {canonical_name(name): tensor for name, tensor in header.tensors.items() if name != ROPE_FACTORS}
+        checkpoint = cls(header, config, stored)
+        check_tensors(str(path), config, checkpoint.names)
+        quantised = next((name for name, tensor in stored.items() if tensor.type.name not in _NATIVE), None)
+        if quantised is not None and find_spec("gguf") is None:
+            type_name = stored[quantised].type.name
+            raise CheckpointError(
+                f"opening {path}: {quantised} is {type_name}, and the package that unpacks it is not installed. "
+                "Run: pip install gguf"
+            )
+        return checkpoint
+
+    @property
+    def source(self) -> str:
+        return str(self.header.path)
+
+    @property
+    def names(self) -> dict[str, TensorInfo]:
+        return {name: _info(tensor) for name, tensor in self.stored.items()}
+
+    def tensors(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        for name, stored in self.stored.items():
+            yield name, self._in_order(name, _read(self.header.path, stored)).to(device)
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_gguf(self.header.metadata, self.config.eos_ids, self.source)
+
+    def chat_template(self) -> ChatTemplate:
+        tokenizer = self.tokenizer()
+        template = self.header.metadata.get("tokenizer.chat_template")
+        return ChatTemplate(template if isinstance(template, str) else None, tokenizer.special_tokens, self.source)
+
+    def _in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Undo llama.cpp's order of the rows of `llama` queries and keys: it rotates neighbours, we rotate halves."""
+        if self.header.metadata["general.architecture"] != "llama":
+            return tensor
+        module = name.rsplit(".", 2)[-2]
+        if module not in ("q_proj", "k_proj"):
+            return tensor
+        num_heads = self.config.num_heads if module == "q_proj" else self.config.num_kv_heads
+        pairs = tensor.view(num_heads, self.config.head_dim // 2, 2, *tensor.shape[1:])
+        return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _info(tensor: StoredTensor) -> TensorInfo:
+    dtype = _NATIVE[tensor.type.name][1] if tensor.type.name in _NATIVE else torch.float32
+    return TensorInfo(tensor.shape, dtype, tensor.type.name, tensor.num_bytes)
+
+
+def _read(path: Path, tensor: StoredTensor) -> torch.Tensor:
+    """One tensor from the file, unpacked if it is quantised."""
+    raw = np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.start)
+    if raw.size != tensor.num_bytes:
+        raise CheckpointError(
+            f"reading {path}: the file ends at byte {tensor.start + raw.size}; it became shorter meanwhile."
+        )
+    if tensor.type.name in _NATIVE:
+        numpy_type, torch_type = _NATIVE[tensor.type.name]
+        return torch.from_numpy(raw.view(numpy_type)).view(torch_type).view(tensor.shape)
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    rows = raw.reshape(-1, tensor.shape[-1] // tensor.type.block * tensor.type.block_bytes)
+    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[tensor.type.name])).view(tensor.shape)

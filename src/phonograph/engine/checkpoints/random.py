@@ -1,0 +1,45 @@
+"""A checkpoint of random numbers for a shape, made where it is wanted: for benchmarks that need no real weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from phonograph.engine.checkpoints.base import TensorInfo, expected_shapes
+from phonograph.engine.models.config import ModelConfig
+from phonograph.errors import CheckpointError
+
+STD = 0.02
+
+
+@dataclass(frozen=True)
+class RandomCheckpoint:
+    """Norms are one, everything else is normal; the same seed gives the same numbers on the same kind of device."""
+
+    config: ModelConfig
+    seed: int = 0
+    source: str = "random weights"
+
+    @property
+    def names(self) -> dict[str, TensorInfo]:
+        dtype = self.config.dtype
+        return {
+            name: TensorInfo(shape, dtype, "random", math.prod(shape) * dtype.itemsize)
+            for name, shape in expected_shapes(self.config).items()
+        }
+
+    def tensors(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        numbers = torch.Generator(device).manual_seed(self.seed)
+        for name, info in self.names.items():
+            tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
+            yield name, tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, STD, generator=numbers)
+
+    def tokenizer(self) -> NoReturn:
+        raise CheckpointError("making a tokenizer: random weights have none. Give prompts as token ids.")
+
+    def chat_template(self) -> NoReturn:
+        raise CheckpointError("making a chat template: random weights have none. Give prompts as token ids.")

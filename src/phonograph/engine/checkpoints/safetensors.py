@@ -1,0 +1,174 @@
+"""A Hugging Face folder as a checkpoint: config.json and one or more safetensors files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from phonograph.engine.checkpoints.base import EMBEDDING, HEAD, TensorInfo, check_tensors
+from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.fields import Fields
+from phonograph.engine.text.chat import ChatTemplate
+from phonograph.engine.text.tokenizer import Tokenizer
+from phonograph.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_IGNORED = ".rotary_emb.inv_freq"
+"""Old conversions stored the rotary frequencies in every layer; the configuration says them too."""
+
+
+@dataclass(frozen=True)
+class SafetensorsCheckpoint:
+    """A folder whose configuration and headers are read and checked."""
+
+    folder: Path
+    config: ModelConfig
+    shards: Mapping[Path, Mapping[str, TensorInfo]]
+    """Every tensor of every file, in the order of the files."""
+
+    @classmethod
+    def open(cls, folder: Path) -> SafetensorsCheckpoint:
+        """Read and check configuration and headers; refuse what can't be loaded before any weight is read."""
+        config = _read_config(folder)
+        shards = {path: read_header(path) for path in _weight_files(folder)}
+        checkpoint = cls(folder, config, shards)
+        owner: dict[str, Path] = {}
+        for path, tensors in shards.items():
+            for name in tensors:
+                if name in owner:
+                    both = f"{owner[name].name} and in {path.name}"
+                    raise CheckpointError(f"checking {folder}: {name} is in {both}; expected it once.")
+                owner[name] = path
+        check_tensors(str(folder), config, checkpoint.names)
+        return checkpoint
+
+    @property
+    def source(self) -> str:
+        return str(self.folder)
+
+    @property
+    def names(self) -> dict[str, TensorInfo]:
+        return {name: info for tensors in self.shards.values() for name, info in tensors.items() if self._is_used(name)}
+
+    def tensors(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        if self.config.tied_embeddings:
+            self._check_tied()
+        for path, tensors in self.shards.items():
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                for name in tensors:
+                    if self._is_used(name):
+                        yield name, file.get_tensor(name)
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self.folder, eos_ids=self.config.eos_ids)
+
+    def chat_template(self) -> ChatTemplate:
+        return ChatTemplate.from_folder(self.folder)
+
+    def _is_used(self, name: str) -> bool:
+        return not (name.endswith(_IGNORED) or (name == HEAD and self.config.tied_embeddings))
+
+    def _check_tied(self) -> None:
+        """A head beside tied embeddings is only left out if it is the same matrix."""
+        found: dict[str, torch.Tensor] = {}
+        if not any(HEAD in tensors for tensors in self.shards.values()):
+            return
+        for path, tensors in self.shards.items():
+            with safe_open(path, framework="pt") as file:
+                found.update({name: file.get_tensor(name) for name in (EMBEDDING, HEAD) if name in tensors})
+        if not torch.equal(found[EMBEDDING], found[HEAD]):
+            raise CheckpointError(
+                f"loading {self.folder}: {HEAD} differs from {EMBEDDING}, but config.json says tie_word_embeddings. "
+                "Set it to false if the model has a head of its own."
+            )
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one file, checked against its length, in the order in which they lie."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise _damaged(path, f"its header should be {length} bytes long, but the file has {size}")
+        header = Fields.parse(file.read(length), f"{path}, header")
+    tensors: list[tuple[int, str, TensorInfo]] = []
+    for name in header.values:
+        if name != "__metadata__":
+            start, info = _placed(path, name, header.section(name), size - 8 - length)
+            tensors.append((start, name, info))
+    end = 0
+    for start, name, info in sorted(tensors, key=lambda tensor: tensor[0]):
+        if start != end:
+            raise _damaged(
+                path, f"tensor {name} starts at byte {start} of the data; expected {end}, where the one before ends"
+            )
+        end += info.num_bytes
+    return {name: info for _, name, info in sorted(tensors, key=lambda tensor: tensor[0])}
+
+
+def _placed(path: Path, name: str, fields: Fields, num_data_bytes: int) -> tuple[int, TensorInfo]:
+    """Where a tensor starts, and what it is."""
+    stored, shape, offsets = fields.text("dtype"), fields.integers("shape"), fields.integers("data_offsets")
+    if stored not in _DTYPES:
+        raise CheckpointError(
+            f"reading {path}: tensor {name} is {stored}; supported are {', '.join(_DTYPES)}. "
+            "Use the original checkpoint, or a GGUF file of the quantised one."
+        )
+    if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1]:
+        raise _damaged(path, f"tensor {name} has data_offsets {list(offsets)}; expected its start and its end")
+    if offsets[1] > num_data_bytes:
+        raise _damaged(path, f"tensor {name} ends at byte {offsets[1]} of the data, but the file has {num_data_bytes}")
+    num_bytes = math.prod(shape) * _DTYPES[stored].itemsize
+    if min(shape, default=0) < 0 or offsets[1] - offsets[0] != num_bytes:
+        raise _damaged(
+            path, f"tensor {name} of {list(shape)} {stored} has {offsets[1] - offsets[0]} bytes; expected {num_bytes}"
+        )
+    return offsets[0], TensorInfo(shape, _DTYPES[stored], stored, num_bytes)
+
+
+def _damaged(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"reading {path}: {problem}. The file is cut short or damaged: get it again.")
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"opening {folder}: it has no config.json. Give a folder with a Hugging Face checkpoint.")
+    config = ModelConfig.from_hf(Fields.from_json(path).values, str(path))
+    generation = folder / "generation_config.json"
+    if not generation.is_file():
+        return config
+    more = Fields.from_json(generation).integers("eos_token_id")
+    return replace(config, eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more))))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The one safetensors file, or those that the index names, all of which must be there."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = f"found {others[0]}" if others else "found no weights"
+        remedy = "Save it again with transformers' save_pretrained, or name a .gguf file itself."
+        raise CheckpointError(f"opening {folder}: {found}; expected {SINGLE} or {INDEX}. {remedy}")
+    index = Fields.from_json(folder / INDEX).section("weight_map")
+    by_file: dict[str, list[str]] = {}
+    for name in index.values:
+        by_file.setdefault(index.text(name), []).append(name)
+    for file, names in sorted(by_file.items()):
+        if Path(file).name != file:
+            raise CheckpointError(
+                f"reading {folder / INDEX}: {names[0]} is in {file!r}; expected a file of the same folder."
+            )
+        if not (folder / file).is_file():
+            what = f"{names[0]} and {len(names) - 1} more tensors" if len(names) > 1 else names[0]
+            raise CheckpointError(f"opening {folder}: {file} is missing, which has {what}. Get that file too.")
+    return [folder / file for file in sorted(by_file)]

@@ -1,0 +1,70 @@
+"""Who holds which page: a count of references for each page of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from phonograph.errors import PhonographError
+
+
+class BlockPool:
+    """Hands out pages and counts who holds them; page 0, the null page that padding writes to, is never handed out."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._references = [0] * num_pages
+        self._free = list(range(num_pages - 1, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - 1 - len(self._free)
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` free pages with a reference each for the caller; None, and nothing taken, if there are fewer."""
+        if count > len(self._free):
+            return None
+        if count <= 0:
+            return []
+        pages = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more reference for each page, which someone must hold already."""
+        for page in pages:
+            if not self._references[page]:
+                raise PhonographError(f"sharing page {page}: nobody holds it. Take it from the pool instead.")
+            self._references[page] += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """One reference less for each page; a page without references is free again."""
+        for page in pages:
+            if not self._references[page]:
+                raise PhonographError(f"giving back page {page}: nobody holds it, so it is given back twice.")
+            self._references[page] -= 1
+            if not self._references[page]:
+                self._free.append(page)
+
+    def check(self) -> None:
+        """Raise if a page is lost, or free and held at once; changes nothing."""
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise PhonographError("block pool: a page is in the free list twice.")
+        if 0 in free or self._references[0]:
+            raise PhonographError("block pool: the null page 0 was handed out.")
+        both = sorted(page for page in free if self._references[page])
+        lost = [page for page in range(1, self.num_pages) if page not in free and not self._references[page]]
+        if both or lost:
+            raise PhonographError(
+                f"block pool: free + held must be {self.num_pages - 1} pages; "
+                f"free and held at once: {both}; neither: {lost}."
+            )

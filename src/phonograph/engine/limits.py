@@ -1,0 +1,66 @@
+"""The bounds that every step keeps: sequences, tokens, context and pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from phonograph.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step, a sequence and the KV cache may hold at most."""
+
+    max_seqs: int
+    """Sequences that hold a row at the same time."""
+    max_tokens: int
+    """Tokens of one step; at least `max_seqs`, so that decodes never crowd out a prefill that has a row."""
+    max_len: int
+    """Tokens of one sequence, prompt and outputs together."""
+    page_size: int
+    """Tokens of one page."""
+    num_pages: int
+    """Pages of the KV cache, the null page 0 included."""
+    reserve_tokens: int = 64
+    """A sequence that needs pages gets them this far ahead of its launched length, but never past its last token."""
+    max_ahead: int = 1
+    """Steps that may be launched before their predecessor is committed."""
+    chunk: int | None = None
+    """Prefill tokens of one sequence in one step; None allows all of `max_tokens`."""
+    patience: int = 1024
+    """A sequence that is older than this many steps goes before every priority, so nobody starves."""
+    eos_ids: tuple[int, ...] = ()
+    """Token ids that end a sequence, unless its request ignores them."""
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise PlanError(f"limits: {name} must be a whole number of at least {least}, found {value!r}.")
+        if self.chunk is not None and (
+            isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1
+        ):
+            raise PlanError(f"limits: chunk must be a whole number of at least 1, or None, found {self.chunk!r}.")
+        if self.max_tokens < self.max_seqs:
+            raise PlanError(
+                f"limits: max_tokens is {self.max_tokens} and max_seqs is {self.max_seqs}, but a step must hold one "
+                f"token of every sequence. Raise max_tokens or lower max_seqs."
+            )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that all pages together hold."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def max_chunk(self) -> int:
+        return min(self.chunk or self.max_tokens, self.max_tokens)
+
+
+_LEAST = {
+    **{field.name: 1 for field in fields(Limits) if field.name not in ("chunk", "eos_ids")},
+    "max_len": 2,
+    "num_pages": 2,
+    "reserve_tokens": 0,
+    "max_ahead": 0,
+}

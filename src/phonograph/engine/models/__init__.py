@@ -1,0 +1,1 @@
+"""Models: one dense decoder family, by hand."""

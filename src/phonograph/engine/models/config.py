@@ -1,0 +1,256 @@
+"""What a dense decoder model looks like: every number that its layers, its KV cache and its checkpoint agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.engine.models import rope_scaling
+from phonograph.engine.models.fields import Fields
+from phonograph.engine.models.rope_scaling import RopeScaling
+from phonograph.errors import CheckpointError
+
+_BY_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ARCHITECTURES = tuple(_BY_MODEL_TYPE.values())
+GGUF_ARCHITECTURES = {name: _BY_MODEL_TYPE[name] for name in ("llama", "qwen2", "qwen3")}
+"""In GGUF files a Mistral is a `llama` too."""
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model of the dense decoder family: Llama (also SmolLM2), Mistral, Qwen2, Qwen3."""
+
+    architecture: str
+    """The class name in `transformers`."""
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    max_len: int
+    """The longest sequence, prompt and answer together, that the positions are meant for."""
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_eps: float = 1e-6
+    tied_embeddings: bool = False
+    """The output matrix is the embedding, and no `lm_head.weight` is stored."""
+    qk_norm: bool = False
+    """Queries and keys are normed per head before they are rotated (Qwen3)."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    sliding_layers: frozenset[int] = frozenset()
+    """The layers that the window is for."""
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.bfloat16
+    """The precision that the weights were published in: a hint, not a demand."""
+
+    def __post_init__(self) -> None:
+        sizes = ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_len")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                self._refuse(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.num_heads % self.num_kv_heads:
+            self._refuse(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            self._refuse(f"head_dim is {self.head_dim}; rotation needs an even one")
+        if self.sliding_layers and self.sliding_window is None:
+            self._refuse("some layers have a sliding window, but sliding_window has no value")
+        if self.rope_theta <= 0 or self.rms_eps <= 0:
+            self._refuse(f"rope_theta {self.rope_theta} and rms_eps {self.rms_eps} must both be above 0")
+
+    def _refuse(self, problem: str) -> None:
+        raise CheckpointError(f"configuring {self.architecture}: {problem}. Correct the checkpoint's configuration.")
+
+    def window(self, layer: int) -> int | None:
+        """How many of the latest tokens a layer attends to, itself included; None for all."""
+        return self.sliding_window if layer in self.sliding_layers else None
+
+    def inv_freq(self) -> torch.Tensor:
+        """The rotary frequencies, stretched as the model wants them."""
+        if self.rope_scaling is None:
+            return rope_scaling.plain_inv_freq(self.rope_theta, self.head_dim)
+        return self.rope_scaling.inv_freq(self.rope_theta, self.head_dim)  # [head_dim // 2]
+
+    @property
+    def rope_attention_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_factor
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, object], source: str = "config.json") -> ModelConfig:
+        """From the content of a Hugging Face config.json."""
+        fields = Fields(source, values)
+        architecture = _hf_architecture(fields)
+        _check_hf_features(fields)
+        num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+        hidden, max_len = fields.integer("hidden_size"), fields.integer("max_position_embeddings")
+        rope = fields.section("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
+        window, sliding_layers = _hf_window(fields, architecture, num_layers)
+        is_qwen2, is_qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
+        may_have_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+        attention_bias = may_have_bias and fields.flag("attention_bias", False)
+        return cls(
+            architecture=architecture,
+            num_layers=num_layers,
+            hidden=hidden,
+            intermediate=fields.integer("intermediate_size"),
+            num_heads=num_heads,
+            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+            head_dim=fields.integer("head_dim", 128 if is_qwen3 else hidden // max(num_heads, 1)),
+            vocab=fields.integer("vocab_size"),
+            max_len=max_len,
+            rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10_000.0)),
+            rope_scaling=rope_scaling.from_hf(rope, fields),
+            rms_eps=fields.number("rms_norm_eps", 1e-6),
+            tied_embeddings=fields.flag("tie_word_embeddings", False),
+            qk_norm=is_qwen3,
+            qkv_bias=is_qwen2 or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
+            sliding_window=window,
+            sliding_layers=sliding_layers,
+            bos_id=fields.integer("bos_token_id") if "bos_token_id" in fields else None,
+            eos_ids=fields.integers("eos_token_id"),
+            dtype=_DTYPES.get(fields.text("dtype", fields.text("torch_dtype", "")), torch.bfloat16),
+        )
+
+    @classmethod
+    def from_gguf(
+        cls, metadata: Mapping[str, object], tensor_names: Collection[str], source: str = "the GGUF metadata"
+    ) -> ModelConfig:
+        """From the metadata of a GGUF file; its tensor names tell what the metadata leave out."""
+        everything = Fields(source, metadata)
+        name = everything.text("general.architecture")
+        if name not in GGUF_ARCHITECTURES:
+            supported = ", ".join(GGUF_ARCHITECTURES)
+            raise CheckpointError(f"reading {source}: general.architecture is {name!r}; supported are {supported}.")
+        fields, tokens = everything.below(f"{name}."), everything.below("tokenizer.ggml.")
+        hidden, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+        head_dim = fields.integer("attention.key_length", hidden // max(num_heads, 1))
+        max_len = fields.integer("context_length")
+        _check_gguf_features(fields, head_dim, max_len)
+        ends = [tokens.integers(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        return cls(
+            architecture=GGUF_ARCHITECTURES[name],
+            num_layers=fields.integer("block_count"),
+            hidden=hidden,
+            intermediate=fields.integer("feed_forward_length"),
+            num_heads=num_heads,
+            num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+            head_dim=head_dim,
+            vocab=fields.integer("vocab_size", len(tokens.texts("tokens"))),
+            max_len=max_len,
+            rope_theta=fields.number("rope.freq_base", 10_000.0),
+            rope_scaling=rope_scaling.from_gguf(fields.below("rope.scaling."), max_len),
+            rms_eps=fields.number("attention.layer_norm_rms_epsilon"),
+            tied_embeddings="output.weight" not in tensor_names,
+            qk_norm=name == "qwen3",
+            qkv_bias="blk.0.attn_q.bias" in tensor_names,
+            o_bias="blk.0.attn_output.bias" in tensor_names,
+            mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
+            bos_id=tokens.integer("bos_token_id") if "bos_token_id" in tokens else None,
+            eos_ids=tuple(dict.fromkeys(end for ids in ends for end in ids)),
+        )
+
+
+def _hf_architecture(fields: Fields) -> str:
+    named = fields.texts("architectures") or [_BY_MODEL_TYPE.get(fields.text("model_type", ""), "")]
+    if named[0] in ARCHITECTURES:
+        return named[0]
+    found = named[0] or fields.text("model_type", "missing")
+    raise CheckpointError(
+        f"reading {fields.source}: architectures is {found!r}; supported are {', '.join(ARCHITECTURES)}."
+    )
+
+
+def _check_hf_features(fields: Fields) -> None:
+    if "quantization_config" in fields:
+        method = fields.section("quantization_config").text("quant_method", "unknown")
+        raise CheckpointError(
+            f"reading {fields.source}: quantization_config says {method!r}; unquantised weights are expected "
+            "in safetensors. Use the original checkpoint, or a GGUF file."
+        )
+    if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
+        raise CheckpointError(f"reading {fields.source}: hidden_act is {activation!r}; supported is silu.")
+    if (share := fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError(f"reading {fields.source}: partial_rotary_factor is {share}; supported is 1.")
+
+
+def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, frozenset[int]]:
+    """The sliding window and the layers that it is for."""
+    if architecture == "LlamaForCausalLM":
+        return None, frozenset()
+    if architecture == "MistralForCausalLM":
+        # Where the field is absent the window is 4096; only an explicit null turns it off.
+        window = fields.values.get("sliding_window", 4096)
+    else:
+        window = fields.values.get("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    if window is None:
+        return None, frozenset()
+    if not isinstance(window, int) or window < 1:
+        expected = "a positive integer or null"
+        raise CheckpointError(f"reading {fields.source}: sliding_window is {window!r}; expected {expected}.")
+    kinds = fields.texts("layer_types") if "layer_types" in fields else None
+    if kinds is None:
+        first = 0 if architecture == "MistralForCausalLM" else fields.integer("max_window_layers", 28)
+        return window, frozenset(range(first, num_layers))
+    if len(kinds) != num_layers or (strange := set(kinds) - {"full_attention", "sliding_attention"}):
+        found = f"{len(kinds)} entries" if len(kinds) != num_layers else repr(sorted(strange)[0])
+        expected = f"{num_layers} entries of full_attention or sliding_attention"
+        raise CheckpointError(f"reading {fields.source}: layer_types has {found}; expected {expected}.")
+    return window, frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def _check_gguf_features(fields: Fields, head_dim: int, max_len: int) -> None:
+    rotated = fields.integer("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        problem = f"rope.dimension_count is {rotated} of {head_dim}; only whole heads are rotated here"
+    elif (value_dim := fields.integer("attention.value_length", head_dim)) != head_dim:
+        problem = f"attention.value_length is {value_dim} but the keys have {head_dim}; both must be equal"
+    elif experts := fields.integer("expert_count", 0):
+        problem = f"expert_count is {experts}; a mixture of experts is not supported"
+    elif 0 < (window := fields.integer("attention.sliding_window", 0)) < max_len:
+        problem = f"attention.sliding_window is {window}, without the layers it is for; use the safetensors checkpoint"
+    elif (scale := fields.number("rope.scale_linear", 1.0)) != 1.0:
+        problem = f"rope.scale_linear is {scale}; expected the newer rope.scaling.* fields"
+    else:
+        return
+    raise CheckpointError(f"reading {fields.source}: {problem}.")
+
+
+SHAPES = {
+    "qwen3-8b": ModelConfig(
+        "Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 128, 151_936, 40_960,
+        rope_theta=1e6, qk_norm=True, bos_id=151_643, eos_ids=(151_645, 151_643),
+    ),
+    "qwen3-0.6b": ModelConfig(
+        "Qwen3ForCausalLM", 28, 1024, 3072, 16, 8, 128, 151_936, 40_960,
+        rope_theta=1e6, qk_norm=True, tied_embeddings=True, bos_id=151_643, eos_ids=(151_645, 151_643),
+    ),
+    "llama3-8b": ModelConfig(
+        "LlamaForCausalLM", 32, 4096, 14_336, 32, 8, 128, 128_256, 8192,
+        rope_theta=5e5, rms_eps=1e-5, bos_id=128_000, eos_ids=(128_001, 128_009),
+    ),
+    "smollm2-135m": ModelConfig(
+        "LlamaForCausalLM", 30, 576, 1536, 9, 3, 64, 49_152, 8192,
+        rope_theta=1e5, rms_eps=1e-5, tied_embeddings=True, bos_id=1, eos_ids=(2,),
+    ),
+    "tiny": ModelConfig(
+        "LlamaForCausalLM", 2, 64, 128, 4, 2, 16, 256, 512, bos_id=1, eos_ids=(2,), dtype=torch.float32
+    ),
+}  # fmt: skip
+"""Models by shape alone, for benchmarks and tests without a checkpoint."""

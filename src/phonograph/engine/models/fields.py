@@ -1,0 +1,114 @@
+"""Reading a dict that somebody else wrote, field by field: a wrong value is named, with what was expected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from phonograph.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a foreign dict; a field that is null counts as absent."""
+
+    source: str
+    """The file, and the section in it, that errors name."""
+    values: Mapping[str, object]
+
+    @classmethod
+    def from_json(cls, path: Path) -> Fields:
+        """The object in a JSON file."""
+        return cls.parse(path.read_bytes(), str(path))
+
+    @classmethod
+    def parse(cls, text: str | bytes, source: str) -> Fields:
+        """The object in a JSON text."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise CheckpointError(f"reading {source}: not valid JSON ({error}). Get the file again.") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"reading {source}: found a JSON {type(values).__name__}; expected an object.")
+        return cls(source, values)
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            self._refuse(name, "an integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            self._refuse(name, "a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self._refuse(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            self._refuse(name, "a string")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """A list of strings; absent is empty."""
+        value = self.values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self._refuse(name, "a list of strings")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """An integer or a list of them; absent is empty."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            self._refuse(name, "an integer or a list of integers")
+        return tuple(items)
+
+    def section(self, name: str) -> Fields:
+        """The object under a name; absent is empty."""
+        value = self.values.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            self._refuse(name, "an object")
+        return Fields(f"{self.source}, {name}", value)
+
+    def below(self, prefix: str) -> Fields:
+        """The fields whose dotted names start with a prefix, without it."""
+        values = {name.removeprefix(prefix): value for name, value in self.values.items() if name.startswith(prefix)}
+        return Fields(f"{self.source}, {prefix}*", values)
+
+    def _refuse(self, name: str, expected: str) -> NoReturn:
+        value = self.values.get(name)
+        found = "is missing" if value is None else f"is {_short(value)}"
+        raise CheckpointError(f"reading {self.source}: {name} {found}; expected {expected}.")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,149 @@
+"""What a user asks for: a prompt, how to sample from it, and when to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from phonograph.errors import RequestError
+
+
+class FinishReason(Enum):
+    """Why a sequence has no further tokens."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample, and when to stop; every value is checked when it is made."""
+
+    max_tokens: int = 16
+    """The most tokens to generate; fewer where the context ends first."""
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_k: int = 0
+    """Sample among this many likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Token id → what is added to its logit."""
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    """Texts that end the generation; the text layer looks for them."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    """How many sequences to generate from the prompt."""
+    logprobs: int | None = None
+    """How many alternatives to report for each token; None reports nothing."""
+
+    def __post_init__(self) -> None:
+        _whole("max_tokens", self.max_tokens, least=1)
+        _whole("top_k", self.top_k, least=0)
+        _whole("n", self.n, least=1)
+        _number("temperature", self.temperature, 0, math.inf)
+        _number("top_p", self.top_p, 0, 1, open_below=True)
+        _number("min_p", self.min_p, 0, 1)
+        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_below=True)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            _whole("seed", self.seed, least=0, most=2**63 - 1)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, least=0)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.")
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        object.__setattr__(self, "stop", _texts("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of a user; it knows nothing of rows, pages and steps."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Higher goes first."""
+    deadline: float | None = None
+    """When it is given up, in seconds of the scheduler's clock."""
+    arrival: float = 0.0
+    """When it came, in seconds of the scheduler's clock; of equal priorities the earlier goes first."""
+    run_ahead: bool = True
+    """False where the next step depends on the text so far (a grammar): each step waits for the last one's token."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise RequestError(f"a request's id is a text that isn't empty, found {self.id!r}.")
+        object.__setattr__(self, "prompt", _token_ids("prompt", self.prompt))
+        if not isinstance(self.params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, found {_shown(self.params)}.")
+        _whole("priority", self.priority)
+        if self.deadline is not None:
+            _number("deadline", self.deadline, -math.inf, math.inf)
+        _number("arrival", self.arrival, -math.inf, math.inf)
+        if not isinstance(self.run_ahead, bool):
+            raise RequestError(f"run_ahead is True or False, found {self.run_ahead!r}.")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
+
+
+def _whole(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
+    # A bool is an int to Python; to a user it is a slip.
+    right = isinstance(value, int) and not isinstance(value, bool)
+    if right and (least is None or value >= least) and (most is None or value <= most):  # type: ignore[operator]
+        return
+    bounds = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * (most is not None)
+    raise RequestError(f"{name} must be {' and '.join(['a whole number', *bounds])}, found {_shown(value)}.")
+
+
+def _number(name: str, value: object, least: float, most: float, *, open_below: bool = False) -> None:
+    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if right and least <= value <= most and not (open_below and value == least):  # type: ignore[operator]
+        return
+    floor = f" {'above' if open_below else 'at least'} {least}" if math.isfinite(least) else ""
+    ceiling = f"{' and' if floor else ''} at most {most}" if math.isfinite(most) else ""
+    raise RequestError(f"{name} must be a finite number{floor}{ceiling}, found {_shown(value)}.")
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{name} must be a tuple of token ids, found {_shown(value)}.")
+    if value and (set(map(type, value)) != {int} or min(value) < 0):
+        wrong = next(token for token in value if type(token) is not int or token < 0)
+        raise RequestError(f"{name} must hold whole numbers of at least 0, found {_shown(wrong)}.")
+    return tuple(value)
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        hint = f" Write ({value!r},)." if isinstance(value, str) else ""
+        raise RequestError(f"{name} must be a tuple of texts, found {_shown(value)}.{hint}")
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{name} must hold texts that aren't empty, found {_shown(text)}.")
+    return tuple(value)
+
+
+def _bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, found {_shown(value)}.")
+    for token, bias in value.items():
+        _whole("a token id in logit_bias", token, least=0)
+        _number(f"logit_bias of token {token}", bias, -100, 100)
+    return dict(value)

@@ -1,0 +1,369 @@
+"""Decides what each step computes, by counts alone, and what becomes of the tokens when they arrive."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Values
+from dataclasses import dataclass
+
+from phonograph.engine.admission import sequences_of
+from phonograph.engine.limits import Limits
+from phonograph.engine.request import FinishReason, Request
+from phonograph.engine.rows import Rows
+from phonograph.engine.sequence import Rank, Sequence, State
+from phonograph.engine.step import Chunk, Step, Update
+from phonograph.engine.waiting import WaitingQueue
+from phonograph.errors import PhonographError, RequestError
+
+_MAX_PREFILL_STREAK = 8
+"""Without mixed steps, so many prefill steps may follow each other while decodes wait."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Where the scheduler stands, for metrics."""
+
+    waiting: int
+    running: int
+    free_pages: int
+    cached_pages: int
+    """Held by the prefix cache, and perhaps by sequences too."""
+    preemptions: int
+    prefix_hit_tokens: int
+    """Tokens that were not computed, since their pages were cached."""
+
+
+class Scheduler:
+    """Plans steps over rows and pages; `commit` follows `schedule` in the same order, up to `max_ahead` steps later.
+
+    Rank (see `WaitingQueue`) decides who is admitted first and who is preempted last. Admission gives all pages of the
+    known tokens, or waits at the head of the queue; only a decode without a page preempts. The first in rank is never
+    preempted, and the pool suffices for any one sequence: so it finishes, and by induction everyone does.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        prefix_cache: bool = True,
+        mixed: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self.rows = Rows(limits, prefix_cache=prefix_cache)
+        self._shares_prompts = prefix_cache
+        self._mixed = mixed
+        self._clock = clock
+        self._live: dict[str, list[Sequence]] = {}
+        self._followers: dict[Sequence, list[Sequence]] = {}
+        """Siblings that wait until the first of their request has computed the prompt, which they then share."""
+        self._waiting = WaitingQueue(limits.patience)
+        self._prefills: list[Sequence] = []
+        self._decodes: list[Sequence] = []
+        self._ready: tuple[Sequence, ...] = ()
+        """The decodes of the next step, and the number of steps for which they stay the same."""
+        self._ready_steps = 0
+        self._is_short = False
+        """A decode has no page for its next token: nobody is admitted before it has."""
+        self._blocked: tuple[Sequence, int] | None = None
+        """The head of the queue that did not fit, and the releases until then."""
+        self._in_flight: deque[Step] = deque()
+        self._launched = self._committed = self._serial = self._prefill_streak = 0
+        self._next_deadline = math.inf
+        self._preemptions = self._prefix_hit_tokens = 0
+
+    # -- the life of a request ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request; one that can never be served is refused."""
+        if request.id in self._live:
+            raise RequestError(f"request {request.id!r}: this id is being served already. Give every request its own.")
+        sequences = sequences_of(request, self.limits, self._serial)
+        self._serial += len(sequences)
+        for sequence in sequences:
+            self._waiting.watch(sequence, self._launched)
+        self._live[request.id] = sequences
+        if self._shares_prompts and len(sequences) > 1:
+            self._followers[sequences[0]] = sequences[1:]
+        for sequence in sequences[:1] if sequences[0] in self._followers else sequences:
+            self._waiting.push(sequence)
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
+        return list(sequences)
+
+    def cancel(self, request_id: str) -> list[Update]:
+        """End all sequences of a request; one that is not being served (any more) brings no update."""
+        return self._end(self._live.get(request_id, ()), FinishReason.CANCELLED)
+
+    def expire(self, now: float | None = None) -> list[Update]:
+        """End what is past its deadline."""
+        now = self._clock() if now is None else now
+        if now < self._next_deadline:
+            return []
+        waits = [(s[0].request.deadline, s) for s in self._live.values() if s[0].request.deadline is not None]
+        self._next_deadline = min((deadline for deadline, _ in waits if deadline > now), default=math.inf)
+        late = [sequence for deadline, sequences in waits if deadline <= now for sequence in sequences]
+        return self._end(late, FinishReason.DEADLINE)
+
+    def fail(self, sequence: Sequence, message: str) -> list[Update]:
+        """End a sequence with an error; what its steps in flight wrote is not kept."""
+        if sequence.finish is None:
+            sequence.error = message
+        return self._end((sequence,), FinishReason.ERROR)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> list[Update]:
+        """End a sequence for a reason that lies outside, as a stop text that was found."""
+        return self._end((sequence,), reason)
+
+    def _end(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[Update]:
+        updates = []
+        for sequence in tuple(sequences):
+            if sequence.finish is None:
+                self._close(sequence, reason)
+                updates.append(Update(sequence, (), reason))
+        return updates
+
+    def _close(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish, sequence.state = reason, State.FINISHED
+        self._ready_steps = 0
+        self._waiting.discard(sequence)
+        self._admit_followers(sequence)
+        if sequence.row:
+            self.rows.leave(sequence, self._committed)
+        siblings = self._live[sequence.request.id]
+        if all(sibling.finish is not None for sibling in siblings):
+            del self._live[sequence.request.id]
+
+    def _admit_followers(self, sequence: Sequence) -> None:
+        for follower in self._followers.pop(sequence, ()):
+            if follower.finish is None:
+                self._waiting.push(follower)
+
+    # -- launch ---------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """The next step to launch, or None if there is nothing to do before a commit or a new request.
+
+        Advances the counts of all that take part, so a step that was handed out must be launched, and then committed.
+        """
+        if len(self._in_flight) > self.limits.max_ahead:
+            return None
+        self._waiting.age(self._launched)
+        if self._mixed:
+            decodes = self._plan_decodes()
+            chunks = self._plan_prefills(self.limits.max_tokens - len(decodes))
+        else:
+            decodes, chunks = self._plan_pure()
+        if not decodes and not chunks:
+            return None
+        self._launched += 1
+        number = self._launched
+        for sequence in decodes:
+            sequence.num_computed += 1
+            sequence.num_launched_outputs += 1
+            sequence.last_step = number
+        step = Step(number, decodes, tuple(chunks), self.rows.page_updates())
+        self._in_flight.append(step)
+        return step
+
+    def _plan_pure(self) -> tuple[tuple[Sequence, ...], list[Chunk]]:
+        """Prefills or decodes, never both: prefills first, but not for ever."""
+        budget = self.limits.max_tokens
+        chunks = self._plan_prefills(budget) if self._prefill_streak < _MAX_PREFILL_STREAK else []
+        decodes = () if chunks else self._plan_decodes()
+        if not chunks and not decodes:
+            # Decodes that were preempted just now have left room.
+            chunks = self._plan_prefills(budget)
+        self._prefill_streak = self._prefill_streak + 1 if chunks else 0
+        return decodes, chunks
+
+    def _plan_decodes(self) -> tuple[Sequence, ...]:
+        if self._ready_steps <= 0:
+            self._renew_decodes()
+        self._ready_steps -= 1
+        return self._ready
+
+    def _renew_decodes(self) -> None:
+        """Find out who decodes and for how many steps it stays so; gives pages, and preempts where they are short."""
+        self._decodes = [sequence for sequence in self._decodes if self._goes_on(sequence)]
+        # Whoever runs low is served together with the first who must be, so that most steps change no table.
+        low = self.limits.reserve_tokens // 2
+        for sequence in self._decodes:
+            if sequence.headroom <= low:
+                self.rows.extend(sequence)
+        self._make_room()
+        self._decodes = [sequence for sequence in self._decodes if sequence.state is State.RUNNING]
+        placed = [sequence for sequence in self._decodes if sequence.headroom > 0]
+        ready = tuple(seq for seq in placed if seq.request.run_ahead or seq.last_step <= self._committed)
+        if ready != self._ready:
+            self._ready = ready
+        self._is_short = len(placed) < len(self._decodes)
+        self._ready_steps = 1
+        if not self._is_short and all(sequence.request.run_ahead for sequence in ready):
+            left = (min(seq.headroom, seq.max_outputs - seq.num_launched_outputs) for seq in ready)
+            self._ready_steps = min(left, default=0)
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        if sequence.state is not State.RUNNING:
+            return False
+        if sequence.num_launched_outputs < sequence.max_outputs:
+            return True
+        self.rows.leave(sequence, self._committed)
+        return False
+
+    def _make_room(self) -> None:
+        """Preempt, last in rank first, until every decode has its page, or one is on its way back."""
+        needy = [sequence for sequence in self._decodes if sequence.headroom <= 0]
+        for sequence in sorted(needy, key=_rank):
+            while sequence.state is State.RUNNING and not self.rows.extend(sequence):
+                if self.rows.leaving:
+                    return
+                running = (seq for seq in (*self._decodes, *self._prefills) if seq.state is State.RUNNING)
+                self._preempt(max(running, key=_rank))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Send a sequence back to the queue; it will be computed again from its prompt and its outputs."""
+        self._preemptions += 1
+        sequence.state = State.WAITING
+        if sequence in self._prefills:
+            self._prefills.remove(sequence)
+        if self.rows.leave(sequence, self._committed):
+            self._waiting.push(sequence)
+
+    def _plan_prefills(self, budget: int) -> list[Chunk]:
+        """Go on with prefills that have a row, then admit from the queue, within so many tokens."""
+        chunks: list[Chunk] = []
+        if self._prefills:
+            self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
+            for sequence in self._prefills:
+                if budget <= 0:
+                    break
+                chunks.append(self._next_chunk(sequence, budget))
+                budget -= chunks[-1].count
+        while budget > 0 and (admitted := self._admit()) is not None:
+            chunks.append(self._next_chunk(admitted, budget, enters=True))
+            budget -= chunks[-1].count
+        if chunks:
+            self._prefills = [sequence for sequence in self._prefills if sequence.is_prefilling]
+        return chunks
+
+    def _admit(self) -> Sequence | None:
+        """Seat the head of the queue, if there is a row and its pages; nobody overtakes it."""
+        if self._is_short or not self.rows.has_free:
+            return None
+        sequence = self._waiting.peek()
+        if sequence is None or self._blocked == (sequence, self.rows.num_changes):
+            return None
+        if not self.rows.seat(sequence):
+            self._blocked = (sequence, self.rows.num_changes)
+            return None
+        self._waiting.discard(sequence)
+        self._prefills.append(sequence)
+        self._prefix_hit_tokens += sequence.num_computed
+        if not sequence.last_step:
+            sequence.num_cached = sequence.num_computed
+        sequence.state = State.RUNNING
+        return sequence
+
+    def _next_chunk(self, sequence: Sequence, budget: int, *, enters: bool = False) -> Chunk:
+        start = sequence.num_computed
+        stop = min(start + min(budget, self.limits.max_chunk), sequence.prefill_end)
+        sequence.num_computed = stop
+        sequence.last_step = self._launched + 1
+        samples = stop == sequence.prefill_end
+        if samples:
+            sequence.num_launched_outputs += 1
+            self._decodes.append(sequence)
+            self._ready_steps = 0
+        return Chunk(sequence, start, sequence.tokens(start, stop), samples, enters)
+
+    # -- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, step: Step, tokens: Values[int], now: float | None = None) -> list[Update]:
+        """Take in the tokens that a step sampled, one for each of `step.sampling`, and free what nobody uses any more.
+
+        Tokens of a sequence that ended meanwhile are dropped, so nobody sees what was launched ahead in vain.
+        """
+        self._check_order(step, tokens)
+        self._in_flight.popleft()
+        self._committed = step.number
+        updates: list[Update] = []
+        for sequence, token in zip(step.sampling, tokens, strict=True):
+            if sequence.finish is not None:
+                continue
+            sequence.outputs.append(token)
+            if token in sequence.stop_ids:
+                self._close(sequence, FinishReason.STOP)
+            elif len(sequence.outputs) >= sequence.max_outputs:
+                self._close(sequence, FinishReason.LENGTH)
+            updates.append(Update(sequence, (token,), sequence.finish))
+        for chunk in step.prefills:
+            if chunk.samples:
+                self._share_prompt(chunk)
+        updates += self.expire(now)
+        for sequence in self.rows.retire(self._committed):
+            if sequence.finish is None:
+                self._waiting.push(sequence)
+        return updates
+
+    def _check_order(self, step: Step, tokens: Values[int]) -> None:
+        if not self._in_flight or self._in_flight[0] is not step:
+            numbers = [launched.number for launched in self._in_flight]
+            raise PhonographError(
+                f"committing step {step.number}: the steps in flight are {numbers}. Commit each once, in launch order."
+            )
+        if len(tokens) != len(step.sampling):
+            raise PhonographError(
+                f"committing step {step.number}: found {len(tokens)} tokens, expected {len(step.sampling)}. "
+                f"Give one for each of step.sampling, in its order."
+            )
+
+    def _share_prompt(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        if sequence.row and sequence.finish is not FinishReason.ERROR:
+            self.rows.keep(sequence, chunk.start + chunk.count)
+        self._admit_followers(sequence)
+
+    # -- what it knows --------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being served and nothing is in flight."""
+        return not self._live and not self._in_flight
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are launched and not committed."""
+        return len(self._in_flight)
+
+    @property
+    def counts(self) -> Counts:
+        states = [sequence.state for sequences in self._live.values() for sequence in sequences]
+        pages = self.rows.reservations
+        return Counts(
+            waiting=states.count(State.WAITING),
+            running=states.count(State.RUNNING),
+            free_pages=pages.pool.num_free,
+            cached_pages=pages.prefixes.num_pages,
+            preemptions=self._preemptions,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+        )
+
+    def integrity(self) -> None:
+        """Raise if a row, page or sequence is lost; when idle, each row must be free and each page free or cached."""
+        self.rows.check()
+        if self.is_idle and not self.rows.is_empty:
+            raise PhonographError("integrity: nothing is being served, and yet rows are taken.")
+        placed = {*self._prefills, *self._decodes, *self.rows.leaving, *self._waiting}
+        placed.update(follower for followers in self._followers.values() for follower in followers)
+        live = [sequence for sequences in self._live.values() for sequence in sequences]
+        lost = [sequence for sequence in live if sequence.finish is None and sequence not in placed]
+        if lost:
+            raise PhonographError(f"integrity: sequences that nobody will schedule again: {lost}.")
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank

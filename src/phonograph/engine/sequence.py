@@ -1,0 +1,99 @@
+"""One generation of a request, followed by counts while its steps are in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from phonograph.engine.request import FinishReason, Request
+
+
+class State(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    """For a row and pages; also after a preemption."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+Rank = tuple[int, int, float, int]
+"""(0 once it is older than the scheduler's patience, -priority, arrival, serial): the lower goes first."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One generation of a request; a request with n > 1 makes n of them.
+
+    Counts run ahead of values: launching a step advances `num_computed` and `num_launched_outputs` at once; the token
+    itself is appended to `outputs` when that step is committed, up to `max_ahead` steps later.
+    """
+
+    request: Request
+    index: int
+    """Which of the request's n sequences it is."""
+    max_outputs: int
+    """`max_tokens`, clipped to the context."""
+    stop_ids: frozenset[int]
+    rank: Rank
+    state: State = State.WAITING
+    row: int = 0
+    """Its row in the device tables, from 1; 0 is the null row: it has none."""
+    pages: list[int] = field(default_factory=list)
+    num_tabled: int = 0
+    """How many of its pages the device tables know."""
+    capacity: int = 0
+    """Tokens that its pages hold."""
+    num_computed: int = 0
+    """Tokens whose KV is written by launched steps, or was found in the prefix cache."""
+    num_launched_outputs: int = 0
+    """Outputs that launched steps sample."""
+    prefill_end: int = 0
+    """Up to here tokens come from the host: the prompt, and after a preemption the outputs so far too."""
+    num_cached: int = 0
+    """Prompt tokens that the prefix cache had when it was first admitted."""
+    last_step: int = 0
+    """The latest step that was launched with it; its row and pages stay until that one is committed."""
+    outputs: list[int] = field(default_factory=list)
+    """Committed tokens."""
+    finish: FinishReason | None = None
+    error: str = ""
+    """What went wrong, for FinishReason.ERROR."""
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose value the host knows."""
+        return len(self.request.prompt) + len(self.outputs)
+
+    @property
+    def max_computed(self) -> int:
+        """Tokens whose KV it can ever need: the last output is never read."""
+        return len(self.request.prompt) + self.max_outputs - 1
+
+    @property
+    def headroom(self) -> int:
+        """Tokens that can be launched before it needs another page."""
+        return self.capacity - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.prefill_end
+
+    def known(self) -> tuple[int, ...]:
+        """The prompt and the committed outputs."""
+        return (*self.request.prompt, *self.outputs) if self.outputs else self.request.prompt
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known tokens from `start` up to `stop`."""
+        num_prompt = len(self.request.prompt)
+        if stop <= num_prompt:
+            return self.request.prompt[start:stop]
+        return (*self.request.prompt[start:], *self.outputs[max(0, start - num_prompt) : stop - num_prompt])
+
+    def __repr__(self) -> str:
+        where = f"row {self.row}" if self.row else self.state.value
+        return f"<Sequence {self.request.id}[{self.index}] {where}, {self.num_prompt}+{len(self.outputs)} tokens>"

@@ -1,0 +1,160 @@
+"""Chat templates: messages into the one text that the model was trained to answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from phonograph.engine.models.fields import Fields
+from phonograph.engine.text.tokenizer import read_special_tokens
+from phonograph.errors import CheckpointError, RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Message = Mapping[str, object]
+
+
+class ChatTemplate:
+    """A model's chat template; without one, `render` refuses and says so."""
+
+    def __init__(
+        self, template: str | None, special_tokens: Mapping[str, str] | None = None, source: str = "the model"
+    ) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._template = None if template is None else _compiled(template, source)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTemplate:
+        """From chat_template.jinja, or from tokenizer_config.json, of a Hugging Face folder."""
+        return cls(_read_template(folder), read_special_tokens(folder), str(folder))
+
+    @property
+    def is_present(self) -> bool:
+        return self._template is not None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt for messages. Encode it without special tokens: they are written out in it.
+
+        `variables` are further names that the template knows, such as Qwen3's `enable_thinking`.
+        """
+        if self._template is None:
+            problem = f"{self.source} has no chat template"
+            raise RequestError(f"rendering a chat: {problem}. Send a prompt instead of messages.")
+        known = {**self._special_tokens, **(variables or {})}
+        known |= {"messages": _checked(messages), "tools": None if tools is None else [dict(tool) for tool in tools]}
+        known |= {"add_generation_prompt": add_generation_prompt, "documents": None}
+        try:
+            return self._template.render(known)
+        except Exception as error:  # a template can raise anything
+            problem = f"{type(error).__name__}: {error}"
+            raise RequestError(
+                f"rendering a chat with the template of {self.source}: {problem}. Change the messages."
+            ) from None
+
+
+def _checked(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """The messages as templates expect them; refuses what has no role or no text."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError("rendering a chat: there are no messages. Send a list with at least one.")
+    return [_checked_message(index, message) for index, message in enumerate(messages)]
+
+
+def _checked_message(index: int, message: Message) -> dict[str, object]:
+    doing = f"rendering a chat: messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{doing} is a {type(message).__name__}; expected an object with role and content.")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise RequestError(f"{doing} has the role {role!r}; expected one of {', '.join(ROLES)}.")
+    if content is None and not (role == "assistant" and message.get("tool_calls")):
+        raise RequestError(f"{doing} has no content; only an assistant's message with tool_calls may have none.")
+    if isinstance(content, list):
+        return {**message, "content": "\n".join(_text_of(doing, part) for part in content)}
+    if not isinstance(content, str | None):
+        found = type(content).__name__
+        raise RequestError(f"{doing} has content of type {found}; expected a string or a list of text parts.")
+    return dict(message)
+
+
+def _text_of(doing: str, part: object) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(text, str):
+        raise RequestError(f"{doing} has a part of type {kind!r}; expected text parts alone.")
+    return text
+
+
+def _read_template(folder: Path) -> str | None:
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    if not (path := folder / "tokenizer_config.json").is_file():
+        return None
+    fields = Fields.from_json(path)
+    found = fields.values.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+        if not isinstance(found, str):
+            names = ", ".join(map(str, named))
+            raise CheckpointError(f"reading {path}: chat_template has {names}; expected one of the name default.")
+    return fields.text("chat_template") if found is not None and not isinstance(found, str) else found
+
+
+def _compiled(template: str, source: str) -> jinja2.Template:
+    """The template in a sandbox, with the names that templates written for `transformers` expect."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise CheckpointError(f"opening the chat template of {source}: {error}. Correct or remove it.") from None
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks an assistant's words for training; here it is only what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own name and type)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML, which a model is not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

@@ -1,0 +1,42 @@
+"""Text out of tokens as they come: never half a character, and never the same work twice."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from phonograph.engine.text.tokenizer import Tokenizer
+
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """The text of one answer. All that `add` and `finish` return, in a row, is `tokenizer.decode` of all ids.
+
+    A text that continues a prompt keeps the space that some vocabularies put in front of every text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._decoder = _utf8_decoder("replace")
+        self._num_spaces = 0 if continues else tokenizer.num_leading_spaces
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The new text that these tokens complete; the beginning of a character is kept for the next call."""
+        token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
+        new = b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped])
+        return self._started(self._decoder.decode(new))
+
+    def finish(self) -> str:
+        """The rest: a character that was never completed becomes U+FFFD."""
+        return self._started(self._decoder.decode(b"", final=True))
+
+    def _started(self, text: str) -> str:
+        """The text without the spaces that the vocabulary put in front."""
+        if not self._num_spaces or not text:
+            return text
+        rest = text.lstrip(" ")
+        num_cut = min(len(text) - len(rest), self._num_spaces)
+        self._num_spaces = 0 if rest else self._num_spaces - num_cut
+        return text[num_cut:]

@@ -1,0 +1,297 @@
+"""Properties of the scheduler, on a simulated device whose KV pages remember what was written to them."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phonograph.engine.limits import Limits
+from phonograph.engine.request import FinishReason, Request, SamplingParams
+from phonograph.engine.scheduler import Scheduler
+from phonograph.engine.sequence import Sequence
+from phonograph.engine.step import Step, Update
+
+VOCAB = 11
+NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def next_token(context: tuple[int, ...], index: int) -> int:
+    """The model: a token depends on all tokens before it, and on which of a request's sequences it is for."""
+    return hash((index, *context)) % VOCAB
+
+
+def expected(sequence: Sequence, limits: Limits) -> tuple[list[int], FinishReason]:
+    """What one sequence alone gives, with no batch, page or step in sight."""
+    request, params = sequence.request, sequence.request.params
+    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_ids)}
+    longest = min(limits.max_len, (limits.num_pages - 1) * limits.page_size + 1)
+    outputs: list[int] = []
+    while True:
+        outputs.append(next_token(request.prompt + tuple(outputs), sequence.index))
+        if outputs[-1] in stop_ids:
+            return outputs, FinishReason.STOP
+        if len(outputs) == params.max_tokens or len(request.prompt) + len(outputs) == longest:
+            return outputs, FinishReason.LENGTH
+
+
+@dataclass
+class Row:
+    """A row of the device tables."""
+
+    length: int
+    last_token: int = -1
+    pages: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Flight:
+    """A launched step, the tokens that it will give, and the pages that it touches."""
+
+    step: Step
+    tokens: list[int]
+    written: dict[int, Sequence]
+    read: dict[int, set[Sequence]]
+
+
+class SimulatedDevice:
+    """Runs steps at once, but its tokens are known only when they are committed."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.rows: dict[int, Row] = {}
+        self.pages: dict[int, dict[int, tuple[int, int]]] = {page: {} for page in range(limits.num_pages)}
+        self.in_flight: deque[Flight] = deque()
+
+    def launch(self, step: Step) -> None:
+        flight = Flight(step, [], {}, {})
+        for chunk in step.new_rows:
+            self.rows[chunk.sequence.row] = Row(chunk.start)
+        assert len({update[:2] for update in step.page_updates}) == len(step.page_updates)
+        for row, index, page in step.page_updates:
+            self.rows[row].pages[index] = page
+        for sequence in step.decodes:
+            self._write(flight, sequence, (self.rows[sequence.row].last_token,))
+        for chunk in step.prefills:
+            assert self.rows[chunk.sequence.row].length == chunk.start
+            self._write(flight, chunk.sequence, chunk.tokens)
+        for sequence in step.sampling:
+            context = self._read(flight, sequence)
+            flight.tokens.append(next_token(context, sequence.index))
+            self.rows[sequence.row].last_token = flight.tokens[-1]
+        self._check_apart(flight)
+        self.in_flight.append(flight)
+
+    def _write(self, flight: Flight, sequence: Sequence, tokens: tuple[int, ...]) -> None:
+        row = self.rows[sequence.row]
+        for token in tokens:
+            index, place = divmod(row.length, self.limits.page_size)
+            page = row.pages[index]
+            assert page != 0
+            assert flight.written.setdefault(page, sequence) is sequence
+            self.pages[page][place] = (token, row.length)
+            row.length += 1
+
+    def _read(self, flight: Flight, sequence: Sequence) -> tuple[int, ...]:
+        """The tokens in the sequence's pages, which must be its own."""
+        row = self.rows[sequence.row]
+        context: list[int] = []
+        for position in range(row.length):
+            index, place = divmod(position, self.limits.page_size)
+            page = row.pages[index]
+            flight.read.setdefault(page, set()).add(sequence)
+            token, written_for = self.pages[page][place]
+            assert written_for == position
+            context.append(token)
+        known = sequence.known()
+        assert tuple(context[: len(known)]) == known[: len(context)]
+        for position in range(sequence.num_prompt, len(context)):
+            assert context[position] == next_token(tuple(context[:position]), sequence.index)
+        return tuple(context)
+
+    def _check_apart(self, flight: Flight) -> None:
+        """No sequence writes what another one reads or writes in a step that may be running."""
+        for other in (flight, *self.in_flight):
+            for page, writer in flight.written.items():
+                assert other.written.get(page, writer) is writer
+                assert other.read.get(page, {writer}) == {writer}
+            for page, readers in flight.read.items():
+                assert page not in other.written or readers == {other.written[page]}
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, when it comes, and what happens to it later."""
+
+    tick: int
+    request: Request
+    fate: str
+    """none, cancel, fail or finish"""
+    fate_tick: int
+
+
+class Simulation:
+    """Drives scheduler and device through random arrivals and a random lag of commits, and checks every step."""
+
+    def __init__(self, limits: Limits, arrivals: list[Arrival], *, seed: int, prefix_cache: bool, mixed: bool) -> None:
+        self.limits = limits
+        self.now = 0
+        self.scheduler = Scheduler(limits, prefix_cache=prefix_cache, mixed=mixed, clock=lambda: float(self.now))
+        self.device = SimulatedDevice(limits)
+        self.arrivals = arrivals
+        self.random = random.Random(seed)
+        self.sequences: dict[str, list[Sequence]] = {}
+        self.told: dict[Sequence, list[int]] = {}
+        self.finished: dict[Sequence, FinishReason] = {}
+
+    def run(self, max_ticks: int) -> int:
+        last = max((max(arrival.tick, arrival.fate_tick) for arrival in self.arrivals), default=0)
+        for self.now in count():
+            assert self.now <= max_ticks, f"still running: {self.scheduler.counts}"
+            self._meet_fates()
+            launched = self._launch() if self.random.random() < 0.7 else False
+            if self.device.in_flight and (not launched or self.random.random() < 0.3):
+                self._commit()
+            self.scheduler.integrity()
+            if self.now > last and self.scheduler.is_idle:
+                return self.now
+        raise AssertionError
+
+    def _meet_fates(self) -> None:
+        for arrival in self.arrivals:
+            name = arrival.request.id
+            if arrival.tick == self.now:
+                self.sequences[name] = self.scheduler.add(arrival.request)
+                self.told.update((sequence, []) for sequence in self.sequences[name])
+            if arrival.fate_tick == self.now and name in self.sequences:
+                self._take(list(self._end(arrival.fate, self.sequences[name])))
+        if self.random.random() < 0.3:
+            self._take(self.scheduler.expire())
+
+    def _end(self, fate: str, sequences: list[Sequence]) -> Iterator[Update]:
+        if fate == "cancel":
+            yield from self.scheduler.cancel(sequences[0].request.id)
+        elif fate == "fail":
+            yield from self.scheduler.fail(sequences[0], "the device said no")
+        elif fate == "finish":
+            yield from self.scheduler.finish(sequences[-1], FinishReason.STOP)
+
+    def _launch(self) -> bool:
+        in_flight = self.scheduler.num_in_flight
+        step = self.scheduler.schedule()
+        if step is None:
+            assert in_flight or not any(s.finish is None for all_ in self.sequences.values() for s in all_), "deadlock"
+            return False
+        assert in_flight <= self.limits.max_ahead
+        self._check_step(step)
+        self.device.launch(step)
+        return True
+
+    def _check_step(self, step: Step) -> None:
+        limits = self.limits
+        assert 0 < step.num_tokens <= limits.max_tokens
+        assert step.num_seqs <= limits.max_seqs
+        assert len({sequence.row for sequence in step.sequences}) == step.num_seqs
+        assert all(1 <= sequence.row <= limits.max_seqs for sequence in step.sequences)
+        assert all(1 <= chunk.count <= limits.max_chunk for chunk in step.prefills)
+        for sequence in step.sequences:
+            assert sequence.finish is None
+            assert sequence.num_launched_outputs <= sequence.max_outputs
+            for page in sequence.pages[(sequence.num_computed - 1) // limits.page_size + 1 :]:
+                assert self.scheduler.rows.reservations.pool.references(page) == 1
+
+    def _commit(self) -> None:
+        flight = self.device.in_flight.popleft()
+        self._take(self.scheduler.commit(flight.step, flight.tokens))
+
+    def _take(self, updates: list[Update]) -> None:
+        for sequence, new_tokens, finish in updates:
+            assert sequence not in self.finished, "an update after the end"
+            self.told[sequence] += new_tokens
+            if finish is not None:
+                self.finished[sequence] = finish
+
+    def check_outcome(self) -> None:
+        for sequence, told in self.told.items():
+            assert told == sequence.outputs
+            tokens, finish = expected(sequence, self.limits)
+            assert told == tokens[: len(told)]
+            if self.finished[sequence] is FinishReason.LENGTH:
+                assert (told, finish) == (tokens, FinishReason.LENGTH)
+        pool = self.scheduler.rows.reservations.pool
+        assert pool.num_held == self.scheduler.counts.cached_pages
+
+
+LIMITS = st.builds(
+    lambda seqs, more_tokens, max_len, page_size, more_pages, reserve, ahead, chunk, patience, eos: Limits(
+        max_seqs=seqs,
+        max_tokens=seqs + more_tokens,
+        max_len=max_len,
+        page_size=page_size,
+        num_pages=2 + more_pages,
+        reserve_tokens=reserve,
+        max_ahead=ahead,
+        chunk=chunk,
+        patience=patience,
+        eos_ids=eos,
+    ),
+    st.integers(1, 5),
+    st.integers(0, 12),
+    st.integers(8, 40),
+    st.integers(1, 5),
+    st.integers(4, 20),
+    st.integers(0, 9),
+    st.integers(0, 3),
+    st.none() | st.integers(1, 6),
+    st.sampled_from([3, 30, 1000]),
+    st.sampled_from([(), (0,)]),
+)
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, limits: Limits) -> list[Arrival]:
+    longest = min(limits.max_len - 1, limits.capacity)
+    found = []
+    for number in range(draw(st.integers(1, 12))):
+        tick = draw(st.integers(0, 30))
+        start = draw(st.integers(0, 1))
+        params = SamplingParams(
+            max_tokens=draw(st.integers(1, 25)),
+            n=draw(st.sampled_from([1, 1, 1, 2, 3])),
+            stop_token_ids=draw(st.sampled_from([(), (), (3,)])),
+            ignore_eos=draw(st.booleans()),
+        )
+        request = Request(
+            id=f"r{number}",
+            prompt=tuple(range(start, start + draw(st.integers(1, longest)))),
+            params=params,
+            priority=draw(st.integers(-1, 1)),
+            deadline=draw(st.sampled_from([None, None, None, tick, tick + 9, tick + 30])),
+            arrival=float(tick),
+            run_ahead=draw(st.sampled_from([True, True, True, False])),
+        )
+        fate = draw(st.sampled_from(["none", "none", "none", "none", "cancel", "fail", "finish"]))
+        found.append(Arrival(tick, request, fate, tick + draw(st.integers(0, 40))))
+    return found
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    LIMITS.flatmap(lambda limits: st.tuples(st.just(limits), arrivals(limits))),
+    st.integers(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_tokens_are_those_of_one_sequence_alone_and_nothing_is_lost(
+    case: tuple[Limits, list[Arrival]], seed: int, prefix_cache: bool, mixed: bool
+) -> None:
+    limits, requests = case
+    simulation = Simulation(limits, requests, seed=seed, prefix_cache=prefix_cache, mixed=mixed)
+    work = sum((len(a.request.prompt) + a.request.params.max_tokens) * a.request.params.n for a in requests)
+    simulation.run(max_ticks=200 + 3 * work)
+    simulation.check_outcome()
