@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,13 @@ class TestSharedBuffers:
         assert torch.equal(rows(fewer["a"], 1).cpu(), rows(second, 1))
         assert torch.equal(rows(fewer["b"], 1).cpu(), rows(first, 1))
         assert fewer["ids"].tolist() == [7]
+
+    @pytest.mark.parametrize("mode", list(LoadMode))
+    def test_the_last_steps_tokens_may_be_this_steps_other_input(self, device: Device, mode: LoadMode) -> None:
+        made = registry(device, ints("ids"), ints("last"))
+        ids = made.load({"ids": [1, 2], "last": [0, 0]}, tokens(2), mode=mode).batch["ids"]
+        view = made.load({"ids": [7, 8], "last": ids}, tokens(2), mode=mode).batch
+        assert [view["ids"].tolist(), view["last"].tolist()] == [[7, 8], [1, 2]]
 
 
 class Watched:
@@ -386,3 +394,25 @@ class TestNoCopy:
         made = registry(device, ints("ids"))
         ids = torch.tensor([1, 2], device=device.torch_device)
         assert made.load({"ids": ids}, tokens(2, 4), mode=LoadMode.NO_COPY).batch["ids"].tolist() == [1, 2, -1, -1]
+
+
+def test_pad_values_that_still_stand_are_not_mistaken_for_others() -> None:
+    """The same sizes again skip the pad values in the host block; anything else in between writes them anew."""
+    slots = [
+        Slot("a", ("seqs",), torch.int64, pad=Pad.fill(7)),
+        Slot("b", ("seqs",), torch.int64, pad=Pad.fill(8), absent=-1),
+    ]
+    dims = {"seqs": Dim("seqs")}
+    device = EmulatedDevice()
+    registry, pool = Registry(device, slots, dims), BufferPool(device)
+    registry.declare(pool, "seqs", 8)
+    pool.seal()
+    generator = random.Random(3)
+    for _ in range(200):
+        used, padded = generator.choice([(3, 4), (3, 8), (4, 4), (5, 8)])
+        a = np.arange(used)
+        b: Any = generator.choice([np.arange(used), list(range(used)), torch.arange(used), None])
+        view = registry.load({"a": a, "b": b}, Extent({"seqs": used}, {"seqs": padded})).batch
+        assert view["a"].tolist() == [*range(used), *[7] * (padded - used)]
+        wanted = [*range(used), *[8] * (padded - used)] if b is not None else [-1] * padded
+        assert view["b"].tolist() == wanted

@@ -63,6 +63,9 @@ class CudaPool:
                     memory.fill_(_POISON_BYTES[pattern])
 
     def _segments(self) -> list[dict[str, Any]]:
+        # torch 2.11 gives back a reference to each number that it was only lent, and a number above 256 dies of that.
+        for number in self.id:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
         segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot(self.id)  # type: ignore[no-untyped-call]
         return segments
 

@@ -37,10 +37,10 @@ class Limits:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise PlanError(f"limits: {name} must be a whole number of at least {least}, found {value!r}.")
-        if self.chunk is not None and (
-            isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1
-        ):
+        if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1):
             raise PlanError(f"limits: chunk must be a whole number of at least 1, or None, found {self.chunk!r}.")
+        if not isinstance(self.eos_ids, tuple) or any(type(token) is not int for token in self.eos_ids):
+            raise PlanError(f"limits: eos_ids must be a tuple of token ids, found {self.eos_ids!r}.")
         if self.max_tokens < self.max_seqs:
             raise PlanError(
                 f"limits: max_tokens is {self.max_tokens} and max_seqs is {self.max_seqs}, but a step must hold one "

@@ -9,6 +9,8 @@ from enum import Enum
 
 from phonograph.errors import RequestError
 
+_MAX_TOKEN_ID = 2**31 - 1
+
 
 class FinishReason(Enum):
     """Why a sequence has no further tokens."""
@@ -124,9 +126,9 @@ def _number(name: str, value: object, least: float, most: float, *, open_below: 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise RequestError(f"{name} must be a tuple of token ids, found {_shown(value)}.")
-    if value and (set(map(type, value)) != {int} or min(value) < 0):
-        wrong = next(token for token in value if type(token) is not int or token < 0)
-        raise RequestError(f"{name} must hold whole numbers of at least 0, found {_shown(wrong)}.")
+    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _MAX_TOKEN_ID):
+        wrong = next(token for token in value if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID)
+        raise RequestError(f"{name} must hold whole numbers from 0 to {_MAX_TOKEN_ID}, found {_shown(wrong)}.")
     return tuple(value)
 
 

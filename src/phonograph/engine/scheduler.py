@@ -10,10 +10,11 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass
 
 from phonograph.engine.admission import sequences_of
+from phonograph.engine.decodes import DecodeSet
 from phonograph.engine.limits import Limits
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.rows import Rows
-from phonograph.engine.sequence import Rank, Sequence, State
+from phonograph.engine.sequence import Sequence, State
 from phonograph.engine.step import Chunk, Step, Update
 from phonograph.engine.waiting import WaitingQueue
 from phonograph.errors import PhonographError, RequestError
@@ -40,8 +41,8 @@ class Scheduler:
     """Plans steps over rows and pages; `commit` follows `schedule` in the same order, up to `max_ahead` steps later.
 
     Rank (see `WaitingQueue`) decides who is admitted first and who is preempted last. Admission gives all pages of the
-    known tokens, or waits at the head of the queue; only a decode without a page preempts. The first in rank is never
-    preempted, and the pool suffices for any one sequence: so it finishes, and by induction everyone does.
+    known tokens, or waits at the head of the queue; only a decode without a page preempts. Nobody is preempted while
+    one lower in rank runs, and the pool suffices for any one sequence: so the first finishes, and by induction all do.
     """
 
     def __init__(
@@ -62,14 +63,9 @@ class Scheduler:
         """Siblings that wait until the first of their request has computed the prompt, which they then share."""
         self._waiting = WaitingQueue(limits.patience)
         self._prefills: list[Sequence] = []
-        self._decodes: list[Sequence] = []
-        self._ready: tuple[Sequence, ...] = ()
-        """The decodes of the next step, and the number of steps for which they stay the same."""
-        self._ready_steps = 0
-        self._is_short = False
-        """A decode has no page for its next token: nobody is admitted before it has."""
+        self._decodes = DecodeSet(limits, self.rows)
         self._blocked: tuple[Sequence, int] | None = None
-        """The head of the queue that did not fit, and the releases until then."""
+        """The head of the queue that did not fit, and the changes of the rows until then."""
         self._in_flight: deque[Step] = deque()
         self._launched = self._committed = self._serial = self._prefill_streak = 0
         self._next_deadline = math.inf
@@ -86,9 +82,11 @@ class Scheduler:
         for sequence in sequences:
             self._waiting.watch(sequence, self._launched)
         self._live[request.id] = sequences
-        if self._shares_prompts and len(sequences) > 1:
-            self._followers[sequences[0]] = sequences[1:]
-        for sequence in sequences[:1] if sequences[0] in self._followers else sequences:
+        shares = self._shares_prompts and len(request.prompt) > self.limits.page_size
+        first, followers = (sequences[:1], sequences[1:]) if shares else (sequences, [])
+        if followers:
+            self._followers[sequences[0]] = followers
+        for sequence in first:
             self._waiting.push(sequence)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
@@ -99,7 +97,7 @@ class Scheduler:
         return self._end(self._live.get(request_id, ()), FinishReason.CANCELLED)
 
     def expire(self, now: float | None = None) -> list[Update]:
-        """End what is past its deadline."""
+        """End what is past its deadline; `commit` does it too."""
         now = self._clock() if now is None else now
         if now < self._next_deadline:
             return []
@@ -119,25 +117,25 @@ class Scheduler:
         return self._end((sequence,), reason)
 
     def _end(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[Update]:
-        updates = []
+        updates: list[Update] = []
         for sequence in tuple(sequences):
             if sequence.finish is None:
                 self._close(sequence, reason)
-                updates.append(Update(sequence, (), reason))
+                updates.append((sequence, (), reason))
         return updates
 
     def _close(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish, sequence.state = reason, State.FINISHED
-        self._ready_steps = 0
+        self._decodes.unsettle()
         self._waiting.discard(sequence)
-        self._admit_followers(sequence)
+        self._queue_followers(sequence)
         if sequence.row:
             self.rows.leave(sequence, self._committed)
         siblings = self._live[sequence.request.id]
         if all(sibling.finish is not None for sibling in siblings):
             del self._live[sequence.request.id]
 
-    def _admit_followers(self, sequence: Sequence) -> None:
+    def _queue_followers(self, sequence: Sequence) -> None:
         for follower in self._followers.pop(sequence, ()):
             if follower.finish is None:
                 self._waiting.push(follower)
@@ -181,48 +179,19 @@ class Scheduler:
         return decodes, chunks
 
     def _plan_decodes(self) -> tuple[Sequence, ...]:
-        if self._ready_steps <= 0:
-            self._renew_decodes()
-        self._ready_steps -= 1
-        return self._ready
+        if not self._decodes.is_settled:
+            self._make_room(self._decodes.provide(self._committed))
+            self._decodes.settle(self._committed)
+        return self._decodes.take()
 
-    def _renew_decodes(self) -> None:
-        """Find out who decodes and for how many steps it stays so; gives pages, and preempts where they are short."""
-        self._decodes = [sequence for sequence in self._decodes if self._goes_on(sequence)]
-        # Whoever runs low is served together with the first who must be, so that most steps change no table.
-        low = self.limits.reserve_tokens // 2
-        for sequence in self._decodes:
-            if sequence.headroom <= low:
-                self.rows.extend(sequence)
-        self._make_room()
-        self._decodes = [sequence for sequence in self._decodes if sequence.state is State.RUNNING]
-        placed = [sequence for sequence in self._decodes if sequence.headroom > 0]
-        ready = tuple(seq for seq in placed if seq.request.run_ahead or seq.last_step <= self._committed)
-        if ready != self._ready:
-            self._ready = ready
-        self._is_short = len(placed) < len(self._decodes)
-        self._ready_steps = 1
-        if not self._is_short and all(sequence.request.run_ahead for sequence in ready):
-            left = (min(seq.headroom, seq.max_outputs - seq.num_launched_outputs) for seq in ready)
-            self._ready_steps = min(left, default=0)
-
-    def _goes_on(self, sequence: Sequence) -> bool:
-        if sequence.state is not State.RUNNING:
-            return False
-        if sequence.num_launched_outputs < sequence.max_outputs:
-            return True
-        self.rows.leave(sequence, self._committed)
-        return False
-
-    def _make_room(self) -> None:
-        """Preempt, last in rank first, until every decode has its page, or one is on its way back."""
-        needy = [sequence for sequence in self._decodes if sequence.headroom <= 0]
-        for sequence in sorted(needy, key=_rank):
+    def _make_room(self, needy: list[Sequence]) -> None:
+        """Preempt, last in rank first, until these have the page that they need, or one is on its way back."""
+        for sequence in needy:
             while sequence.state is State.RUNNING and not self.rows.extend(sequence):
                 if self.rows.leaving:
                     return
-                running = (seq for seq in (*self._decodes, *self._prefills) if seq.state is State.RUNNING)
-                self._preempt(max(running, key=_rank))
+                running = (other for other in (*self._decodes, *self._prefills) if other.state is State.RUNNING)
+                self._preempt(max(running, key=lambda other: other.rank))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to the queue; it will be computed again from its prompt and its outputs."""
@@ -251,8 +220,8 @@ class Scheduler:
         return chunks
 
     def _admit(self) -> Sequence | None:
-        """Seat the head of the queue, if there is a row and its pages; nobody overtakes it."""
-        if self._is_short or not self.rows.has_free:
+        """Seat the head of the queue, if there is a row, and pages once every decode has its own; nobody overtakes."""
+        if self._decodes.is_short or not self.rows.has_free:
             return None
         sequence = self._waiting.peek()
         if sequence is None or self._blocked == (sequence, self.rows.num_changes):
@@ -276,8 +245,7 @@ class Scheduler:
         samples = stop == sequence.prefill_end
         if samples:
             sequence.num_launched_outputs += 1
-            self._decodes.append(sequence)
-            self._ready_steps = 0
+            self._decodes.join(sequence)
         return Chunk(sequence, start, sequence.tokens(start, stop), samples, enters)
 
     # -- commit ---------------------------------------------------------------------------------------------------
@@ -294,12 +262,13 @@ class Scheduler:
         for sequence, token in zip(step.sampling, tokens, strict=True):
             if sequence.finish is not None:
                 continue
-            sequence.outputs.append(token)
+            outputs = sequence.outputs
+            outputs.append(token)
             if token in sequence.stop_ids:
                 self._close(sequence, FinishReason.STOP)
-            elif len(sequence.outputs) >= sequence.max_outputs:
+            elif len(outputs) >= sequence.max_outputs:
                 self._close(sequence, FinishReason.LENGTH)
-            updates.append(Update(sequence, (token,), sequence.finish))
+            updates.append((sequence, (token,), sequence.finish))
         for chunk in step.prefills:
             if chunk.samples:
                 self._share_prompt(chunk)
@@ -325,7 +294,7 @@ class Scheduler:
         sequence = chunk.sequence
         if sequence.row and sequence.finish is not FinishReason.ERROR:
             self.rows.keep(sequence, chunk.start + chunk.count)
-        self._admit_followers(sequence)
+        self._queue_followers(sequence)
 
     # -- what it knows --------------------------------------------------------------------------------------------
 
@@ -363,7 +332,3 @@ class Scheduler:
         lost = [sequence for sequence in live if sequence.finish is None and sequence not in placed]
         if lost:
             raise PhonographError(f"integrity: sequences that nobody will schedule again: {lost}.")
-
-
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from phonograph.engine.request import FinishReason
 from phonograph.engine.sequence import Sequence
@@ -74,9 +73,5 @@ class Step:
         return self.decodes + tuple(chunk.sequence for chunk in self.prefills)
 
 
-class Update(NamedTuple):
-    """News of one sequence: tokens to append, and why it ended if it did. One is made per token, hence a tuple."""
-
-    sequence: Sequence
-    new_tokens: tuple[int, ...]
-    finish: FinishReason | None
+Update = tuple[Sequence, tuple[int, ...], FinishReason | None]
+"""(sequence, new tokens, why it ended if it did); a plain tuple, since a commit makes one for every token."""

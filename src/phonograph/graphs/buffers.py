@@ -22,6 +22,7 @@ from phonograph.graphs.values import SlotValues
 __all__ = ["LoadCounts", "LoadMode", "Registry", "View"]
 
 _NOTHING: Mapping[str, Any] = {}
+Prepared = tuple[Layout, Steps]
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,9 @@ class Registry:
         without: frozenset[str] = frozenset(),
     ) -> View:
         """Fill the buffers and return the view; slots named in `without` carry the batch's own value."""
-        steps, exposed = self._fill(batch, extent, mode, beside, without)
-        return _view(batch, beside, steps.views | exposed, extent)
+        prepared = self._steps(extent, mode, without)
+        exposed = self._fill(batch, extent, mode, beside, prepared)
+        return _view(batch, beside, prepared[1].views | exposed, extent)
 
     def live(
         self,
@@ -216,23 +218,31 @@ class Registry:
         without: frozenset[str] = frozenset(),
     ) -> dict[Path, Any]:
         """Write the buffers; returns the fields whose view is not the buffer's."""
-        return self._fill(batch, extent, mode, beside, without)[1]
+        return self._fill(batch, extent, mode, beside, self._steps(extent, mode, without))
+
+    def prepare(self, extent: Extent, *, without: frozenset[str] = frozenset()) -> Prepared:
+        """All that loads of this extent for a graph have in common; valid for good, since graphs' buffers stay."""
+        return self._steps(extent, LoadMode.GRAPH, without)
+
+    def fill_prepared(self, batch: Any, extent: Extent, beside: Mapping[str, Any], prepared: Prepared) -> None:
+        """As `fill` for a graph, with the extent's preparation already at hand."""
+        self._fill(batch, extent, LoadMode.GRAPH, beside, prepared)
 
     def _fill(
-        self, batch: Any, extent: Extent, mode: LoadMode, beside: Mapping[str, Any], without: frozenset[str]
-    ) -> tuple[Steps, dict[Path, Any]]:
+        self, batch: Any, extent: Extent, mode: LoadMode, beside: Mapping[str, Any], prepared: Prepared
+    ) -> dict[Path, Any]:
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._fill(batch, extent, mode, beside, without)
-        layout, steps = self._steps(extent, mode, without)
+                return self._fill(batch, extent, mode, beside, prepared)
+        layout, steps = prepared
         load = Load(layout, mode, self.counts)
-        load.take_all(steps.loaded, batch, beside)
+        load.take_all(steps, batch, beside)
         if steps.computed:
             self._compute(batch, extent, mode, beside, steps, load)
         load.issue()
         if mode is LoadMode.GRAPH:
-            self._not_live = steps.left_out.union(load.absent)
-        return steps, load.exposed
+            self._not_live = steps.left_out.union(load.absent) if load.absent else steps.left_out
+        return load.exposed
 
     def _compute(
         self, batch: Any, extent: Extent, mode: LoadMode, beside: Mapping[str, Any], steps: Steps, load: Load
@@ -265,7 +275,7 @@ class Registry:
                 for tail in fit.tails:
                     tail.fill_(fit.slot.poison(pattern))
 
-    def _steps(self, extent: Extent, mode: LoadMode, without: frozenset[str]) -> tuple[Layout, Steps]:
+    def _steps(self, extent: Extent, mode: LoadMode, without: frozenset[str]) -> Prepared:
         layouts = self._graph if mode is LoadMode.GRAPH else self._eager
         if layouts is None:
             raise DeclarationError(

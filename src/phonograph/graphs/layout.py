@@ -202,8 +202,13 @@ class Layout:
         assert self.block is not None
         self.block.ring[index].fence.record()
 
-    def take(self) -> int:
-        """The number of the host block to write next."""
+    def note_tails(self, index: int, steps: Steps) -> None:
+        """Say that a host block was written by these steps alone, pad values and all."""
+        assert self.block is not None
+        self.block.ring[index].padded_for = steps
+
+    def take(self) -> tuple[int, object]:
+        """The number of the host block to write next, and the steps whose pad values still stand in it."""
         assert self.block is not None
         return self.block.take()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from phonograph.graphs.fields import Path, fetch
-from phonograph.graphs.layout import Fit, Layout
+from phonograph.graphs.layout import Fit, Layout, Steps
 from phonograph.graphs.slots import Number
 from phonograph.graphs.values import shape_of
 
@@ -44,6 +44,34 @@ _Group = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Where to, and from where."""
 
 
+class _Copies:
+    """The writes that are not packed."""
+
+    def __init__(self) -> None:
+        self.fills: list[tuple[torch.Tensor, Number]] = []
+        self.groups: dict[tuple[torch.dtype, torch.dtype], _Group] = {}
+        self.plain: list[_Copy] = []
+        self.uploads: list[_Copy] = []
+        self.within_host: list[_Copy] = []
+
+    def issue(self, counts: LoadCounts) -> None:
+        """Issue them all."""
+        for target, number in self.fills:
+            target.fill_(number)
+        for targets, values in self.groups.values():
+            torch._foreach_copy_(targets, values, non_blocking=True)
+            counts.grouped += 1
+        for target, value in self.plain:
+            target.copy_(value, non_blocking=True)
+            counts.plain += 1
+        for target, value in self.uploads:
+            # From pageable memory the copy has left the value when the call returns; from pinned memory it has not.
+            target.copy_(value, non_blocking=not value.is_pinned())
+            counts.transfers += 1
+        for target, value in self.within_host:
+            target.copy_(value)
+
+
 class Load:
     """The writes of one load: collected first, so that a batch that is refused leaves the buffers as they were."""
 
@@ -52,35 +80,41 @@ class Load:
         self._mode = mode
         self._counts = counts
         self._index = -1
-        self._groups: dict[tuple[torch.dtype, torch.dtype], _Group] = {}
-        self._fills: list[tuple[torch.Tensor, Number]] = []
-        self._plain: list[_Copy] = []
-        self._uploads: list[_Copy] = []
-        self._within_host: list[_Copy] = []
+        self._padded_before: object = None
         self._packed: list[Fit] = []
         self._padded: list[Fit] = []
+        self._made: _Copies | None = None
         self._on_host: dict[Path, Any] = {}
         self.exposed: dict[Path, Any] = {}
         """Fields whose view is not the cell's: None, or a carried value."""
         self.absent: list[Path] = []
         """Fields of slots for which the batch has None."""
 
-    def take_all(self, fits: Sequence[Fit], batch: Any, beside: Mapping[str, Any]) -> None:
-        """Take the batch's value for each fit; the common case in line, since this is most of a step's host time."""
+    @property
+    def _copies(self) -> _Copies:
+        if self._made is None:
+            self._made = _Copies()
+        return self._made
+
+    def take_all(self, steps: Steps, batch: Any, beside: Mapping[str, Any]) -> None:
+        """Take the batch's value for each slot; the common case in line, since this is most of a step's host time."""
         plain = type(batch) is dict and not beside
-        packed, index = self._packed, self._index
-        for fit in fits:
+        packed, index, tails_stand = self._packed, -1, False
+        for fit in steps.loaded:
             value = batch.get(fit.name) if plain and fit.name else fetch(batch, beside, fit.path)
             if type(value) is np.ndarray and value.dtype is fit.kind and value.shape == fit.shape:
                 if index < 0:
-                    index = self._index = self._layout.take()
+                    index = self._ring()
+                    tails_stand = self._padded_before is steps
                 fit.arrays[index][...] = value
-                for tail in fit.array_tails[index]:
-                    tail[...] = fit.filler
+                if not tails_stand:
+                    for tail in fit.array_tails[index]:
+                        tail[...] = fit.filler
                 packed.append(fit)
             else:
                 self.take(fit, value)
-                index = self._index
+        if index >= 0 and len(packed) == len(steps.fits):
+            self._layout.note_tails(index, steps)
 
     def take(self, fit: Fit, value: Any) -> None:
         """Put one value on its way into its buffer, and its pad value into the tail."""
@@ -118,20 +152,8 @@ class Load:
             target.copy_(sources[self._index], non_blocking=True)
             self._layout.passed(self._index)
             self._counts.transfers += 1
-        for target, number in self._fills:
-            target.fill_(number)
-        for targets, values in self._groups.values():
-            torch._foreach_copy_(targets, values, non_blocking=True)
-            self._counts.grouped += 1
-        for target, value in self._plain:
-            target.copy_(value, non_blocking=True)
-            self._counts.plain += 1
-        for target, value in self._uploads:
-            # From pageable memory the copy has left the value when the call returns; from pinned memory it has not.
-            target.copy_(value, non_blocking=not value.is_pinned())
-            self._counts.transfers += 1
-        for target, value in self._within_host:
-            target.copy_(value)
+        if self._made is not None:
+            self._made.issue(self._counts)
 
     def _carry(self, fit: Fit, value: torch.Tensor) -> bool:
         """Whether a device value is used where it is, in the mode that allows it."""
@@ -156,13 +178,13 @@ class Load:
                 return
             value = value.clone()
         if fit.slot.place == "host":
-            self._within_host.append((fit.used, value))
+            self._copies.within_host.append((fit.used, value))
         elif fit.grouped and value.is_contiguous():
-            targets, values = self._groups.setdefault((fit.slot.dtype, value.dtype), ([], []))
+            targets, values = self._copies.groups.setdefault((fit.slot.dtype, value.dtype), ([], []))
             targets.append(fit.used)
             values.append(value)
         else:
-            self._plain.append((fit.used, value))
+            self._copies.plain.append((fit.used, value))
 
     def _take_host(self, fit: Fit, value: Any) -> None:
         if fit.packed:
@@ -175,7 +197,7 @@ class Load:
             return
         tensor = self._on_host[fit.path] = fit.values.tensor(value, fit.shape)
         if not fit.empty:
-            copies = self._within_host if fit.slot.place == "host" else self._uploads
+            copies = self._copies.within_host if fit.slot.place == "host" else self._copies.uploads
             copies.append((fit.used, tensor))
         self._pad(fit)
 
@@ -191,7 +213,7 @@ class Load:
             self._padded.append(fit)
         else:
             assert slot.absent is not None
-            self._fills.append((fit.cell.view, slot.absent))
+            self._copies.fills.append((fit.cell.view, slot.absent))
 
     def _pad(self, fit: Fit) -> None:
         if not fit.tails:
@@ -202,10 +224,10 @@ class Load:
                 tail[...] = fit.filler
             self._padded.append(fit)
         elif not fit.slot.is_unread:
-            self._fills += [(view, fit.slot.filler) for view in fit.tails]
+            self._copies.fills += [(view, fit.slot.filler) for view in fit.tails]
 
     def _ring(self) -> int:
         """The number of the host block to write packed slots in."""
         if self._index < 0:
-            self._index = self._layout.take()
+            self._index, self._padded_before = self._layout.take()
         return self._index

@@ -22,6 +22,8 @@ class HostBlock:
         self.tensor = device.host_block(num_bytes)
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = self.tensor.numpy()
         self.fence = device.fence()
+        self.padded_for: object = None
+        """What wrote it last, if that wrote every pad value in it: the same again need not."""
 
 
 class PackedBlock:
@@ -35,11 +37,16 @@ class PackedBlock:
         self.ring = tuple(HostBlock(device, tensor.numel()) for _ in range(_RING_BLOCKS))
         self._last = 0
 
-    def take(self) -> int:
-        """The number of the next host block, after the transfer that last read it has passed."""
+    def take(self) -> tuple[int, object]:
+        """The next host block, after the transfer that last read it has passed: its number, and what padded it.
+
+        From now on its pad values count as gone, until somebody notes them again.
+        """
         self._last = (self._last + 1) % len(self.ring)
-        self.ring[self._last].fence.synchronize()
-        return self._last
+        block = self.ring[self._last]
+        block.fence.synchronize()
+        padded_for, block.padded_for = block.padded_for, None
+        return self._last, padded_for
 
 
 class Memory(Protocol):

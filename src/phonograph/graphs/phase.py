@@ -15,7 +15,7 @@ from phonograph.errors import DeclarationError
 from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.decisions import RunEagerly, ShapeKey
 from phonograph.graphs.extent import Dim, Extent, check_dims, padded_sizes
-from phonograph.graphs.fields import expose
+from phonograph.graphs.fields import Path, expose
 from phonograph.graphs.slots import Slot, check_slots, collect_dims
 
 Sampler = Callable[[Extent, int], Any]
@@ -90,7 +90,8 @@ class Phase:
 
     @property
     def keyed(self) -> tuple[Slot, ...]:
-        return tuple(slot for slot in self.slots if slot.keyed and slot.name not in self.without)
+        """Slots whose presence is part of the key; a computed one is there whenever its function says so."""
+        return tuple(s for s in self.slots if s.keyed and s.compute is None and s.name not in self.without)
 
     def padded(self, size: int) -> dict[str, int]:
         """The padded size of every dim in the recordings of one bucket."""
@@ -116,8 +117,10 @@ class Phase:
         sampler = next((v.sample for v in self.variants if v.name == key.variant), self.sample)
         sampled = sampler(extent, seed)
         sample = sampled if isinstance(sampled, Sample) else Sample(sampled)
-        absent = {tuple(s.field.split(".")): None for s in self.slots if s.name in key.absent}
-        return Sample(expose(sample.batch, absent), sample.beside) if absent else sample
+        absent: dict[Path, Any] = {slot.path: None for slot in self.slots if slot.name in key.absent}
+        aside = {path: value for path, value in absent.items() if path[0] in sample.beside}
+        within = {path: value for path, value in absent.items() if path not in aside}
+        return Sample(expose(sample.batch, within), expose(dict(sample.beside), aside)) if absent else sample
 
     def forward(self, batch: Any, beside: Mapping[str, Any]) -> Any:
         """The part of the pass that is recorded."""

@@ -12,7 +12,7 @@ from phonograph.devices import Device, MemoryPool
 from phonograph.errors import CoverageError, DeclarationError
 from phonograph.graphs.backends import BACKENDS, DebugBackend, Recording
 from phonograph.graphs.buckets import Buckets
-from phonograph.graphs.buffers import LoadMode, Registry
+from phonograph.graphs.buffers import LoadMode, Prepared, Registry
 from phonograph.graphs.capture import Capture, Captured, CaptureReport
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
@@ -27,7 +27,7 @@ from phonograph.graphs.tree import map_leaves
 
 Outputs = Literal["own", "view"]
 _NOTHING: Mapping[str, Any] = {}
-_MAX_TRIMS = 512
+_MAX_FITTED = 512
 _PLAIN: tuple[str, frozenset[str]] = ("", frozenset())
 
 
@@ -49,8 +49,18 @@ class RunnerOptions:
     """Called between warm-ups where ranks must stay together."""
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """A recording for one used size: all that is the same for every batch of that size."""
+
+    extent: Extent
+    prepared: Prepared
+    outputs: Any
+    """The used rows of the recording's outputs, as views."""
+
+
 class _Entry:
-    """A recording that can be served, and its outputs trimmed for every used size met so far."""
+    """A recording that can be served, fitted to every used size met so far."""
 
     def __init__(
         self, recording: Recording, padded: dict[str, int], axes: dict[str, dict[int, str]], carried: dict[str, Any]
@@ -59,16 +69,18 @@ class _Entry:
         self.carried = carried
         self.padded = padded
         self.axes = axes
-        self._trims: dict[tuple[int, ...], Any] = {}
+        self._fitted: dict[tuple[int, ...], _Fitted] = {}
 
-    def trimmed(self, used: Mapping[str, int]) -> Any:
-        """The used rows of the outputs, as views."""
+    def fitted(self, used: Mapping[str, int], registry: Registry, without: frozenset[str]) -> _Fitted:
+        """The recording for these used sizes; made once and kept."""
         key = tuple(used.values())
-        found = self._trims.get(key)
+        found = self._fitted.get(key)
         if found is None:
-            if len(self._trims) >= _MAX_TRIMS:
-                self._trims.clear()
-            found = self._trims[key] = trim(self.recording.outputs, self.axes, used)
+            if len(self._fitted) >= _MAX_FITTED:
+                self._fitted.clear()
+            extent = Extent(used, self.padded)
+            outputs = trim(self.recording.outputs, self.axes, used)
+            found = self._fitted[key] = _Fitted(extent, registry.prepare(extent, without=without), outputs)
         return found
 
 
@@ -168,7 +180,7 @@ class Runner:
 
     def trimmed(self, key: ShapeKey, used: Mapping[str, int]) -> Any:
         """The used rows of a recording's outputs, as views."""
-        return self._entries[key].trimmed(used)
+        return self._entries[key].fitted(used, self.registry, self.phase.without).outputs
 
     def trim(self, key: ShapeKey, outputs: Any, used: Mapping[str, int]) -> Any:
         """The used rows of outputs that the body gave for the key's padded view."""
@@ -209,7 +221,7 @@ class Runner:
         return ""
 
     def _absent(self, batch: Any, beside: Mapping[str, Any]) -> frozenset[str]:
-        absent = [s.name for s in self.phase.keyed if fetch(batch, beside, tuple(s.field.split("."))) is None]
+        absent = [s.name for s in self.phase.keyed if fetch(batch, beside, s.path) is None]
         return frozenset(absent)
 
     def _route(self, failed: frozenset[ShapeKey]) -> None:
@@ -257,21 +269,20 @@ class Runner:
 
     def _replay(self, key: ShapeKey, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
         entry, phase = self._entries[key], self.phase
-        extent = Extent(used, entry.padded)
+        fitted = entry.fitted(used, self.registry, phase.without)
+        extent, result = fitted.extent, fitted.outputs
         if phase.plan is None:
-            self.registry.fill(batch, extent, beside=beside, without=phase.without)
+            self.registry.fill_prepared(batch, extent, beside, fitted.prepared)
         else:
             view = self.registry.load(batch, extent, beside=beside, without=phase.without)
             phase.plan(view.batch, extent)
         tail = phase.tail if not phase.tail_captured else None
         if tail is None and not entry.recording.has_gaps:
             entry.recording.replay()
-            result = entry.trimmed(used)
         else:
             live = self.registry.live(batch, extent, beside=beside, without=phase.without)
             with entering(replace(self._entry_now, batch=live.batch)):
                 entry.recording.replay()
-                result = entry.trimmed(used)
                 if tail is not None:
                     result = tail(result, live.batch)
         self.stats.count_replay(key, used[phase.bucketed])

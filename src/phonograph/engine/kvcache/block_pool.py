@@ -12,6 +12,8 @@ class BlockPool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.num_returns = 0
+        """Grows whenever references are given back."""
         self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, 0, -1))
 
@@ -47,6 +49,7 @@ class BlockPool:
 
     def give_back(self, pages: Iterable[int]) -> None:
         """One reference less for each page; a page without references is free again."""
+        self.num_returns += 1
         for page in pages:
             if not self._references[page]:
                 raise PhonographError(f"giving back page {page}: nobody holds it, so it is given back twice.")

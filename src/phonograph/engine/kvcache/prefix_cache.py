@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from phonograph.engine.kvcache.block_pool import BlockPool
 
-_Tokens = tuple[int, ...]
-
-
-@dataclass(eq=False, slots=True)
-class _Node:
-    """One full page; the way to it from the root spells the tokens before it."""
-
-    page: int
-    tokens: _Tokens
-    parent: _Node | None
-    last_used: int = 0
-    is_queued: bool = False
-    children: dict[_Tokens, _Node] = field(default_factory=dict)
+_Edge = bytes
+"""What leads to a page: the page before it, or 0 at the root, and its own tokens."""
 
 
 class PrefixCache:
@@ -28,22 +17,33 @@ class PrefixCache:
 
     Only full pages enter, and a sequence writes only behind what it has computed: so a shared page is never written,
     and two sequences never write one page.
+
+    A page is its own node: an edge names the page before it, so the tree is a flat table of numbers and bytes, which
+    the garbage collector need not walk.
     """
 
     def __init__(self, pool: BlockPool, page_size: int, *, enabled: bool = True) -> None:
         self.enabled = enabled
         self._pool = pool
         self._page_size = page_size
-        self._root = _Node(0, (), None)
-        self._num_pages = 0
+        self._pages: dict[_Edge, int] = {}
+        self._edges: dict[int, _Edge] = {}
+        self._num_children = [0] * pool.num_pages
+        self._last_used = [0] * pool.num_pages
         self._clock = 0
-        self._leaves: list[tuple[int, int, _Node]] = []
-        """A heap by (last used, serial); an entry may be out of date, and then it is corrected when it surfaces."""
-        self._serial = 0
+        self._leaves: list[tuple[int, int]] = []
+        """A heap of (last used, page); an entry may be out of date, and then it is corrected when it surfaces."""
+        self._is_queued = bytearray(pool.num_pages)
+        self._drained_at = -1
+        """The pool's returns when all leaves were found in use; until it has more, they still are."""
 
     @property
     def num_pages(self) -> int:
-        return self._num_pages
+        return len(self._edges)
+
+    def pages(self) -> list[int]:
+        """Every page in the tree."""
+        return list(self._edges)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The pages of the longest cached prefix, with a reference on each for the caller.
@@ -53,17 +53,17 @@ class PrefixCache:
         if not self.enabled:
             return []
         self._clock += 1
-        pages: list[int] = []
-        node = self._root
-        for key in self._keys(tokens, len(tokens) - 1):
-            child = node.children.get(key)
+        found: list[int] = []
+        page = 0
+        for full in self._full_pages(tokens, len(tokens) - 1):
+            child = self._pages.get(_edge(page, full))
             if child is None:
                 break
-            child.last_used = self._clock
-            pages.append(child.page)
-            node = child
-        self._pool.share(pages)
-        return pages
+            found.append(child)
+            self._last_used[child] = self._clock
+            page = child
+        self._pool.share(found)
+        return found
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Keep the full pages of `tokens`, which must be computed and never be written again.
@@ -74,76 +74,74 @@ class PrefixCache:
         if not self.enabled:
             return
         self._clock += 1
-        node = self._root
-        for key, page in zip(self._keys(tokens, len(tokens)), pages, strict=False):
-            child = node.children.get(key)
+        kept: list[int] = []
+        page = 0
+        for full, own in zip(self._full_pages(tokens, len(tokens)), pages, strict=False):
+            edge = _edge(page, full)
+            child = self._pages.get(edge)
             if child is None:
-                child = _Node(page, key, node)
-                node.children[key] = child
-                self._pool.share((page,))
-                self._num_pages += 1
-            child.last_used = self._clock
-            node = child
-        if node is not self._root:
-            self._queue(node)
+                child = self._pages[edge] = own
+                self._edges[own] = edge
+                self._num_children[page] += 1
+                kept.append(own)
+            self._last_used[child] = self._clock
+            page = child
+        self._pool.share(kept)
+        self._queue(page)
 
     def evict(self, count: int) -> int:
         """Free up to `count` pages, least recently used leaves first, and say how many; what a sequence holds stays."""
+        if self._drained_at == self._pool.num_returns:
+            return 0
         freed = 0
-        in_use: list[_Node] = []
+        in_use: list[int] = []
         while freed < count and self._leaves:
-            stamp, _, node = heappop(self._leaves)
-            node.is_queued = False
-            if node.children:
-                continue
-            if node.last_used != stamp:
-                self._queue(node)
-            elif self._pool.references(node.page) > 1:
-                in_use.append(node)
-            else:
-                self._remove(node)
+            stamp, page = heappop(self._leaves)
+            self._is_queued[page] = False
+            if self._last_used[page] != stamp:
+                self._queue(page)
+            elif self._pool.references(page) > 1:
+                in_use.append(page)
+            elif not self._num_children[page]:
+                self._remove(page)
                 freed += 1
+        if freed < count:
+            self._drained_at = self._pool.num_returns
         # They are in use now, which also keeps the next call from meeting them first.
-        for node in in_use:
-            node.last_used = self._clock
-            self._queue(node)
+        for page in in_use:
+            self._last_used[page] = self._clock
+            self._queue(page)
         return freed
 
     def clear(self) -> None:
         """Forget every prefix, as after a change of the weights; a sequence that holds a page keeps it."""
-        self._pool.give_back(self.pages())
-        self._root.children.clear()
+        self._pool.give_back(self._edges)
+        self._pages.clear()
+        self._edges.clear()
         self._leaves.clear()
-        self._num_pages = 0
+        self._num_children = [0] * self._pool.num_pages
+        self._is_queued = bytearray(self._pool.num_pages)
 
-    def pages(self) -> list[int]:
-        """Every page in the tree."""
-        found: list[int] = []
-        open_nodes = [self._root]
-        while open_nodes:
-            children = open_nodes.pop().children.values()
-            found += [child.page for child in children]
-            open_nodes += children
-        return found
-
-    def _keys(self, tokens: Sequence[int], stop: int) -> Iterator[_Tokens]:
+    def _full_pages(self, tokens: Sequence[int], stop: int) -> Iterator[bytes]:
         """The tokens of each page that ends at or before `stop`."""
+        packed = array("q", tokens).tobytes()
         size = self._page_size
         for start in range(0, stop - size + 1, size):
-            yield tuple(tokens[start : start + size])
+            yield packed[8 * start : 8 * (start + size)]
 
-    def _queue(self, node: _Node) -> None:
-        if node.is_queued or node.children:
-            return
-        node.is_queued = True
-        self._serial += 1
-        heappush(self._leaves, (node.last_used, self._serial, node))
+    def _queue(self, page: int) -> None:
+        if page and not self._is_queued[page] and not self._num_children[page]:
+            self._is_queued[page] = True
+            heappush(self._leaves, (self._last_used[page], page))
 
-    def _remove(self, node: _Node) -> None:
-        parent = node.parent
-        assert parent is not None, "the root has no page"
-        del parent.children[node.tokens]
-        self._num_pages -= 1
-        self._pool.give_back((node.page,))
-        if parent is not self._root:
-            self._queue(parent)
+    def _remove(self, page: int) -> None:
+        edge = self._edges.pop(page)
+        del self._pages[edge]
+        self._pool.give_back((page,))
+        parent = int.from_bytes(edge[:4], "little")
+        self._num_children[parent] -= 1
+        self._queue(parent)
+
+
+def _edge(page: int, tokens: bytes) -> _Edge:
+    return page.to_bytes(4, "little") + tokens

@@ -50,14 +50,16 @@ class Reservations:
         return sequence.headroom > 0
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let others share the full pages of the first `num_tokens`, which committed steps have written."""
+        """Let others share the full pages of the first `num_tokens`, which committed steps have written.
+
+        Not past the last known token: behind it lies what was launched ahead in vain.
+        """
         self.prefixes.insert(sequence.known()[:num_tokens], sequence.pages)
 
     def release(self, sequence: Sequence) -> None:
         """Take all pages back; none of its steps may be in flight. Full pages stay cached, unless it failed."""
         if sequence.finish is not FinishReason.ERROR:
-            # Behind the last known token lies what steps wrote that were in flight when the sequence ended.
-            self.keep(sequence, min(sequence.num_computed, sequence.num_known))
+            self.keep(sequence, sequence.num_computed)
         self.pool.give_back(sequence.pages)
         sequence.pages = []
         sequence.capacity = sequence.num_tabled = sequence.num_computed = sequence.prefill_end = 0
