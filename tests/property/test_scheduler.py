@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,17 +150,20 @@ class Simulation:
         self.finished: dict[Sequence, FinishReason] = {}
 
     def run(self, max_ticks: int) -> int:
+        """Until nothing is left to do; returns the number of ticks."""
         last = max((max(arrival.tick, arrival.fate_tick) for arrival in self.arrivals), default=0)
-        for self.now in count():
+        while self.now <= last or not self.scheduler.is_idle:
             assert self.now <= max_ticks, f"still running: {self.scheduler.counts}"
-            self._meet_fates()
-            launched = self._launch() if self.random.random() < 0.7 else False
-            if self.device.in_flight and (not launched or self.random.random() < 0.3):
-                self._commit()
-            self.scheduler.integrity()
-            if self.now > last and self.scheduler.is_idle:
-                return self.now
-        raise AssertionError
+            self.tick()
+        return self.now
+
+    def tick(self) -> None:
+        self._meet_fates()
+        launched = self._launch() if self.random.random() < 0.7 else False
+        if self.device.in_flight and (not launched or self.random.random() < 0.3):
+            self._commit()
+        self.scheduler.integrity()
+        self.now += 1
 
     def _meet_fates(self) -> None:
         for arrival in self.arrivals:
@@ -300,3 +302,20 @@ def test_tokens_are_those_of_one_sequence_alone_and_nothing_is_lost(
     work = sum((len(a.request.prompt) + a.request.params.max_tokens) * a.request.params.n for a in requests)
     simulation.run(max_ticks=200 + 3 * work)
     simulation.check_outcome()
+
+
+@settings(max_examples=40, deadline=None)
+@given(LIMITS, st.integers(), st.booleans(), st.booleans())
+def test_an_endless_stream_of_urgent_requests_starves_nobody(
+    limits: Limits, seed: int, prefix_cache: bool, mixed: bool
+) -> None:
+    limits = replace(limits, patience=10, chunk=None, eos_ids=())
+    longest = min(limits.max_len - 1, limits.capacity, 5)
+    prompts = [tuple(range(number, number + longest)) for number in range(300)]
+    humble = Request("humble", prompts[0], SamplingParams(max_tokens=5), priority=-1)
+    urgent = [Request(f"u{n}", p, SamplingParams(max_tokens=5), priority=1, arrival=n) for n, p in enumerate(prompts)]
+    stream = [Arrival(0, humble, "none", 0), *(Arrival(n, request, "none", 0) for n, request in enumerate(urgent))]
+    simulation = Simulation(limits, stream, seed=seed, prefix_cache=prefix_cache, mixed=mixed)
+    while not simulation.finished.keys() & simulation.sequences.get("humble", []):
+        simulation.tick()
+        assert simulation.now < len(prompts)

@@ -370,12 +370,23 @@ def test_cancelling_what_is_not_served_does_nothing() -> None:
 # -- preemption -----------------------------------------------------------------------------------------------
 
 
-def short_of_pages(**changes: Any) -> tuple[Scheduler, Sequence, Sequence]:
+def short_of_pages(*, mixed: bool = True, **changes: Any) -> tuple[Scheduler, Sequence, Sequence]:
     """Two sequences that grow to three pages each, and four pages for both."""
-    scheduler = Scheduler(limits(num_pages=5, **changes), prefix_cache=False)
+    scheduler = Scheduler(limits(num_pages=5, **changes), prefix_cache=False, mixed=mixed)
     (first,) = scheduler.add(request("first", 4, max_tokens=9))
     (second,) = scheduler.add(request("second", 4, max_tokens=9))
     return scheduler, first, second
+
+
+def until_preempted(scheduler: Scheduler, sequence: Sequence) -> list[Step]:
+    """Run with a step of lag until the sequence is preempted; returns what is in flight then."""
+    flying = [launched(scheduler)]
+    while True:
+        step = scheduler.schedule()
+        flying += [step] if step else []
+        if sequence.state is State.WAITING:
+            return flying
+        committed(scheduler, flying.pop(0))
 
 
 def test_the_last_in_rank_is_preempted_and_computed_again() -> None:
@@ -398,12 +409,7 @@ def test_a_preempted_sequence_is_computed_from_prompt_and_outputs() -> None:
 
 def test_a_preempted_sequence_keeps_its_pages_until_its_steps_are_committed() -> None:
     scheduler, _, second = short_of_pages(max_ahead=1)
-    flying = [launched(scheduler)]
-    while second.state is State.RUNNING:
-        step = scheduler.schedule()
-        flying += [step] if step else []
-        if second.state is State.RUNNING:
-            committed(scheduler, flying.pop(0))
+    flying = until_preempted(scheduler, second)
     assert second.row, "a step with it is in flight"
     assert len(second.pages) == 2
     while flying:
@@ -412,6 +418,16 @@ def test_a_preempted_sequence_keeps_its_pages_until_its_steps_are_committed() ->
     assert len(second.outputs) == 5, "tokens that were in flight are not lost"
     assert shape(launched(scheduler)) == (["first"], [])
     scheduler.integrity()
+
+
+def test_pages_that_come_back_go_to_a_decode_before_anybody_is_admitted() -> None:
+    scheduler, _, second = short_of_pages(max_ahead=1, mixed=False)
+    flying = until_preempted(scheduler, second)
+    scheduler.add(request("urgent", 3, max_tokens=1, priority=9))
+    assert scheduler.schedule() is None, "the page is on its way"
+    while flying:
+        committed(scheduler, flying.pop(0))
+    assert shape(launched(scheduler)) == (["first"], [])
 
 
 def test_priority_decides_who_is_preempted() -> None:

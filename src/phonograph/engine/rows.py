@@ -104,7 +104,6 @@ class Rows:
 
     def _release(self, sequence: Sequence) -> None:
         self._leaving.pop(sequence, None)
-        self._untabled.pop(sequence, None)
         self.reservations.release(sequence)
         del self._seated[sequence.row]
         self._free.append(sequence.row)

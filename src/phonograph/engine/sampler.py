@@ -67,7 +67,7 @@ def pick(logits: torch.Tensor, rows: SamplingRows, level: Sampling) -> torch.Ten
     if level is Sampling.SAMPLED:
         drawn = (scaled + noise).argmax(-1)
     else:
-        ordered, tokens = scaled.sort(-1, descending=True, stable=True)
+        ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
         allowed = _allowed(ordered, rows)
         place = torch.where(allowed, ordered + noise.gather(1, tokens), float("-inf")).argmax(-1)
         drawn = tokens.gather(1, place[:, None])[:, 0]

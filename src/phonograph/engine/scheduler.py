@@ -197,8 +197,6 @@ class Scheduler:
         """Send a sequence back to the queue; it will be computed again from its prompt and its outputs."""
         self._preemptions += 1
         sequence.state = State.WAITING
-        if sequence in self._prefills:
-            self._prefills.remove(sequence)
         if self.rows.leave(sequence, self._committed):
             self._waiting.push(sequence)
 

@@ -49,7 +49,7 @@ class Decoder:
         self.cos, self.sin = rope_table(config, max_len, weights.embedding.device)
 
     def hidden(self, tokens: torch.Tensor, queries: Queries, cache: PagedCache) -> torch.Tensor:
-        """Hidden states of every token ([num_tokens, hidden]), after the last layer; the cache gets their keys and values."""
+        """Hidden states of every token, [num_tokens, hidden]; the cache gets their keys and values."""
         config = self.config
         x = functional.embedding(tokens, self.weights.embedding)
         cos = self.cos[queries.positions][:, None].to(self.dtype)

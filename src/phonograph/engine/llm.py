@@ -1,0 +1,223 @@
+"""LLM: a model in the caller's process, from text to text."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence as Many
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from phonograph.devices import Device, open_device
+from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.checkpoints import open_checkpoint
+from phonograph.engine.checkpoints.base import Checkpoint
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
+from phonograph.engine.executor import Executor
+from phonograph.engine.limits import Limits
+from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.loading import load_weights
+from phonograph.engine.request import FinishReason, Request, SamplingParams
+from phonograph.engine.scheduler import Scheduler
+from phonograph.engine.sequence import Sequence
+from phonograph.engine.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
+from phonograph.errors import CheckpointError
+from phonograph.graphs.config import Ask, Asked, Measured
+from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.resolve import Plan, resolve
+from phonograph.graphs.wrap import facts_of
+
+Message = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How large the engine is; the graph plan is asked for separately."""
+
+    max_seqs: int = 16
+    max_tokens: int = 512
+    """Tokens of one step."""
+    max_len: int | None = None
+    """The longest sequence; default: the model's context, at most 8192."""
+    page_size: int = 16
+    cache_tokens: int | None = None
+    """Tokens that the KV cache holds; default: enough for `max_seqs` sequences of 1024."""
+    prefix_cache: bool = True
+    max_ahead: int = 1
+    dtype: torch.dtype | None = None
+    """Default: float32 on the CPU, bfloat16 elsewhere."""
+
+
+@dataclass
+class Completion:
+    """What became of one sequence."""
+
+    prompt: tuple[int, ...]
+    index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: FinishReason | None = None
+    error: str = ""
+
+
+class _Reader:
+    """Turns a sequence's tokens into text, and watches for stop strings."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+        self.sequence = sequence
+        self.done = Completion(sequence.request.prompt, sequence.index)
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._stops = StopStrings(sequence.request.params.stop)
+
+    def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
+        """New text that is safe to show, and whether a stop string was hit."""
+        self.done.tokens += tokens
+        text, hit = self._read(tokens, finish is not None) if self._detokenizer is not None else ("", None)
+        self.done.text += text
+        if hit is not None or finish is not None:
+            self.done.finish = FinishReason.STOP if hit is not None else finish
+            self.done.error = self.sequence.error
+        return text, hit is not None
+
+    def _read(self, tokens: tuple[int, ...], is_last: bool) -> tuple[str, str | None]:
+        assert self._detokenizer is not None
+        text, hit = self._stops.add(self._detokenizer.add(list(tokens)))
+        if hit is None and is_last:
+            rest, hit = self._stops.add(self._detokenizer.finish())
+            text += rest
+            if hit is None:
+                text += self._stops.flush()
+        return text, hit
+
+
+class LLM:
+    """`LLM().generate("…")`: the embedded default model, or a folder or GGUF file."""
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint | None = None,
+        *,
+        device: str | Device | None = None,
+        options: EngineOptions = EngineOptions(),
+        asked: Asked | Many[Ask] = (),
+        progress: Progress = silent,
+    ) -> None:
+        self.checkpoint = open_checkpoint(model) if model is None or isinstance(model, str | Path) else model
+        self.device = open_device(device)
+        self.options = options
+        self.plan = plan_for(self.device, asked, on_cpu_by_default=device in (None, "cpu"))
+        self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
+        config, on = self.checkpoint.config, self.device.torch_device
+        dtype = options.dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
+        self.limits = limits_for(options, config.max_len, self.tokenizer.eos_ids if self.tokenizer else config.eos_ids)
+        weights = load_weights(self.checkpoint, dtype, on, progress)
+        decoder = Decoder(config, weights, ReferenceAttention(), self.limits.max_len)
+        self.executor = Executor(decoder, self.device, self.plan, self.limits)
+        self.reports = self.executor.capture(progress)
+        self.core = EngineCore(Scheduler(self.limits, prefix_cache=options.prefix_cache), self.executor)
+        self._numbers = itertools.count()
+
+    def generate(
+        self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Complete prompts, texts or token ids; results in the order of the prompts, n for each."""
+        many = [prompts] if isinstance(prompts, str) else list(prompts)
+        readers = self._submit([self._encoded(prompt) for prompt in many], params or SamplingParams())
+        for _ in self._run(readers):
+            pass
+        return [reader.done for reader in readers.values()]
+
+    def chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation."""
+        return self.generate([self._rendered(messages)], params)[0]
+
+    def stream(self, prompt: str | Many[int], params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one completion, as it comes."""
+        readers = self._submit([self._encoded(prompt)], params or SamplingParams())
+        for _, text in self._run(readers):
+            if text:
+                yield text
+
+    def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
+        """The answer to a conversation, as it comes."""
+        return self.stream(self._rendered(messages), params)
+
+    def explain(self) -> str:
+        """The plan, and what every phase has captured and counted."""
+        runners = "\n".join(runner.explain() for runner in self.executor.runners.values())
+        return f"{self.plan.explain(phases=['decode', 'prefill'])}\n{runners}"
+
+    def _text(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise CheckpointError(f"{self.checkpoint.source} has no tokenizer: give token ids.")
+        return self.tokenizer
+
+    def _encoded(self, prompt: str | Many[int]) -> tuple[int, ...]:
+        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+
+    def _rendered(self, messages: Many[Message]) -> tuple[int, ...]:
+        template: ChatTemplate = self.checkpoint.chat_template()
+        return tuple(self._text().encode(template.render(list(messages)), add_special=False))
+
+    def _submit(self, prompts: Many[tuple[int, ...]], params: SamplingParams) -> dict[Sequence, _Reader]:
+        readers: dict[Sequence, _Reader] = {}
+        try:
+            for prompt in prompts:
+                request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
+                for sequence in self.core.add(request):
+                    readers[sequence] = _Reader(sequence, self.tokenizer)
+        except Exception:
+            for sequence in readers:
+                self.core.cancel(sequence.request.id)
+            raise
+        return readers
+
+    def _run(self, readers: dict[Sequence, _Reader]) -> Iterator[tuple[Sequence, str]]:
+        """Step until all are done; a caller that stops listening cancels what is left."""
+        left = set(readers)
+        try:
+            while left:
+                for sequence, tokens, finish in self.core.step():
+                    if sequence not in left:
+                        continue
+                    text, hit = readers[sequence].take(tokens, finish)
+                    if hit and finish is None:
+                        self.core.finish(sequence, FinishReason.STOP)
+                    if hit or finish is not None:
+                        left.discard(sequence)
+                    yield sequence, text
+        finally:
+            for sequence in left:
+                self.core.cancel(sequence.request.id)
+            while not self.core.is_idle:
+                self.core.step()
+
+
+def plan_for(device: Device, asked: Asked | Many[Ask], *, on_cpu_by_default: bool) -> Plan:
+    """The plan; on the CPU nothing is recorded unless the emulated device was asked for."""
+    measured = []
+    if device.torch_device.type == "cpu" and on_cpu_by_default:
+        reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
+        measured = [Measured(f"{phase}.backend", "disabled", reason) for phase in ("decode", "prefill")]
+    return resolve(asked, facts_of(device), measured=measured)
+
+
+def limits_for(options: EngineOptions, context: int, eos_ids: Many[int]) -> Limits:
+    """The scheduler's limits for a model of this context."""
+    max_len = min(options.max_len or 8192, context)
+    size = options.page_size
+    tokens = options.cache_tokens or max(max_len, options.max_seqs * min(max_len, 1024))
+    return Limits(
+        max_seqs=options.max_seqs,
+        max_tokens=max(options.max_tokens, options.max_seqs),
+        max_len=max_len,
+        page_size=size,
+        num_pages=-(-tokens // size) + 1,
+        max_ahead=options.max_ahead,
+        eos_ids=tuple(eos_ids),
+    )
+
+

@@ -1,0 +1,84 @@
+"""Streams a checkpoint's tensors into the fused matrices of the decoder."""
+
+from __future__ import annotations
+
+import torch
+
+from phonograph.engine.checkpoints.base import Checkpoint
+from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.decoder import LayerWeights, Weights
+from phonograph.errors import CheckpointError
+from phonograph.graphs.progress import Progress, silent
+
+
+class _Targets:
+    """Allocates weights and notes where each tensor of the checkpoint goes."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self.places: dict[str, torch.Tensor] = {}
+
+    def one(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor of its own."""
+        made = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self.places[name] = made
+        return made
+
+    def stacked(self, rows: dict[str, int], *rest: int) -> torch.Tensor:
+        """One tensor whose rows are those of several."""
+        made = torch.empty((sum(rows.values()), *rest), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, count in rows.items():
+            self.places[name] = made[start : start + count]
+            start += count
+        return made
+
+
+def load_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress = silent
+) -> Weights:
+    """All weights, on the device and in this precision; one stored tensor at a time is held besides."""
+    config = checkpoint.config
+    if config.o_bias or config.mlp_bias:
+        raise CheckpointError(
+            f"loading {checkpoint.source}: biases in the output projection or the MLP are not supported."
+        )
+    targets = _Targets(dtype, device)
+    weights = _allocate(config, targets)
+    total = len(checkpoint.names)
+    with torch.no_grad():
+        for index, (name, tensor) in enumerate(checkpoint.tensors(device=device)):
+            if name in targets.places:
+                targets.places[name].copy_(tensor)
+            progress("loading weights", index + 1, total)
+    return weights
+
+
+def _allocate(config: ModelConfig, targets: _Targets) -> Weights:
+    embedding = targets.one("model.embed_tokens.weight", config.vocab, config.hidden)
+    layers = tuple(_layer(config, targets, index) for index in range(config.num_layers))
+    norm = targets.one("model.norm.weight", config.hidden)
+    head = embedding if config.tied_embeddings else targets.one("lm_head.weight", config.vocab, config.hidden)
+    return Weights(embedding, layers, norm, head)
+
+
+def _layer(config: ModelConfig, targets: _Targets, index: int) -> LayerWeights:
+    at = f"model.layers.{index}"
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = {"q": q, "k": kv, "v": kv}
+    qkv = {f"{at}.self_attn.{name}_proj.weight": size for name, size in rows.items()}
+    biases = {f"{at}.self_attn.{name}_proj.bias": size for name, size in rows.items()}
+    mlp = {f"{at}.mlp.{name}_proj.weight": config.intermediate for name in ("gate", "up")}
+    return LayerWeights(
+        input_norm=targets.one(f"{at}.input_layernorm.weight", config.hidden),
+        qkv=targets.stacked(qkv, config.hidden),
+        qkv_bias=targets.stacked(biases) if config.qkv_bias else None,
+        q_norm=targets.one(f"{at}.self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+        k_norm=targets.one(f"{at}.self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+        out=targets.one(f"{at}.self_attn.o_proj.weight", config.hidden, q),
+        mlp_norm=targets.one(f"{at}.post_attention_layernorm.weight", config.hidden),
+        gate_up=targets.stacked(mlp, config.hidden),
+        down=targets.one(f"{at}.mlp.down_proj.weight", config.hidden, config.intermediate),
+        window=config.window(index),
+    )
