@@ -11,6 +11,7 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup
+	$(BIN)/phonograph generate --chat --prompt "What is the capital of France?" --report
 	$(BIN)/python examples/decoder.py
 
 test: setup

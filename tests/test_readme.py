@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from phonograph import CheckpointError
+from phonograph.engine.checkpoints.default import default_model
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -22,6 +25,16 @@ def test_the_ten_lines_run_as_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert ", 0 failed" in shown
     y = names["y"]
     assert tuple(getattr(y, "shape", ())) == (5, 16)
+
+
+def test_the_question_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        default_model()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "LLM()" in block)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "The capital of France is Paris." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", re.findall(r"^make (\w+)", README, re.M))

@@ -68,7 +68,9 @@ class EngineCore:
         try:
             return self.executor.launch(step)
         except Exception as error:
-            log.warning("step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error)
+            log.warning(
+                "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
+            )
             return self._execute_singly(step)
 
     def _execute_singly(self, step: Step) -> Launched:

@@ -285,6 +285,4 @@ def _within(plan: PhasePlan, limit: int) -> PhasePlan:
     """The phase's plan, with the engine's limit where nothing else says how far buckets go."""
     if plan.backend == "disabled" or plan.buckets is not None or plan.limit is not None:
         return plan
-    return PhasePlan(
-        plan.backend, limit, None, plan.exact, plan.max_padding_ratio, plan.max_padding_rows
-    )
+    return PhasePlan(plan.backend, limit, None, plan.exact, plan.max_padding_ratio, plan.max_padding_rows)

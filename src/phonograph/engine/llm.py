@@ -219,5 +219,3 @@ def limits_for(options: EngineOptions, context: int, eos_ids: Many[int]) -> Limi
         max_ahead=options.max_ahead,
         eos_ids=tuple(eos_ids),
     )
-
-

@@ -1,0 +1,100 @@
+"""The default model in our engine against `transformers` on the same weights, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph import CheckpointError
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.llm import LLM, EngineOptions
+from phonograph.engine.request import SamplingParams
+
+transformers = pytest.importorskip("transformers")
+
+TOPICS = ["the sea", "a clock", "winter", "bread", "a lost key", "the moon", "trains", "a garden", "music", "rain"]
+FORMS = [
+    "Write one sentence about {}.",
+    "What is {}?",
+    "Once upon a time there was {}",
+    "List three facts about {}:\n1.",
+    "def about(topic='{}'):\n",
+]
+PROMPTS = [form.format(topic) for topic in TOPICS for form in FORMS]
+MARGIN = 1e-3
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    try:
+        default_model()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    return LLM(device="cpu", options=EngineOptions(max_seqs=16, max_len=512, dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def reference(llm: LLM) -> Any:
+    config = llm.checkpoint.config
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab,
+            hidden_size=config.hidden,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            rms_norm_eps=config.rms_eps,
+            max_position_embeddings=config.max_len,
+            tie_word_embeddings=config.tied_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        )
+    )
+    missing, unexpected = model.load_state_dict(dict(llm.checkpoint.tensors()), strict=False)
+    assert missing == ["lm_head.weight"]  # tied
+    assert not unexpected
+    model.tie_weights()
+    return model.float().eval()
+
+
+def test_logits_equal(llm: LLM, reference: Any) -> None:
+    prompt = tuple(llm.tokenizer.encode("The quick brown fox jumps over the lazy dog, and then"))  # type: ignore[union-attr]
+    ids = torch.tensor(prompt)
+    pages = torch.arange(1, 1 + -(-len(prompt) // llm.limits.page_size)).repeat(len(prompt), 1)
+    queries = Queries(torch.ones_like(ids), torch.arange(len(prompt)), pages, one_per_sequence=True)
+    decoder = llm.executor._decoder
+    with torch.inference_mode():
+        found = decoder.logits(decoder.hidden(ids, queries, llm.executor.cache))
+        wanted = reference(ids[None]).logits[0]
+    assert (found - wanted).abs().max().item() <= 1e-3
+
+
+def test_greedy_tokens_are_identical_wherever_the_margin_allows(llm: LLM, reference: Any) -> None:
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    compared = 0
+    for done in llm.generate(PROMPTS, params):
+        ids = torch.tensor([[*done.prompt, *done.tokens]])
+        with torch.inference_mode():
+            logits = reference(ids).logits[0, len(done.prompt) - 1 : -1]
+        top = logits.topk(2, -1).values
+        sure = (top[:, 0] - top[:, 1]) > MARGIN
+        assert torch.equal(logits.argmax(-1)[sure], torch.tensor(done.tokens)[sure]), done.text
+        compared += int(sure.sum())
+    assert compared > 0.95 * 16 * len(PROMPTS)
+
+
+def test_the_answer_to_a_question(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(max_tokens=32, temperature=0.0)
+    assert llm.chat(question, params).text == "The capital of France is Paris."
+    assert "".join(llm.stream_chat(question, params)) == "The capital of France is Paris."
+
+
+def test_a_stop_string_never_leaks(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    done = llm.chat(question, SamplingParams(max_tokens=32, temperature=0.0, stop=(" is Par",)))
+    assert done.text == "The capital of France"
+    llm.core.scheduler.integrity()

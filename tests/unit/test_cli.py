@@ -1,0 +1,72 @@
+"""The command line: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phonograph import CheckpointError
+from phonograph.cli.main import main
+from phonograph.engine.checkpoints.default import default_model
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def default() -> None:
+    try:
+        default_model()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+
+def test_generate_answers_with_the_default_model(default: None, capsys: Capture) -> None:
+    status = main(["generate", "--chat", "--prompt", "What is the capital of France?", "--report", "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert status == 0
+    assert out.startswith("The capital of France is Paris.\n")
+    assert "tokens/s" in out
+    assert "decode.backend   disabled  measured" in out
+
+
+def test_generate_on_the_graph_path_as_json(default: None, capsys: Capture) -> None:
+    flags = ["--device", "emulated", "--max-len", "64", "--max-seqs", "1", "--prefill-graph-limit", "16"]
+    assert main(["generate", "--prompt", "One, two, three,", "--max-tokens", "4", "--json", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["finish"] == "length"
+    assert len(found["tokens"]) == 4
+    assert main(["generate", "--prompt", "One, two, three,", "--max-tokens", "4", "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == found["tokens"]
+
+
+def test_explain_needs_no_weights(capsys: Capture) -> None:
+    assert main(["explain", "--device", "emulated", "--decode-graph-backend", "breakable"]) == 0
+    out = capsys.readouterr().out
+    assert "decode.backend         breakable  asked" in out
+    assert "prefill.backend        breakable  default" in out
+
+
+def test_chat_ends_at_an_empty_line(default: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["What is the capital of France?", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert main(["chat", "--device", "cpu", "--max-len", "512"]) == 0
+    assert "The capital of France is Paris." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["generate", "--prompt", "x", "--model", "/nowhere"], "does not exist"),
+        (["generate", "--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["generate", "--prompt", "x", "--shape", "gpt-9"], "known: qwen3-8b"),
+        (["generate", "--prompt", "x", "--device", "cuba"], "did you mean 'cuda'"),
+        (["explain", "--device", "emulated", "--decode-graph-backend", "ful"], "did you mean 'full'"),
+        (["explain", "--device", "emulated", "--graphs", "off", "--decode-graph-backend", "full"], "graphs-off"),
+    ],
+)
+def test_bad_input_says_what_to_do(argv: list[str], says: str, capsys: Capture) -> None:
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Traceback" not in err
