@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -236,25 +237,25 @@ class Executor:
         return DecodeBatch(rows, self._width([s.num_computed for s in step.decodes]), level)
 
     def _prefill_batch(self, step: Step, level: Sampling) -> PrefillBatch:
-        parts = [(s.row, s.num_computed - 1, (0,), True, True) for s in step.decodes]
-        parts += [(c.sequence.row, c.start, c.tokens, False, c.samples) for c in step.prefills]
-        tokens, rows, positions, decoding, ends, spans = [], [], [], [], [], []
-        for row, start, known, is_decode, samples in parts:
-            spans.append(Span(row, len(tokens), start, len(known)))
-            tokens += known
-            rows += [row] * len(known)
-            positions += range(start, start + len(known))
-            decoding += [is_decode] * len(known)
-            if samples:
-                ends.append(len(tokens) - 1)
-        width = self._width([span.start + span.count for span in spans])
+        num_decodes = len(step.decodes)
+        spans = [Span(s.row, index, s.num_computed - 1, 1) for index, s in enumerate(step.decodes)]
+        ends = list(range(num_decodes))
+        known = [0] * num_decodes  # their tokens are in the tables
+        for chunk in step.prefills:
+            spans.append(Span(chunk.sequence.row, len(known), chunk.start, chunk.count))
+            known += chunk.tokens
+            if chunk.samples:
+                ends.append(len(known) - 1)
+        counts = [span.count for span in spans]
+        decoding = np.zeros(len(known), dtype=bool)
+        decoding[:num_decodes] = True
         return PrefillBatch(
-            np.asarray(tokens, dtype=np.int64),
-            np.asarray(rows, dtype=np.int64),
-            np.asarray(positions, dtype=np.int64),
-            np.asarray(decoding, dtype=bool),
+            np.asarray(known, dtype=np.int64),
+            np.repeat(np.asarray([span.row for span in spans], dtype=np.int64), counts),
+            np.concatenate([np.arange(span.start, span.start + span.count) for span in spans]),
+            decoding,
             np.asarray(ends, dtype=np.int64),
-            width,
+            self._width([span.start + span.count for span in spans]),
             level,
             tuple(spans),
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence as Many
+from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,7 +125,7 @@ class LLM:
         self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Complete prompts, texts or token ids; results in the order of the prompts, n for each."""
-        many = [prompts] if isinstance(prompts, str) else list(prompts)
+        many: list[str | Many[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         readers = self._submit([self._encoded(prompt) for prompt in many], params or SamplingParams())
         for _ in self._run(readers):
             pass
@@ -175,7 +176,7 @@ class LLM:
             raise
         return readers
 
-    def _run(self, readers: dict[Sequence, _Reader]) -> Iterator[tuple[Sequence, str]]:
+    def _run(self, readers: dict[Sequence, _Reader]) -> Generator[tuple[Sequence, str], None, None]:
         """Step until all are done; a caller that stops listening cancels what is left."""
         left = set(readers)
         try:
