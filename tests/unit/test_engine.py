@@ -19,7 +19,7 @@ PROMPTS = [[5, 9, 200, 3], [7], list(range(20, 61)), [11] * 9, list(range(100, 1
 
 
 def make(device: Device | str = "emulated", backend: str | None = None, **options: Any) -> LLM:
-    settings = {"max_seqs": 4, "max_tokens": 32, "max_len": 96, "page_size": 8, **options}
+    settings = {"max_seqs": 4, "max_tokens": 32, "max_len": 96, "page_size": 8, "dtype": torch.float32, **options}
     asked = [ask(f"{p}.backend", backend, origin="test") for p in ("decode", "prefill")] if backend else []
     return LLM(RandomCheckpoint(SHAPES["tiny"]), device=device, options=EngineOptions(**settings), asked=asked)
 
@@ -30,19 +30,21 @@ def tokens(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams 
     return found
 
 
-@pytest.fixture(scope="module")
-def one_by_one() -> list[list[int]]:
+def alone(device: Device | str) -> list[list[int]]:
     """Each prompt alone, nothing shared, nothing recorded: what everything else must equal."""
-    llm = make("cpu", max_seqs=1, max_tokens=64, prefix_cache=False, max_ahead=0)
+    llm = make(device, "disabled", max_seqs=1, max_tokens=64, prefix_cache=False, max_ahead=0)
     return [tokens(llm, [prompt])[0] for prompt in PROMPTS]
 
 
+@pytest.fixture(scope="module")
+def one_by_one() -> list[list[int]]:
+    return alone("cpu")
+
+
 @pytest.mark.parametrize("backend", ["disabled", "full", "breakable"])
-def test_every_backend_gives_the_tokens_of_each_prompt_alone(
-    device: Device, backend: str, one_by_one: list[list[int]]
-) -> None:
+def test_every_backend_gives_the_tokens_of_each_prompt_alone(device: Device, backend: str) -> None:
     llm = make(device, backend)
-    assert tokens(llm) == one_by_one
+    assert tokens(llm) == alone(device)
     eager = sum(runner.stats.eager.total() for runner in llm.executor.runners.values())
     assert (eager == 0) == (backend != "disabled")
 

@@ -8,10 +8,12 @@ from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from phonograph.devices import Device, open_device
+from phonograph.engine.attention.base import Attention
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
@@ -25,7 +27,7 @@ from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence
 from phonograph.engine.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
-from phonograph.errors import CheckpointError
+from phonograph.errors import CheckpointError, DeviceError
 from phonograph.graphs.config import Ask, Asked, Measured
 from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.resolve import Plan, resolve
@@ -50,6 +52,8 @@ class EngineOptions:
     max_ahead: int = 1
     dtype: torch.dtype | None = None
     """Default: float32 on the CPU, bfloat16 elsewhere."""
+    attention: Literal["reference", "triton"] | None = None
+    """Default: triton on a GPU, the torch reference elsewhere."""
 
 
 @dataclass
@@ -110,12 +114,13 @@ class LLM:
         self.device = open_device(device)
         self.options = options
         self.plan = plan_for(self.device, asked, on_cpu_by_default=device in (None, "cpu"))
+        attention = attention_for(self.device, options)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config, on = self.checkpoint.config, self.device.torch_device
         dtype = options.dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
         self.limits = limits_for(options, config.max_len, self.tokenizer.eos_ids if self.tokenizer else config.eos_ids)
         weights = load_weights(self.checkpoint, dtype, on, progress)
-        decoder = Decoder(config, weights, ReferenceAttention(), self.limits.max_len)
+        decoder = Decoder(config, weights, attention, self.limits.max_len)
         self.executor = Executor(decoder, self.device, self.plan, self.limits)
         self.reports = self.executor.capture(progress)
         self.core = EngineCore(Scheduler(self.limits, prefix_cache=options.prefix_cache), self.executor)
@@ -197,9 +202,24 @@ class LLM:
                 self.core.step()
 
 
+def attention_for(device: Device, options: EngineOptions) -> Attention:
+    """The attention that was asked for, or the one that the device is best served by."""
+    name = options.attention or ("triton" if device.torch_device.type == "cuda" else "reference")
+    if name == "reference":
+        return ReferenceAttention()
+    try:
+        from phonograph.engine.attention.triton import TritonAttention
+    except ImportError:
+        raise DeviceError("attention='triton' needs Triton. Run: pip install triton") from None
+    return TritonAttention()
+
+
 def plan_for(device: Device, asked: Asked | Many[Ask], *, on_cpu_by_default: bool) -> Plan:
     """The plan; on the CPU nothing is recorded unless the emulated device was asked for."""
     measured = []
+    if device.torch_device.type == "cuda":
+        reason = "attention reads lengths and pages from device memory, so one graph serves any number of requests"
+        measured = [Measured("prefill.backend", "full", reason)]
     if device.torch_device.type == "cpu" and on_cpu_by_default:
         reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
         measured = [Measured(f"{phase}.backend", "disabled", reason) for phase in ("decode", "prefill")]
