@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph import Device, EmulatedDevice, RequestError, verify
+from phonograph import Device, EmulatedDevice, Reason, RequestError, verify
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM, EngineOptions
 from phonograph.engine.models.config import SHAPES
@@ -114,8 +114,47 @@ def test_a_prompt_that_is_too_long_is_refused_and_nothing_is_lost(one_by_one: li
 
 
 def test_what_can_not_be_served_yet_is_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="presence_penalty"):
-        make("cpu").generate([[1]], SamplingParams(presence_penalty=1.0))
+    with pytest.raises(RequestError, match="logprobs"):
+        make("cpu").generate([[1]], SamplingParams(logprobs=2))
+
+
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(RequestError, match="token 999 is not in the vocabulary of 256"):
+        make("cpu").generate([[1, 999]], GREEDY)
+
+
+def penalised(**changes: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **changes)
+
+
+def test_penalties_and_bias_do_what_they_say(device: Device) -> None:
+    llm = make(device, "full")
+    assert tokens(llm, [PROMPTS[0]], penalised(logit_bias={7: 100.0})) == [[7] * 12]
+    for changes in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
+        said = tokens(llm, [PROMPTS[3]], penalised(**changes))[0]
+        assert len(set(said)) > len(set(tokens(llm, [PROMPTS[3]])[0])), changes
+    said = tokens(llm, [PROMPTS[3]], penalised(repetition_penalty=100.0))[0]
+    assert len(set(said)) == 12
+    assert not set(said) & set(PROMPTS[3])
+    assert llm.executor.runners["decode"].stats.eager[Reason.FEATURE_NOT_CAPTURED] > 0
+
+
+def test_penalties_of_one_request_are_not_anothers(one_by_one: list[list[int]]) -> None:
+    llm = make("cpu")
+    alone = tokens(llm, [PROMPTS[3]], penalised(presence_penalty=2.0))[0]
+    sequences = {
+        **llm._submit([tuple(PROMPTS[3])], penalised(presence_penalty=2.0)),
+        **llm._submit([tuple(PROMPTS[0])], GREEDY),
+    }
+    for _ in llm._run(sequences):
+        pass
+    assert [reader.done.tokens for reader in sequences.values()] == [alone, one_by_one[0]]
+    assert tokens(llm, [PROMPTS[3]])[0] == one_by_one[3]  # the row is neutral again
+
+
+def test_penalties_survive_preemption() -> None:
+    params = penalised(presence_penalty=2.0, repetition_penalty=1.5)
+    assert tokens(make("cpu", cache_tokens=104), PROMPTS, params) == tokens(make("cpu"), PROMPTS, params)
 
 
 def test_a_request_that_raises_inside_the_model_fails_alone(one_by_one: list[list[int]]) -> None:

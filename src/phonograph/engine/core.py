@@ -28,17 +28,15 @@ class EngineCore:
 
     def add(self, request: Request) -> list[Sequence]:
         """Take a request in; refused with the reason if it can't be served."""
-        params = request.params
-        asked = {
-            "repetition_penalty": params.repetition_penalty != 1.0,
-            "presence_penalty": params.presence_penalty != 0.0,
-            "frequency_penalty": params.frequency_penalty != 0.0,
-            "logit_bias": bool(params.logit_bias),
-            "logprobs": params.logprobs is not None,
-        }
-        missing = [name for name, is_asked in asked.items() if is_asked]
-        if missing:
-            raise RequestError(f"request {request.id}: {', '.join(missing)} can't be served yet. Leave it out.")
+        if request.params.logprobs is not None:
+            raise RequestError(f"request {request.id}: logprobs can't be served yet. Leave it out.")
+        vocab = self.executor.vocab
+        outside = [token for token in (*request.prompt, *request.params.logit_bias) if not 0 <= token < vocab]
+        if outside:
+            raise RequestError(
+                f"request {request.id}: token {outside[0]} is not in the vocabulary of {vocab}. "
+                "Encode the text with the model's own tokenizer."
+            )
         return self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:

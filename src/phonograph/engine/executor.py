@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from phonograph.devices import Device
 from phonograph.engine.attention.base import Attention, PagedCache, Queries, Span
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.penalties import PenaltyTables, is_penalised
 from phonograph.engine.request import SamplingParams
-from phonograph.engine.sampler import Sampling, pick
+from phonograph.engine.sampler import Sampling, penalise, pick
 from phonograph.engine.step import Step
 from phonograph.engine.tables import RequestTables, TableUpdates
 from phonograph.graphs.breaks import graph_break
@@ -29,8 +31,6 @@ from phonograph.graphs.progress import Progress
 from phonograph.graphs.resolve import PhasePlan, Plan
 from phonograph.graphs.runner import Runner, RunnerOptions
 from phonograph.graphs.slots import Pad, Slot
-
-_CAPTURED_LEVELS = (Sampling.GREEDY, Sampling.TRUNCATED)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Executor:
     def __init__(self, model: Decoder, device: Device, plan: Plan, limits: Limits) -> None:
         self.device = device
         self.limits = limits
+        self.vocab = model.config.vocab
         self.max_pages = -(-limits.max_len // limits.page_size)
         config, on = model.config, device.torch_device
         self.cache = PagedCache.empty(
@@ -121,7 +122,6 @@ class Executor:
         self.tables = RequestTables(device, limits.max_seqs, self.max_pages)
         self._decoder = model
         self._prefiller = Decoder(config, model.weights, _SpanAttention(model.attention), limits.max_len)
-        self._params: dict[int, SamplingParams] = {}
         pool, memory = BufferPool(device), device.new_pool()
         options = RunnerOptions(
             outputs="own", strict=plan.graphs == "strict", debug=plan.debug, collect_garbage=plan.gc, eager_copies=False
@@ -174,10 +174,24 @@ class Executor:
         positions = tables.length[rows]
         queries = Queries(rows, positions, tables.pages[rows, : batch.width], one_per_sequence=True)
         hidden = self._decoder.hidden(tables.last_token[rows], queries, self.cache)
-        logits = self._decoder.logits(hidden)
-        tokens = pick(logits, tables.sampling(rows, positions + 1), batch.level)
-        tables.advance(rows, tokens, positions + 1)
+        return self._next_tokens(self._decoder.logits(hidden), rows, positions + 1, batch.level)
+
+    def _next_tokens(
+        self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, level: Sampling
+    ) -> torch.Tensor:
+        """Pick a token for every row and note it in the tables."""
+        if level is Sampling.PENALISED:
+            logits = penalise(logits, self.penalties.rows(rows))
+        tokens = pick(logits, self.tables.sampling(rows, lengths), level)
+        self.tables.advance(rows, tokens, lengths)
+        if level is Sampling.PENALISED:
+            self.penalties.count(rows, tokens)
         return tokens
+
+    @cached_property
+    def penalties(self) -> PenaltyTables:
+        """Made for the first request that asks for them: they are as wide as the vocabulary."""
+        return PenaltyTables(self.limits.max_seqs, self.vocab, self.device.torch_device)
 
     def _prefill(self, batch: PrefillBatch) -> torch.Tensor:
         tables, rows = self.tables, batch.rows
@@ -190,10 +204,7 @@ class Executor:
     def _prefill_tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
         ends = batch.ends
         rows, positions = batch.rows[ends], batch.positions[ends]
-        logits = self._prefiller.logits(hidden[ends])
-        tokens = pick(logits, self.tables.sampling(rows, positions + 1), batch.level)
-        self.tables.advance(rows, tokens, positions + 1)
-        return tokens
+        return self._next_tokens(self._prefiller.logits(hidden[ends]), rows, positions + 1, batch.level)
 
     def _decode_sample(self, level: Sampling) -> Callable[[Extent, int], DecodeBatch]:
         """Null rows only: trial runs must not touch anybody's state."""
@@ -227,6 +238,8 @@ class Executor:
             request = chunk.sequence.request
             seed = request.params.seed if request.params.seed is not None else hash((request.id, request.arrival))
             updates.enter(chunk.sequence.row, request.params, (seed + chunk.sequence.index) % (1 << 62), chunk.start)
+            if is_penalised(request.params) or "penalties" in self.__dict__:
+                self.penalties.enter(chunk.sequence)
         return updates
 
     def _width(self, lengths: Many[int]) -> int:
@@ -262,6 +275,8 @@ class Executor:
 
 
 def _level(params: SamplingParams) -> Sampling:
+    if is_penalised(params):
+        return Sampling.PENALISED
     if params.temperature == 0:
         return Sampling.GREEDY
     return Sampling.TRUNCATED if params.top_k or params.top_p < 1 or params.min_p > 0 else Sampling.SAMPLED
@@ -269,12 +284,17 @@ def _level(params: SamplingParams) -> Sampling:
 
 def _variants(sampler: Callable[[Sampling], Callable[[Extent, int], Any]]) -> list[Variant]:
     """The levels above greedy: plain temperature is served by the recordings that also truncate."""
-    captured = Sampling.TRUNCATED
 
-    def matches(batch: Any) -> bool:
-        return bool(batch.level is not Sampling.GREEDY)
+    def is_sampled(batch: Any) -> bool:
+        return batch.level in (Sampling.SAMPLED, Sampling.TRUNCATED)
 
-    return [Variant("sampled", matches, sampler(captured))]
+    def is_penalised_batch(batch: Any) -> bool:
+        return bool(batch.level is Sampling.PENALISED)
+
+    return [
+        Variant("sampled", is_sampled, sampler(Sampling.TRUNCATED)),
+        Variant("penalised", is_penalised_batch, sampler(Sampling.PENALISED), captured=False),
+    ]
 
 
 def _nothing_to_keep(batch: Any) -> AbstractContextManager[None]:
