@@ -73,19 +73,10 @@ def on_gpu(new_tokens: int) -> Figures:
 
 def on_cpu(new_tokens: int) -> Figures:
     """The default model against `transformers`, both in float32, in one run."""
-    import transformers
+    from reference import reference_model
 
     llm = LLM(device="cpu", options=EngineOptions(max_seqs=16, dtype=torch.float32))
-    config = llm.checkpoint.config
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab, hidden_size=config.hidden, intermediate_size=config.intermediate,
-            num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads, rms_norm_eps=config.rms_eps, tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        )
-    ).eval()  # fmt: skip
-    model.load_state_dict(dict(llm.checkpoint.tensors()), strict=False)
+    model = reference_model(llm.checkpoint)
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     figures: Figures = {"dtype": "float32", "threads": torch.get_num_threads()}
     for count in (1, 16):

@@ -13,7 +13,8 @@ from phonograph.engine.checkpoints.default import default_model
 from phonograph.engine.llm import LLM, EngineOptions
 from phonograph.engine.request import SamplingParams
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+from reference import reference_model
 
 TOPICS = ["the sea", "a clock", "winter", "bread", "a lost key", "the moon", "trains", "a garden", "music", "rain"]
 FORMS = [
@@ -38,26 +39,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def reference(llm: LLM) -> Any:
-    config = llm.checkpoint.config
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.intermediate,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            rms_norm_eps=config.rms_eps,
-            max_position_embeddings=config.max_len,
-            tie_word_embeddings=config.tied_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        )
-    )
-    missing, unexpected = model.load_state_dict(dict(llm.checkpoint.tensors()), strict=False)
-    assert missing == ["lm_head.weight"]  # tied
-    assert not unexpected
-    model.tie_weights()
-    return model.float().eval()
+    return reference_model(llm.checkpoint)
 
 
 def test_logits_equal(llm: LLM, reference: Any) -> None:
