@@ -177,6 +177,7 @@ def record(model: Decoder, device: Device, backend: str | None = None) -> tuple[
         bucketed="tokens",
         buckets=Buckets.tokens_up_to(128),
         phase="prefill",
+        live=["requests"],
         backend=backend,
         sample=sample_prefill,
         device=device,

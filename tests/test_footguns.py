@@ -584,7 +584,7 @@ def test_gap_arguments(device: Device) -> None:
     def sample(extent: Extent, seed: int) -> dict[str, Any]:
         return {"x": rows(device, extent.used["rows"], seed), "count": 100}
 
-    made = make(body, device, backend="breakable", sample=sample)
+    made = make(body, device, backend="breakable", sample=sample, live=["count"])
     seen.clear()
     made(x=rows(device, 3), count=7)
     assert seen == [(100, 7)]

@@ -25,7 +25,9 @@ def test_all_shapes_are_warmed_before_any_is_captured_largest_first(device: Devi
 
     make_runner(body, device)
     warm, captured = Stage.WARMING, Stage.CAPTURING
-    assert runs == [(warm, 8), (warm, 8), (warm, 4), (warm, 2), (captured, 8), (captured, 4), (captured, 2)]
+    sizes = [size for stage, size in runs if stage is warm]
+    assert sizes == [8, 2, 8, 4, 2]
+    assert runs[5:] == [(captured, 8), (captured, 4), (captured, 2)]
 
 
 def test_nothing_is_captured_by_a_constructor(device: Device) -> None:
@@ -198,13 +200,13 @@ def test_preserve_takes_the_place_of_copying_the_state(device: Device) -> None:
             entered.append(-self.size)
 
     make_runner(lambda batch: batch["x"] * 2, device, sizes=(2, 4), preserve=Keep)
-    assert entered == [4, -4] * 2 + [2, -2] + [4, -4] + [2, -2]
+    assert entered == [4, -4, 2, -2] * 3
 
 
 def test_a_barrier_keeps_ranks_together_between_warm_ups(device: Device) -> None:
     met: list[int] = []
     make_runner(lambda batch: batch["x"] * 2, device, options=RunnerOptions(barrier=lambda: met.append(1)))
-    assert len(met) == 4
+    assert len(met) == 5
 
 
 def test_progress_counts_warm_ups_and_captures(device: Device) -> None:

@@ -27,6 +27,7 @@ from phonograph import (
     ShapeKey,
     Slot,
     Variant,
+    verify,
 )
 from phonograph.graphs.progress import silent
 from runners import WIDTH, equal, make_runner, phase_plan, rows, sample_x, x_slot
@@ -413,3 +414,83 @@ def test_explain_tells_recordings_counts_and_reasons(device: Device) -> None:
     assert "25.0%" in text
     assert "2 replays, 1 eager calls" in text
     assert "1 too large: 9 seqs, the largest bucket is 8" in text
+
+
+def test_an_output_over_a_limit_dim_is_trimmed_too(device: Device) -> None:
+    mask = Slot("mask", ("seqs", "context"), torch.float32)
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        return {"mask": torch.ones(extent.used["seqs"], extent.used["context"], device=device.torch_device)}
+
+    runner = make_runner(
+        lambda batch: batch["mask"] * 2, device, slots=[mask], sample=sample, dims=[Dim("context", limit=16)]
+    )
+    given = torch.rand(3, 5, device=device.torch_device)
+    equal(runner.run({"mask": given}), given * 2)
+    assert verify(runner).ok
+    large = torch.rand(3, 17, device=device.torch_device)
+    equal(runner.run({"mask": large}), large * 2)
+    assert runner.stats.eager == {Reason.TOO_LARGE: 1}
+    assert "17 context" in runner.stats.details[Reason.TOO_LARGE]
+
+
+@pytest.mark.parametrize("body", [lambda b: b["x"].reshape(-1), lambda b: b["x"].repeat(2, 1)])
+def test_an_output_axis_that_changes_and_is_no_dim_is_refused(device: Device, body: Any) -> None:
+    runner = make_runner(body, device)
+    assert runner.report is not None
+    assert "changes with the batch and is no dim" in str(runner.report.failures[0].error)
+    equal(runner.run({"x": rows(device, 3)}), body({"x": rows(device, 3)}))
+    exact = make_runner(body, device, exact=True).report
+    assert exact is not None
+    assert not exact.failures
+
+
+def test_a_dim_per_another_must_keep_the_ratio(device: Device) -> None:
+    drafts = Slot("drafts", ("drafted",), torch.float32)
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        drafted = torch.ones(extent.used["drafted"], device=device.torch_device)
+        return {**sample_x(device)(extent, seed), "drafts": drafted}
+
+    runner = make_runner(
+        lambda batch: batch["drafts"],
+        device,
+        slots=[x_slot(), drafts],
+        sample=sample,
+        dims=[Dim("drafted", per="seqs")],
+    )
+    with pytest.raises(LoadError, match="2 drafted and 3 seqs"):
+        runner.run({"x": rows(device, 3), "drafts": torch.ones(2, device=device.torch_device)})
+
+
+def test_what_an_eager_call_returns_is_the_callers_own(device: Device) -> None:
+    total = torch.zeros(WIDTH, device=device.torch_device)
+    runner = make_runner(lambda batch: total.add_(batch["x"].sum(0)), device, backend="disabled")
+    first = runner.run({"x": torch.ones(3, WIDTH, device=device.torch_device)})
+    runner.run({"x": torch.ones(3, WIDTH, device=device.torch_device)})
+    equal(first, torch.full((WIDTH,), 3.0))
+
+
+def test_buffers_in_use_are_not_loaded_again(device: Device) -> None:
+    """A gap that calls a runner of the same pool would change what the next graph reads."""
+    pool = BufferPool(device)
+    inner = make_runner(double, device, pool=pool, name="draft", capture=False)
+    outer = make_runner(double, device, pool=pool, capture=False, tail=lambda out, batch: inner.run({"x": out}))
+    outer.capture(silent)
+    inner.capture(silent)
+    with pytest.raises(LoadError, match="in use by another call"):
+        outer.run({"x": rows(device, 3)})
+    equal(inner.run({"x": rows(device, 3)}), rows(device, 3) * 2)
+
+
+def test_state_that_only_small_buckets_write_is_restored_too(device: Device) -> None:
+    steps = torch.zeros(1, device=device.torch_device)
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        if batch["x"].shape[0] < 8:
+            steps.add_(1)
+        result: torch.Tensor = batch["x"] * 2
+        return result
+
+    make_runner(body, device)
+    equal(steps, torch.zeros(1))

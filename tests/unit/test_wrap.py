@@ -189,7 +189,7 @@ def test_prefill_with_many_requests_stays_on_the_graph(device: Device) -> None:
 
     run = graphed(
         forward, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4, 8), phase="prefill",
-        sample=sample, tail=tail, device=device,
+        sample=sample, tail=tail, live=["lengths"], device=device,
     )  # fmt: skip
     run.capture(silent)
     assert run.plan.phase("prefill").backend == "breakable"
@@ -245,3 +245,60 @@ def test_default_samples_stay_inside_valid(device: Device) -> None:
     sampled = run.runner.phase.sample(Extent({"seqs": 500}, {"seqs": 500}), 3)
     assert set(np.unique(sampled["index"].cpu())) == {0, 1, 2, 3, 4}
     assert 0.5 <= sampled["scale"].min() <= sampled["scale"].max() <= 1.0
+
+
+def test_arguments_by_position_and_by_name_are_the_same_with_keywords(device: Device) -> None:
+    def scaled(x: torch.Tensor, **more: float) -> torch.Tensor:
+        return x * more.get("factor", 1.0)
+
+    run = graphed(scaled, slots=SLOTS[:1], bucketed="seqs", buckets=[4], device=device)
+    run.capture(silent)
+    x = inputs(device, 3)["x"]
+    equal(run(x, factor=3.0), x * 3)
+    equal(run(x=x, factor=3.0), x * 3)
+    assert run.stats.eager == {Reason.FEATURE_NOT_CAPTURED: 2}
+    assert run.decide(x, factor=3.0) == run.decide(x=x, factor=3.0)
+
+
+def test_arguments_without_names_are_refused() -> None:
+    for function in (lambda *x: x, lambda x, /: x):
+        with pytest.raises(DeclarationError, match="without names"):
+            graphed(function, slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(4))
+
+
+def test_a_slot_that_is_not_given_has_the_functions_default(device: Device) -> None:
+    twos = torch.full((4,), 2.0, device=device.torch_device)
+
+    def scaled(x: torch.Tensor, scale: torch.Tensor | None = twos) -> torch.Tensor:
+        return x[:, :4] if scale is None else x[:, :4] * scale
+
+    slots = [SLOTS[0], Slot("scale", (4,), torch.float32, absent=1.0)]
+    run = graphed(scaled, slots=slots, bucketed="seqs", buckets=Buckets.of(4), device=device)
+    run.capture(silent)
+    x = inputs(device, 3)["x"]
+    equal(run(x), scaled(x))
+    equal(run(x, scale=None), x[:, :4])
+    assert run.stats.replays.total() == 2
+
+
+@pytest.mark.parametrize("tail", [None, lambda out, batch: out])
+def test_an_argument_that_changes_is_noticed_also_in_place_and_with_a_tail(device: Device, tail: Any) -> None:
+    config = [1.0]
+
+    def scaled(x: torch.Tensor, config: list[float] = config) -> torch.Tensor:
+        return x * config[0]
+
+    run = graphed(scaled, slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(4), device=device, tail=tail)
+    run.capture(silent)
+    x = inputs(device, 3)["x"]
+    equal(run(x), x)
+    equal(run(x, config=[7.0]), x * 7)
+    equal(run(x, config=config), x)
+    config[0] = 5.0
+    equal(run(x, config=config), x * 5)
+    assert (run.stats.replays.total(), run.stats.eager.total()) == (2, 2)
+
+
+def test_outputs_must_be_own_or_view(device: Device) -> None:
+    with pytest.raises(DeclarationError, match="'views'"):
+        captured(device, outputs="views")

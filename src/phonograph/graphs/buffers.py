@@ -76,6 +76,7 @@ class Registry:
         self._values = [SlotValues(slot, owner) for slot in self.slots]
         self._carriers = {name: _carriers(self.slots, name) for name in dims}
         self._size_paths = {name: path_of(dim.field) for name, dim in dims.items() if dim.field is not None}
+        self._ratios = [(name, dim.per, dim.times) for name, dim in dims.items() if dim.per is not None]
         self._growing = GrowingMemory(device)
         self._eager = Layouts(self._values, self.dims, self._growing, _NOTHING, owner=owner)
         self._graph: Layouts | None = None
@@ -174,7 +175,14 @@ class Registry:
 
     def measure(self, batch: Any, beside: Mapping[str, Any] = _NOTHING) -> dict[str, int]:
         """How much of every dim the batch uses."""
-        return {dim: self.size_of(dim, batch, beside) for dim in self.dims}
+        used = {dim: self.size_of(dim, batch, beside) for dim in self.dims}
+        for name, base, times in self._ratios:
+            if used[name] != used[base] * times:
+                raise LoadError(
+                    f"loading {self.owner}: the batch uses {used[name]} {name} and {used[base]} {base}; "
+                    f"{name} is declared as {times} per {base}. Give as many, or declare it with a limit."
+                )
+        return used
 
     # -- load ---------------------------------------------------------------------------------------------
 

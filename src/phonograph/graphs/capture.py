@@ -25,6 +25,7 @@ from phonograph.graphs.extent import Extent
 from phonograph.graphs.outputs import OutputBuffers, Run, specs_of, trimmed_axes
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.progress import Progress
+from phonograph.graphs.snapshots import snapshot
 from phonograph.graphs.state import SavedState
 
 log = logging.getLogger("phonograph")
@@ -88,7 +89,7 @@ class Captured:
 
     recordings: dict[ShapeKey, Recording]
     carried: dict[ShapeKey, dict[str, Any]]
-    """What the sample of each recording had besides slots, where it is a dict: replays keep these values."""
+    """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
     axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]
     report: CaptureReport
 
@@ -164,10 +165,11 @@ class Capture:
         return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch)
 
     def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
-        for index, key in enumerate(keys):
-            # The first ones are the largest: workspaces reach their final size before the rehearsal.
-            if key.size == keys[0].size:
+        # The largest brings workspaces to their final size; both ends show which state bodies write.
+        for key in keys:
+            if key.size in (keys[0].size, keys[-1].size):
                 self._warm(key, WarmUp.FREE)
+        for index, key in enumerate(keys):
             self._warm(key, WarmUp.REHEARSAL)
             self.progress(f"warming {key}", index + 1, len(keys))
 
@@ -185,7 +187,7 @@ class Capture:
         bound = self._bind(key, Stage.WARMING)
         with entering(bound.now), self._keeping(bound.batch, first=warm_up is WarmUp.FREE):
             result = self.backend.prepare(key, bound.body, warm_up)
-        self._runs[key] = [Run(self._varying(self.phase.padded(key.size)), specs_of(result))]
+        self._runs[key] = [Run(self.phase.padded(key.size), specs_of(result))]
 
     def _diagnosed(self, key: ShapeKey, error: Exception) -> CaptureError:
         """The error of a warm-up, named by op and line: a second run watches every op, which the first need not."""
@@ -197,27 +199,33 @@ class Capture:
                 found = as_capture_error(second, key)
         return found
 
-    def _varying(self, sizes: dict[str, int]) -> dict[str, int]:
-        dims = self.phase.all_dims
-        return {name: size for name, size in sizes.items() if dims[name].limit is None}
-
     def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]:
         grouped: dict[tuple[str, frozenset[str]], list[ShapeKey]] = {}
         for key in keys:
             if key not in self._errors:
                 grouped.setdefault((key.variant, key.absent), []).append(key)
-        axes = {}
+        axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]] = {}
         for group, members in grouped.items():
             runs = [run for key in members for run in self._runs[key]]
-            if len(members) == 1 and self.trims:
-                # One size can't tell an axis that follows the bucket from one that only equals it.
-                runs += self._probe(members[0])
-            axes[group] = trimmed_axes(runs) if self.trims else {}
+            if not self.trims:
+                axes[group] = {}
+                continue
+            has_limits = any(dim.limit is not None for dim in self.phase.all_dims.values())
+            if len(members) == 1 or has_limits:
+                # Sizes that never change can't tell an axis that follows a dim from one that only equals it.
+                runs += self._probe(members[-1], must_run=len(members) == 1)
+            try:
+                axes[group] = trimmed_axes(runs)
+            except CaptureError as error:
+                for key in members:
+                    self._errors[key] = CaptureError(error.problem, error.remedy, shape=str(key))
         return axes
 
-    def _probe(self, key: ShapeKey) -> list[Run]:
-        """An eager run at another size; a body that has only one size fails here, and its key with it."""
+    def _probe(self, key: ShapeKey, *, must_run: bool) -> list[Run]:
+        """An eager run at other sizes; a body that must run but has only one size fails here, and its key with it."""
         sizes = self.phase.padded(key.size - 1 if key.size > 1 else 2)
+        dims = self.phase.all_dims
+        sizes = {name: max(1, size - 1) if dims[name].limit is not None else size for name, size in sizes.items()}
         extent = Extent(sizes, sizes)
         without = self.phase.without
         try:
@@ -228,9 +236,11 @@ class Capture:
             now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
             with entering(now), self._keeping(sample.batch, first=True):
                 result = self.phase.forward(view.batch, view.beside)
-            return [Run(self._varying(sizes), specs_of(result))]
+            return [Run(sizes, specs_of(result))]
         except Exception as error:
             failed = as_capture_error(error, key)
+            if not must_run:
+                return []
             failed.remedy = (
                 f"The body must run at other sizes than {key.size}, or use Buckets.of({key.size}, exact=True)"
             )
@@ -259,7 +269,7 @@ class Capture:
             bound = self._bind(key, Stage.CAPTURING)
             if isinstance(bound.batch, dict):
                 slots = {slot.path[0] for slot in self.phase.slots}
-                self._carried[key] = {name: value for name, value in bound.batch.items() if name not in slots}
+                self._carried[key] = {name: snapshot(value) for name, value in bound.batch.items() if name not in slots}
             with entering(bound.now), self._keeping(bound.batch, first=False):
                 return self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         except Exception as error:

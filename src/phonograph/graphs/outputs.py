@@ -45,13 +45,24 @@ class Run:
 def trimmed_axes(runs: Sequence[Run]) -> dict[str, dict[int, str]]:
     """For each output, the axes that follow a dim through runs of different size."""
     axes: dict[str, dict[int, str]] = {}
+    changing = [dim for dim in runs[0].sizes if len({run.sizes[dim] for run in runs}) > 1]
     for path, spec in runs[0].outputs.items():
         for axis in range(len(spec.shape)):
-            for dim in runs[0].sizes:
-                if all(_follows(run, path, axis, dim) for run in runs):
-                    axes.setdefault(path, {})[axis] = dim
-                    break
+            followed = next((dim for dim in changing if all(_follows(run, path, axis, dim) for run in runs)), None)
+            if followed is not None:
+                axes.setdefault(path, {})[axis] = followed
+            elif len({_size(run, path, axis) for run in runs} - {None}) > 1:
+                raise CaptureError(
+                    f"axis {axis} of the output {path or '(the only one)'} changes with the batch and is no dim: "
+                    f"{[_size(run, path, axis) for run in runs]} for {[dict(run.sizes) for run in runs]}",
+                    "Return it with the dim as an axis of its own, or use exact buckets",
+                )
     return axes
+
+
+def _size(run: Run, path: str, axis: int) -> int | None:
+    spec = run.outputs.get(path)
+    return spec.shape[axis] if spec is not None and axis < len(spec.shape) else None
 
 
 def _follows(run: Run, path: str, axis: int, dim: str) -> bool:

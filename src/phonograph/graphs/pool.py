@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -88,6 +89,8 @@ class BufferPool:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.sealed = False
+        self.in_use = threading.Lock()
+        """Held by the runner whose load means something right now."""
         self._leases: list[Lease] = []
         self._placements: list[Callable[[], None]] = []
         self._private: list[str] = []

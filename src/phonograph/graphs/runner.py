@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from phonograph.devices import Device, MemoryPool
-from phonograph.errors import CoverageError, DeclarationError
+from phonograph.errors import CoverageError, DeclarationError, LoadError
 from phonograph.graphs.backends import BACKENDS, DebugBackend, Recording
 from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.buffers import LoadMode, Prepared, Registry
@@ -23,7 +23,6 @@ from phonograph.graphs.phase import Phase
 from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.resolve import PhasePlan
-from phonograph.graphs.tree import map_leaves
 
 Outputs = Literal["own", "view"]
 _NOTHING: Mapping[str, Any] = {}
@@ -47,6 +46,10 @@ class RunnerOptions:
     """Whether the eager path copies its inputs into buffers; without, device values are used as they are."""
     barrier: Callable[[], None] | None = None
     """Called between warm-ups where ranks must stay together."""
+
+    def __post_init__(self) -> None:
+        if self.outputs not in ("own", "view"):
+            raise DeclarationError(f"outputs is {self.outputs!r}; expected 'own' or 'view'.")
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Runner:
         self._outputs = OutputBuffers(device.torch_device)
         self._entries: dict[ShapeKey, _Entry] = {}
         self._groups = set(phase.groups())
+        self._limits = {name: dim.limit for name, dim in phase.all_dims.items() if dim.limit is not None}
         self._grouped = bool(phase.variants or phase.keyed)
         self._routes: dict[tuple[str, frozenset[str]], list[Decision]] = {}
         self._entry_now = Current(phase.name, plan.backend, Stage.REPLAYING)
@@ -261,11 +265,23 @@ class Runner:
             torch._C._set_grad_enabled(True)
 
     def _run(self, batch: Any, beside: Mapping[str, Any]) -> Any:
-        used = self.registry.measure(batch, beside)
-        decision = self._decide(batch, beside, used[self.phase.bucketed])
-        if isinstance(decision, Replay):
-            return self._replay(decision.key, batch, beside, used)
-        return self._eager(decision, batch, beside, used)
+        if not self.pool.in_use.acquire(blocking=False):
+            raise LoadError(
+                f"running {self.phase.name}: its buffers are in use by another call, of another thread or around this "
+                "one. Give this runner a BufferPool of its own, or call one after the other."
+            )
+        try:
+            used = self.registry.measure(batch, beside)
+            decision = self._decide(batch, beside, used[self.phase.bucketed])
+            if isinstance(decision, Replay):
+                over = next((name for name, limit in self._limits.items() if used[name] > limit), None)
+                if over is None:
+                    return self._replay(decision.key, batch, beside, used)
+                detail = f"{used[over]} {over}, graphs hold {self._limits[over]}"
+                decision = RunEagerly(Reason.TOO_LARGE, detail)
+            return self._eager(decision, batch, beside, used)
+        finally:
+            self.pool.in_use.release()
 
     def _replay(self, key: ShapeKey, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
         entry, phase = self._entries[key], self.phase
@@ -302,17 +318,8 @@ class Runner:
             if phase.tail is not None and not phase.tail_captured:
                 result = phase.tail(result, view.batch)
         self.stats.count_eager(decision)
-        return self._released_from_buffers(result)
-
-    def _released_from_buffers(self, result: Any) -> Any:
-        """An eager body may hand back an input; the next load must not change what the caller holds."""
-        if self.options.outputs == "view":
-            return result
-
-        def free(_: str, leaf: Any) -> Any:
-            return leaf.clone() if isinstance(leaf, torch.Tensor) and self.registry.holds(leaf) else leaf
-
-        return map_leaves(result, free)
+        # An eager body may hand back an input or its own state, which the next call changes.
+        return own(result) if self.options.outputs == "own" else result
 
     # -- explain ------------------------------------------------------------------------------------------
 

@@ -129,7 +129,11 @@ class _Verification:
         self._seed = seed
         self._tolerance = tolerance
         phase = runner.phase
-        sizes = {**phase.padded(used), **{d.name: d.limit for d in phase.all_dims.values() if d.limit is not None}}
+        limits = {d.name: d.limit for d in phase.all_dims.values() if d.limit is not None}
+        # The first batch fills these dims, the others half.
+        sizes = phase.padded(used) | {
+            name: limit if seed % 2 == 0 else -(-limit // 2) for name, limit in limits.items()
+        }
         self._extent = Extent(sizes, phase.padded(key.size))
         self._unpadded = Extent(sizes, sizes)
         self._used = used

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ from phonograph.graphs.resolve import Plan, resolve
 from phonograph.graphs.rules import Facts
 from phonograph.graphs.runner import Outputs, Runner, RunnerOptions
 from phonograph.graphs.slots import Slot
+from phonograph.graphs.snapshots import snapshot
 from phonograph.graphs.verify import VerifyReport, verify
 
 log = logging.getLogger("phonograph")
@@ -41,14 +42,19 @@ class Graphed:
         self._function = function
         self._phase = phase
         self._signature = signature
+        self._names = [name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._slot_defaults = {
+            slot.path[0]: signature.parameters[slot.path[0]].default
+            for slot in runner.phase.slots
+            if slot.path[0] in signature.parameters
+            and signature.parameters[slot.path[0]].default not in (None, inspect.Parameter.empty)
+        }
         self.runner = runner
         self.plan = plan
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            kwargs = self._signature.bind(*args, **kwargs).arguments
-        return self.runner.run(kwargs)
+        return self.runner.run(self._arguments(args, kwargs))
 
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Record every bucket."""
@@ -56,7 +62,15 @@ class Graphed:
 
     def decide(self, *args: Any, **kwargs: Any) -> Decision:
         """What a call with these arguments would run."""
-        return self.runner.decide(self._signature.bind(*args, **kwargs).arguments)
+        return self.runner.decide(self._arguments(args, kwargs))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name; a slot that is not given has the function's default."""
+        if args:
+            kwargs = dict(zip(self._names, args, strict=False)) | kwargs
+            if len(args) > len(self._names):
+                self._signature.bind(*args)  # raises as the function would
+        return self._slot_defaults | kwargs if self._slot_defaults else kwargs
 
     def explain(self) -> str:
         """The plan, what is captured, counts, and the reason of each eager call."""
@@ -99,8 +113,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     *,
     slots: Sequence[Slot],
     bucketed: str,
-    buckets: Buckets,
+    buckets: Buckets | Sequence[int],
     dims: Sequence[Dim] = (),
+    live: Collection[str] = (),
     phase: str = "decode",
     backend: str | None = None,
     device: str | torch.device | Device | None = None,
@@ -117,13 +132,14 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     """Serve calls of a function or module by recorded graphs.
 
     The function is called with its slots by name; other arguments are passed on as they are. In a recording
-    they keep the value that the sample has, so a call with another value runs eagerly, unless gaps or a tail
-    may read it. A `tail` takes the used rows of the function's outputs
+    they keep the value that the sample has, so a call with another value runs eagerly, unless the argument is
+    named `live`: only gaps and the tail read it. A `tail` takes the used rows of the function's outputs
     and the live arguments, and is never recorded. `phase` picks the defaults of the plan (`full` for
     decode, `breakable` for prefill). Nothing is recorded before `.capture()`.
     """
     on = open_device(device if device is not None else _device_of(function))
     _say_once_if_emulated(on, asked=device is not None)
+    buckets = buckets if isinstance(buckets, Buckets) else Buckets(tuple(buckets))
     call = function.forward if isinstance(function, torch.nn.Module) else function
     resolved = resolve(_asks(phase, buckets, backend, strict=strict, debug=debug), facts_of(on))
     signature = inspect.signature(call)
@@ -139,8 +155,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         plan=plan,
         preserve=preserve,
     )
-    others = _Others(signature, slots)
-    declared = replace(declared, admission=[others.admit] if tail is None else [])
+    others = _Others(signature, slots, live)
+    declared = replace(declared, admission=[others.admit])
     options = RunnerOptions(outputs=outputs, strict=strict, debug=resolved.debug, eager_copies=eager_copies)
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
     others.runner = runner
@@ -163,45 +179,42 @@ def _asks(phase: str, buckets: Buckets, backend: str | None, *, strict: bool, de
 
 
 class _Others:
-    """The arguments that are no slots: a recording without gaps has them frozen in, so others must run eagerly."""
+    """The arguments that are no slots: a recording has them frozen in, so a call with others runs eagerly.
 
-    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot]) -> None:
-        taken = {slot.path[0] for slot in slots}
-        parameters = [p for name, p in signature.parameters.items() if name not in taken]
-        self._taken = taken
-        self._defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    Only those named `live`, which just gaps and the tail read, may change.
+    """
+
+    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot], live: Collection[str]) -> None:
+        self._left_out = {slot.path[0] for slot in slots} | set(live)
+        self._defaults = {
+            name: snapshot(parameter.default)
+            for name, parameter in signature.parameters.items()
+            if name not in self._left_out and parameter.default is not inspect.Parameter.empty
+        }
         self.runner: Runner | None = None
 
     def admit(self, batch: dict[str, Any], key: ShapeKey) -> RunEagerly | None:
         """Refuse a replay that would not see an argument."""
-        if self.runner is None or (batch.keys() <= self._taken and not self._defaults):
+        if self.runner is None or (not self._defaults and batch.keys() <= self._left_out):
             return None
-        if self.runner.recording(key).has_gaps:
-            return None  # gaps see the live arguments
-        given = {**self._defaults, **{name: v for name, v in batch.items() if name not in self._taken}}
-        recorded = {**self._defaults, **self.runner.carried(key)}
+        given = self._defaults | {name: snapshot(v) for name, v in batch.items() if name not in self._left_out}
+        carried = self.runner.carried(key)
+        recorded = self._defaults | {name: v for name, v in carried.items() if name not in self._left_out}
         for name in given.keys() | recorded.keys():
-            if name not in given or name not in recorded or not _is_same(given[name], recorded[name]):
+            if name not in given or name not in recorded or given[name] != recorded[name]:
                 detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
                 return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
         return None
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Equal, without asking tensors or arrays, whose values may change behind an equal look."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or hasattr(one, "__array__"):
-        return False
-    try:
-        return bool(one == other)
-    except Exception:
-        return False
-
-
 def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: str) -> None:
     """Refuse a slot that the function can't be called with."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
+        raise DeclarationError(
+            f"{name}{signature} takes arguments without names, and slots are passed by name. "
+            "Wrap it in a function that names them."
+        )
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return
     for slot in slots:

@@ -117,8 +117,11 @@ class _Capturing:
     def _weak(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._device.weak(value) if self._pool.owns(value) else value
-        if type(value) is tuple:
-            return tuple(self._weak(item) for item in value)
+        if type(value) in (tuple, list):
+            # A list is copied: the gap sees it as it is here, whatever the body does to it later.
+            return type(value)(self._weak(item) for item in value)
+        if type(value) is dict:
+            return {key: self._weak(item) for key, item in value.items()}
         return value
 
     def _weak_tree(self, tree: Any) -> Any:
