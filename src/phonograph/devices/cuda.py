@@ -63,7 +63,8 @@ class CudaPool:
                     memory.fill_(_POISON_BYTES[pattern])
 
     def _segments(self) -> list[dict[str, Any]]:
-        # torch 2.11 gives back a reference to each number that it was only lent, and a number above 256 dies of that.
+        # torch 2.11 seems to release a reference to each number that it does not own: a process with more than 256
+        # pools, whose ids are ordinary objects, crashes. One more reference for each call keeps them alive.
         for number in self.id:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
         segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot(self.id)  # type: ignore[no-untyped-call]
