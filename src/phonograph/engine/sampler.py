@@ -100,12 +100,3 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
-
-
-def log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The picked token's log-probability, and the `count` most likely tokens with theirs."""
-    logs = logits.log_softmax(-1)
-    top, ids = logs.topk(count, -1)
-    return logs.gather(1, tokens[:, None])[:, 0], top, ids
