@@ -78,23 +78,10 @@ def their_tokenizer() -> Any:
 def their_model(checkpoint: GgufCheckpoint) -> Any:
     """Their class in our shape, without weights."""
     transformers = pytest.importorskip("transformers")
-    config = checkpoint.config
-    theirs = transformers.LlamaConfig(
-        vocab_size=config.vocab,
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_len,
-        rms_norm_eps=config.rms_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=True,
-        bos_token_id=config.bos_id,
-        eos_token_id=list(config.eos_ids),
-    )
+    from reference import reference_config
+
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(theirs).eval()
+        return transformers.LlamaForCausalLM(reference_config(checkpoint.config)).eval()
 
 
 class TestFile:

@@ -159,7 +159,7 @@ def test_penalties_survive_preemption() -> None:
 
 def test_a_request_that_raises_inside_the_model_fails_alone(one_by_one: list[list[int]]) -> None:
     llm = make("cpu")
-    decode, victim = llm.executor.runners["decode"].phase.body, 7
+    decode = llm.executor.runners["decode"].phase.body
 
     def poisoned(batch: Any) -> torch.Tensor:
         if bool((llm.executor.tables.last_token[batch.rows] == victim_token).any()):
@@ -168,9 +168,8 @@ def test_a_request_that_raises_inside_the_model_fails_alone(one_by_one: list[lis
         return result
 
     victim_token = one_by_one[1][3]
-    assert all(victim_token not in one for i, one in enumerate(one_by_one) if i != 1), victim
+    assert all(victim_token not in one for i, one in enumerate(one_by_one) if i != 1)
     object.__setattr__(llm.executor.runners["decode"].phase, "body", poisoned)
-    object.__setattr__(llm.executor.runners["prefill"].phase, "body", llm.executor.runners["prefill"].phase.body)
     done = llm.generate(PROMPTS[:4], GREEDY)
     assert done[1].finish is FinishReason.ERROR
     assert "this one" in done[1].error

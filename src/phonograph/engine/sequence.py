@@ -65,11 +65,6 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
-    def num_known(self) -> int:
-        """Tokens whose value the host knows."""
-        return len(self.request.prompt) + len(self.outputs)
-
-    @property
     def max_computed(self) -> int:
         """Tokens whose KV it can ever need: the last output is never read."""
         return len(self.request.prompt) + self.max_outputs - 1

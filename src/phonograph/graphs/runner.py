@@ -179,7 +179,7 @@ class Runner:
         return self._entries[key].recording
 
     def carried(self, key: ShapeKey) -> Mapping[str, Any]:
-        """What the sample of a recording had besides slots; a replay without gaps keeps these values."""
+        """Snapshots of what the sample of a recording had besides slots; a replay keeps these values."""
         return self._entries[key].carried
 
     def trimmed(self, key: ShapeKey, used: Mapping[str, int]) -> Any:

@@ -195,10 +195,12 @@ class _Others:
 
     def admit(self, batch: dict[str, Any], key: ShapeKey) -> RunEagerly | None:
         """Refuse a replay that would not see an argument."""
-        if self.runner is None or (not self._defaults and batch.keys() <= self._left_out):
+        if self.runner is None:
             return None
-        given = self._defaults | {name: snapshot(v) for name, v in batch.items() if name not in self._left_out}
         carried = self.runner.carried(key)
+        if not carried and batch.keys() <= self._left_out:
+            return None  # nothing but defaults, then and now
+        given = self._defaults | {name: snapshot(v) for name, v in batch.items() if name not in self._left_out}
         recorded = self._defaults | {name: v for name, v in carried.items() if name not in self._left_out}
         for name in given.keys() | recorded.keys():
             if name not in given or name not in recorded or given[name] != recorded[name]:
