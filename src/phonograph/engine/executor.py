@@ -77,7 +77,6 @@ class _SpanAttention:
     def __init__(self, inner: Attention) -> None:
         self._inner = inner
         self.name = inner.name
-        self.store = inner.store
 
     def attend(
         self, cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, window: int | None
@@ -121,7 +120,7 @@ class Executor:
         )
         self.tables = RequestTables(device, limits.max_seqs, self.max_pages)
         self._decoder = model
-        self._prefiller = Decoder(config, model.weights, _SpanAttention(model.attention), limits.max_len)
+        self._prefiller = Decoder(config, model.weights, _SpanAttention(model.attention), model.kernels, limits.max_len)
         pool, memory = BufferPool(device), device.new_pool()
         options = RunnerOptions(
             outputs="own", strict=plan.graphs == "strict", debug=plan.debug, collect_garbage=plan.gc, eager_copies=False

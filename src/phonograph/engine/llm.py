@@ -20,6 +20,7 @@ from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.executor import Executor
+from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.loading import load_weights
@@ -120,7 +121,7 @@ class LLM:
         dtype = options.dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
         self.limits = limits_for(options, config.max_len, self.tokenizer.eos_ids if self.tokenizer else config.eos_ids)
         weights = load_weights(self.checkpoint, dtype, on, progress)
-        decoder = Decoder(config, weights, attention, self.limits.max_len)
+        decoder = Decoder(config, weights, attention, ReferenceKernels(), self.limits.max_len)
         self.executor = Executor(decoder, self.device, self.plan, self.limits)
         self.reports = self.executor.capture(progress)
         self.core = EngineCore(Scheduler(self.limits, prefix_cache=options.prefix_cache), self.executor)

@@ -67,10 +67,6 @@ class Attention(Protocol):
     @property
     def name(self) -> str: ...
 
-    def store(self, cache: PagedCache, layer: int, queries: Queries, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the step's keys and values ([num_tokens, num_kv_heads, head_dim]) into their pages."""
-        ...
-
     def attend(
         self, cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, window: int | None
     ) -> torch.Tensor:

@@ -13,13 +13,6 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def store(self, cache: PagedCache, layer: int, queries: Queries, k: torch.Tensor, v: torch.Tensor) -> None:
-        size = cache.page_size
-        page = queries.pages.gather(1, (queries.positions // size)[:, None].long())[:, 0].long()
-        place = (queries.positions % size).long()
-        cache.keys[layer].index_put_((page, place), k)
-        cache.values[layer].index_put_((page, place), v)
-
     def attend(
         self, cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, window: int | None
     ) -> torch.Tensor:

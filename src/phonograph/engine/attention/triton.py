@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.attention.base import PagedCache, Queries
-from phonograph.engine.attention.reference import ReferenceAttention
 
 _BLOCK = 64
 
@@ -59,9 +58,6 @@ class TritonAttention:
     """Paged attention for GPUs; correct, and not yet tuned."""
 
     name = "triton"
-
-    def __init__(self) -> None:
-        self.store = ReferenceAttention().store
 
     def attend(
         self, cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, window: int | None

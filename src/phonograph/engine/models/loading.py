@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from phonograph.engine.checkpoints.base import Checkpoint
+from phonograph.engine.kernels.base import Heads, Norm
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.decoder import LayerWeights, Weights
 from phonograph.errors import CheckpointError
@@ -24,6 +25,9 @@ class _Targets:
         made = torch.empty(shape, dtype=self._dtype, device=self._device)
         self.places[name] = made
         return made
+
+    def norm(self, name: str, size: int, eps: float) -> Norm:
+        return Norm(self.one(name, size), eps)
 
     def stacked(self, rows: dict[str, int], *rest: int) -> torch.Tensor:
         """One tensor whose rows are those of several."""
@@ -58,7 +62,7 @@ def load_weights(
 def _allocate(config: ModelConfig, targets: _Targets) -> Weights:
     embedding = targets.one("model.embed_tokens.weight", config.vocab, config.hidden)
     layers = tuple(_layer(config, targets, index) for index in range(config.num_layers))
-    norm = targets.one("model.norm.weight", config.hidden)
+    norm = targets.norm("model.norm.weight", config.hidden, config.rms_eps)
     head = embedding if config.tied_embeddings else targets.one("lm_head.weight", config.vocab, config.hidden)
     return Weights(embedding, layers, norm, head)
 
@@ -70,14 +74,17 @@ def _layer(config: ModelConfig, targets: _Targets, index: int) -> LayerWeights:
     qkv = {f"{at}.self_attn.{name}_proj.weight": size for name, size in rows.items()}
     biases = {f"{at}.self_attn.{name}_proj.bias": size for name, size in rows.items()}
     mlp = {f"{at}.mlp.{name}_proj.weight": config.intermediate for name in ("gate", "up")}
+    q_norm, k_norm = (
+        targets.norm(f"{at}.self_attn.{name}_norm.weight", config.head_dim, config.rms_eps) if config.qk_norm else None
+        for name in ("q", "k")
+    )
     return LayerWeights(
-        input_norm=targets.one(f"{at}.input_layernorm.weight", config.hidden),
+        input_norm=targets.norm(f"{at}.input_layernorm.weight", config.hidden, config.rms_eps),
         qkv=targets.stacked(qkv, config.hidden),
         qkv_bias=targets.stacked(biases) if config.qkv_bias else None,
-        q_norm=targets.one(f"{at}.self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-        k_norm=targets.one(f"{at}.self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+        heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm),
         out=targets.one(f"{at}.self_attn.o_proj.weight", config.hidden, q),
-        mlp_norm=targets.one(f"{at}.post_attention_layernorm.weight", config.hidden),
+        mlp_norm=targets.norm(f"{at}.post_attention_layernorm.weight", config.hidden, config.rms_eps),
         gate_up=targets.stacked(mlp, config.hidden),
         down=targets.one(f"{at}.mlp.down_proj.weight", config.hidden, config.intermediate),
         window=config.window(index),

@@ -1,0 +1,81 @@
+"""What a layer asks of its kernels. Each call is a unit that an implementation may fuse into one launch.
+
+The residual stream travels as a pair: `x`, and what the last projection adds to it, `delta`. So the addition is done
+by whoever normalises next, and costs no pass over memory of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from phonograph.engine.attention.base import PagedCache, Queries
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root-mean-square norm."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Cosines and sines of rotary positions, in float32; sin carries the sign of the rotation."""
+
+    cos: torch.Tensor  # [positions or num_tokens, head_dim]
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the columns of a fused qkv projection are split: query heads, then keys, then values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+
+class Kernels(Protocol):
+    """One implementation; stateless, so that graphs of all shapes share it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def angles(self, table: Angles, positions: torch.Tensor) -> Angles:
+        """Called once per step: the table, in the form in which `rotate_and_store` wants it."""
+        ...
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + delta), x + delta); nothing is added where delta is None."""
+        ...
+
+    def norm_linear(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + delta) projected, x + delta)."""
+        ...
+
+    def norm_gated(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(silu(gate) · up of norm(x + delta), x + delta); gate and up are the two halves of the projection."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x projected."""
+        ...
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, heads: Heads, angles: Angles, queries: Queries, cache: PagedCache, layer: int
+    ) -> torch.Tensor:
+        """Norm and rotate queries and keys, write keys and values into their pages; returns the queries.
+
+        qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the result [num_tokens, num_heads, head_dim].
+        """
+        ...

@@ -1,0 +1,69 @@
+"""The kernels in torch ops, for any device."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.kernels.base import Angles, Heads, Norm
+
+
+class ReferenceKernels:
+    """Every step of the arithmetic as torch does it."""
+
+    name = "reference"
+
+    def angles(self, table: Angles, positions: torch.Tensor) -> Angles:
+        return Angles(table.cos[positions][:, None], table.sin[positions][:, None])
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x if delta is None else x + delta
+        return _normed(x, norm), x
+
+    def norm_linear(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h, x = self.add_norm(x, delta, norm)
+        return functional.linear(h, weight, bias), x
+
+    def norm_gated(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h, x = self.add_norm(x, delta, norm)
+        gate, up = functional.linear(h, gate_up).chunk(2, -1)
+        return functional.silu(gate) * up, x
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, weight)
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, heads: Heads, angles: Angles, queries: Queries, cache: PagedCache, layer: int
+    ) -> torch.Tensor:
+        kv = heads.num_kv_heads
+        mixed = qkv.view(qkv.shape[0], -1, heads.head_dim)
+        q, k, v = mixed[:, : heads.num_heads], mixed[:, -2 * kv : -kv], mixed[:, -kv:]
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q, k = _normed(q, heads.q_norm), _normed(k, heads.k_norm)
+        cos, sin = angles.cos.to(q.dtype), angles.sin.to(q.dtype)
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        store(cache, layer, queries, k, v)
+        return q
+
+
+def store(cache: PagedCache, layer: int, queries: Queries, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write keys and values ([num_tokens, num_kv_heads, head_dim]) into the pages of their tokens."""
+    size = cache.page_size
+    page = queries.pages.gather(1, (queries.positions // size)[:, None].long())[:, 0].long()
+    place = (queries.positions % size).long()
+    cache.keys[layer].index_put_((page, place), k)
+    cache.values[layer].index_put_((page, place), v)
+
+
+def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    return functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x ([num_tokens, heads, head_dim]) turned by its positions' angles."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
