@@ -41,9 +41,9 @@ def main() -> None:
 
     def ours(window: torch.Tensor) -> torch.Tensor:
         count = len(window)
-        pages = torch.arange(1, cache.keys.shape[1]).repeat(count, 1)
+        table = torch.arange(1, cache.keys.shape[1]).repeat(2, 1)
         spans = (Span(1, 0, 0, count),)
-        queries = Queries(torch.ones_like(window), torch.arange(count), pages, False, spans)
+        queries = Queries(torch.ones_like(window), torch.arange(count), table, False, spans)
         return decoder.logits(decoder.hidden(window, queries, cache))
 
     model = reference_model(llm.checkpoint)

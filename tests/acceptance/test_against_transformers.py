@@ -45,8 +45,8 @@ def reference(llm: LLM) -> Any:
 def test_logits_equal(llm: LLM, reference: Any) -> None:
     prompt = tuple(llm.tokenizer.encode("The quick brown fox jumps over the lazy dog, and then"))  # type: ignore[union-attr]
     ids = torch.tensor(prompt)
-    pages = torch.arange(1, 1 + -(-len(prompt) // llm.limits.page_size)).repeat(len(prompt), 1)
-    queries = Queries(torch.ones_like(ids), torch.arange(len(prompt)), pages, one_per_sequence=True)
+    table = torch.arange(1, 1 + -(-len(prompt) // llm.limits.page_size)).repeat(2, 1)
+    queries = Queries(torch.ones_like(ids), torch.arange(len(prompt)), table, one_per_sequence=True)
     decoder = llm.executor._decoder
     with torch.inference_mode():
         found = decoder.logits(decoder.hidden(ids, queries, llm.executor.cache))

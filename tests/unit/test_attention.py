@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,12 +28,13 @@ def cache_and_queries(
     cache = PagedCache.empty(2, 1 + most * len(spans), PAGE, kv_heads, head_dim, dtype=dtype, device=DEVICE)
     cache.keys.normal_()
     cache.values.normal_()
-    table = (torch.randperm(most * len(spans)) + 1).view(len(spans), most).int().to(DEVICE)
-    which = torch.tensor([i for i, span in enumerate(spans) for _ in range(span.count)], device=DEVICE)
+    pages = (torch.randperm(most * len(spans)) + 1).view(len(spans), most).int()
+    table = torch.cat([torch.zeros(1, most, dtype=torch.int32), pages]).to(DEVICE)
+    rows = torch.tensor([span.row for span in spans for _ in range(span.count)], device=DEVICE)
     places = [span.start + offset for span in spans for offset in range(span.count)]
     positions = torch.tensor(places, device=DEVICE)
     q = torch.randn(len(places), num_heads, head_dim, device=DEVICE).to(dtype)
-    return cache, Queries(which + 1, positions, table[which], one_per_sequence=False), q
+    return cache, Queries(rows, positions, table, one_per_sequence=False), q
 
 
 def by_hand(cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -42,7 +44,7 @@ def by_hand(cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, wi
     for token in range(q.shape[0]):
         position = int(queries.positions[token])
         first = 0 if window is None else max(0, position - window + 1)
-        pages = queries.pages[token].long()
+        pages = queries.table[queries.rows[token]].long()
         keys = cache.keys[layer][pages].flatten(0, 1)[first : position + 1].double()
         values = cache.values[layer][pages].flatten(0, 1)[first : position + 1].double()
         for head in range(q.shape[1]):
@@ -79,16 +81,17 @@ def test_every_token_sees_its_sequence_up_to_itself(
     name: str, kind: str, heads: tuple[int, int, int], window: int | None
 ) -> None:
     cache, queries, q = cache_and_queries(SPANS[kind], *heads)
-    found = IMPLEMENTATIONS[name].attend(cache, 1, queries, q, window)
+    found = IMPLEMENTATIONS[name].prepare(cache, queries).attend(1, q, window)
     torch.testing.assert_close(found.double(), by_hand(cache, 1, queries, q, window), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", list(SPANS))
 def test_spans_change_the_way_not_the_result(kind: str) -> None:
     cache, queries, q = cache_and_queries(SPANS[kind], 4, 2, 16)
-    spans = Queries(queries.rows, queries.positions, queries.pages, False, tuple(SPANS[kind]))
+    spans = replace(queries, spans=tuple(SPANS[kind]))
     attention = ReferenceAttention()
-    torch.testing.assert_close(attention.attend(cache, 0, spans, q, None), attention.attend(cache, 0, queries, q, None))
+    by_span, by_token = (attention.prepare(cache, given).attend(0, q, None) for given in (spans, queries))
+    torch.testing.assert_close(by_span, by_token)
 
 
 @pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
@@ -96,7 +99,8 @@ def test_bfloat16_is_near_float64(name: str) -> None:
     if name == "triton" and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter does not compute in bfloat16")
     cache, queries, q = cache_and_queries(SPANS["mixed"], 8, 2, 64, torch.bfloat16)
-    found, wanted = IMPLEMENTATIONS[name].attend(cache, 0, queries, q, None), by_hand(cache, 0, queries, q, None)
+    found = IMPLEMENTATIONS[name].prepare(cache, queries).attend(0, q, None)
+    wanted = by_hand(cache, 0, queries, q, None)
     assert ((found.double() - wanted).norm() / wanted.norm()).item() <= 1e-2
 
 
@@ -107,7 +111,7 @@ def test_store_writes_each_token_to_its_place_and_nothing_else() -> None:
     store(cache, 1, queries, k, v)
     touched = torch.zeros(cache.keys.shape[:3], dtype=torch.bool, device=DEVICE)
     for token, position in enumerate(queries.positions.tolist()):
-        page = int(queries.pages[token, position // PAGE])
+        page = int(queries.table[queries.rows[token], position // PAGE])
         torch.testing.assert_close(cache.keys[1, page, position % PAGE], k[token])
         torch.testing.assert_close(cache.values[1, page, position % PAGE], v[token])
         touched[1, page, position % PAGE] = True

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from phonograph.devices import Device
-from phonograph.engine.attention.base import Attention, PagedCache, Queries, Span
+from phonograph.engine.attention.base import Attention, PagedCache, Queries, Span, StepAttention
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.penalties import PenaltyTables, is_penalised
@@ -78,26 +78,35 @@ class _SpanAttention:
         self._inner = inner
         self.name = inner.name
 
-    def attend(
-        self, cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
+    def prepare(self, cache: PagedCache, queries: Queries) -> StepAttention:
         if current().breaker is None:
-            return self._inner.attend(cache, layer, queries, q, window)
-        return self._attend(cache, layer, queries.rows, queries.positions, queries.pages, q, window)
+            return self._inner.prepare(cache, queries)
+        return _BrokenAttention(self._inner, cache, queries)
+
+
+@dataclass(frozen=True)
+class _BrokenAttention:
+    """Prepares in every gap anew, with the spans of the step that is replayed."""
+
+    inner: Attention
+    cache: PagedCache
+    queries: Queries
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
+        return self._attend(layer, self.queries.rows, self.queries.positions, self.queries.table, q, window)
 
     @graph_break
     def _attend(
         self,
-        cache: PagedCache,
         layer: int,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        pages: torch.Tensor,
+        table: torch.Tensor,
         q: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
-        spans = current().batch.spans
-        return self._inner.attend(cache, layer, Queries(rows, positions, pages, False, spans), q, window)
+        queries = Queries(rows, positions, table, False, current().batch.spans)
+        return self.inner.prepare(self.cache, queries).attend(layer, q, window)
 
 
 class Executor:
@@ -171,7 +180,7 @@ class Executor:
     def _decode(self, batch: DecodeBatch) -> torch.Tensor:
         tables, rows = self.tables, batch.rows
         positions = tables.length[rows]
-        queries = Queries(rows, positions, tables.pages[rows, : batch.width], one_per_sequence=True)
+        queries = Queries(rows, positions, tables.pages[:, : batch.width], one_per_sequence=True)
         hidden = self._decoder.hidden(tables.last_token[rows], queries, self.cache)
         return self._next_tokens(self._decoder.logits(hidden), rows, positions + 1, batch.level)
 
@@ -197,7 +206,7 @@ class Executor:
         tokens = torch.where(batch.decoding, tables.last_token[rows], batch.tokens)
         # A recording may not look at the host's spans; an eager pass is faster with them.
         spans = batch.spans if current().stage is Stage.EAGER else None
-        queries = Queries(rows, batch.positions, tables.pages[rows, : batch.width], False, spans)
+        queries = Queries(rows, batch.positions, tables.pages[:, : batch.width], False, spans)
         return self._prefiller.hidden(tokens, queries, self.cache)
 
     def _prefill_tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:

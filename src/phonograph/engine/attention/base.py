@@ -22,11 +22,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Queries:
-    """Where the tokens of a step stand. Every token sees its sequence up to its own position."""
+    """Where the tokens of a step stand. Every token sees its sequence up to its own position.
+
+    The tokens of one row stand together, at consecutive positions. What attention gives for padding is finite and
+    means nothing.
+    """
 
     rows: torch.Tensor  # [num_tokens], 0 for padding
-    positions: torch.Tensor  # [num_tokens]
-    pages: torch.Tensor  # [num_tokens, width]: the page numbers of each token's sequence
+    positions: torch.Tensor  # [num_tokens], 0 for padding
+    table: torch.Tensor  # [num_rows, width]: the page numbers of each row's sequence; row 0 is null
     one_per_sequence: bool
     """Whether this is a decode step."""
     spans: tuple[Span, ...] | None = None
@@ -61,14 +65,24 @@ class PagedCache:
         )
 
 
+class StepAttention(Protocol):
+    """Attention of one step: what all layers share is already computed."""
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Mix values for q ([num_tokens, num_heads, head_dim]); with a window, only over that many last positions."""
+        ...
+
+
 class Attention(Protocol):
     """One implementation; stateless, so that graphs of all shapes share it."""
 
     @property
     def name(self) -> str: ...
 
-    def attend(
-        self, cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
-        """Mix values for q ([num_tokens, num_heads, head_dim]); with a window, only over that many last positions."""
+    def prepare(self, cache: PagedCache, queries: Queries) -> StepAttention:
+        """Do once per step, before the layers, what depends on the queries alone.
+
+        It runs inside the recording. Host planning that a library needs belongs in `Phase.plan`, outside of it; what
+        was planned there is picked up here by the number of tokens.
+        """
         ...

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
 
-from phonograph.engine.attention.base import PagedCache, Queries, Span
+from phonograph.engine.attention.base import PagedCache, Queries, Span, StepAttention
 
 
 class ReferenceAttention:
@@ -13,40 +15,51 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def attend(
-        self, cache: PagedCache, layer: int, queries: Queries, q: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
+    def prepare(self, cache: PagedCache, queries: Queries) -> StepAttention:
         if queries.spans is not None and not queries.one_per_sequence:
-            return self._by_span(cache, layer, queries, q, window, queries.spans)
-        num_tokens, width = queries.pages.shape
-        keys = cache.keys[layer][queries.pages.long()]  # [num_tokens, width, page_size, kv_heads, head_dim]
-        values = cache.values[layer][queries.pages.long()]
-        length = width * cache.page_size
+            return _BySpan(cache, queries, queries.spans)
+        return _ByToken(cache, queries.positions, queries.table[queries.rows].long())
+
+
+@dataclass(frozen=True)
+class _ByToken:
+    """Every token looks at all pages of its row; what lies behind its position is masked."""
+
+    cache: PagedCache
+    positions: torch.Tensor
+    pages: torch.Tensor  # [num_tokens, width]
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
+        num_tokens, width = self.pages.shape
+        keys = self.cache.keys[layer][self.pages]  # [num_tokens, width, page_size, kv_heads, head_dim]
+        values = self.cache.values[layer][self.pages]
+        length = width * self.cache.page_size
         keys = keys.view(num_tokens, length, *keys.shape[3:]).transpose(1, 2)
         values = values.view(num_tokens, length, *values.shape[3:]).transpose(1, 2)
         places = torch.arange(length, device=q.device)[None]
-        seen = _seen(places, queries.positions[:, None], window)
+        seen = _seen(places, self.positions[:, None], window)
         mixed = functional.scaled_dot_product_attention(
             q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
         )
         return mixed[:, :, 0]
 
-    def _by_span(
-        self,
-        cache: PagedCache,
-        layer: int,
-        queries: Queries,
-        q: torch.Tensor,
-        window: int | None,
-        spans: tuple[Span, ...],
-    ) -> torch.Tensor:
+
+@dataclass(frozen=True)
+class _BySpan:
+    """One call per sequence, over the pages that it fills."""
+
+    cache: PagedCache
+    queries: Queries
+    spans: tuple[Span, ...]
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
         mixed = torch.zeros_like(q)
-        size = cache.page_size
-        for span in spans:
+        size = self.cache.page_size
+        for span in self.spans:
             end = span.start + span.count
-            pages = queries.pages[span.first, : -(-end // size)].long()
-            keys = cache.keys[layer][pages].flatten(0, 1)[:end].transpose(0, 1)  # [kv_heads, end, head_dim]
-            values = cache.values[layer][pages].flatten(0, 1)[:end].transpose(0, 1)
+            pages = self.queries.table[span.row, : -(-end // size)].long()
+            keys = self.cache.keys[layer][pages].flatten(0, 1)[:end].transpose(0, 1)  # [kv_heads, end, head_dim]
+            values = self.cache.values[layer][pages].flatten(0, 1)[:end].transpose(0, 1)
             rows = slice(span.first, span.first + span.count)
             part = q[rows].transpose(0, 1)
             if span.start == 0 and window is None:

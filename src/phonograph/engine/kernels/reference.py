@@ -54,7 +54,7 @@ class ReferenceKernels:
 def store(cache: PagedCache, layer: int, queries: Queries, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write keys and values ([num_tokens, num_kv_heads, head_dim]) into the pages of their tokens."""
     size = cache.page_size
-    page = queries.pages.gather(1, (queries.positions // size)[:, None].long())[:, 0].long()
+    page = queries.table[queries.rows, queries.positions // size].long()
     place = (queries.positions % size).long()
     cache.keys[layer].index_put_((page, place), k)
     cache.values[layer].index_put_((page, place), v)

@@ -56,10 +56,11 @@ class Decoder:
         kernels = self.kernels
         x, delta = functional.embedding(tokens, self.weights.embedding), None
         angles = kernels.angles(self.rope, queries.positions)
+        attention = self.attention.prepare(cache, queries)
         for index, layer in enumerate(self.weights.layers):
             qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
             q = kernels.rotate_and_store(qkv, layer.heads, angles, queries, cache, index)
-            mixed = self.attention.attend(cache, index, queries, q, layer.window)
+            mixed = attention.attend(index, q, layer.window)
             delta = kernels.linear(mixed.flatten(1), layer.out)
             gated, x = kernels.norm_gated(x, delta, layer.mlp_norm, layer.gate_up)
             delta = kernels.linear(gated, layer.down)
