@@ -94,7 +94,9 @@ def test_rotate_and_store(shape: tuple[int, int, int], num_tokens: int, with_nor
 def queries_of(num_tokens: int) -> Queries:
     """Tokens of sequences of their own in shuffled pages; the last three, where there are five, are padding."""
     positions = torch.arange(num_tokens, device=DEVICE) * 3 % 8
-    pages = (torch.randperm(2 * num_tokens) + 1).view(num_tokens, 2).int().to(DEVICE)
+    rows = torch.arange(num_tokens, device=DEVICE) + 1
+    table = torch.zeros(num_tokens + 1, 2, dtype=torch.int32, device=DEVICE)
+    table[1:] = (torch.randperm(2 * num_tokens) + 1).view(num_tokens, 2)
     if num_tokens >= 5:
-        positions[-3:], pages[-3:] = 0, 0
-    return Queries(torch.arange(num_tokens, device=DEVICE) + 1, positions, pages, one_per_sequence=True)
+        positions[-3:], rows[-3:] = 0, 0
+    return Queries(rows, positions, table, one_per_sequence=True)

@@ -78,7 +78,6 @@ def rotate_and_store(
     out = torch.empty((num_tokens, heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return out
-    rows, table = _pages(queries)
     keys, values = cache.keys[layer], cache.values[layer]
     q_norm, k_norm = heads.q_norm, heads.k_norm
     has_norm = q_norm is not None and k_norm is not None
@@ -87,17 +86,11 @@ def rotate_and_store(
     _rotate_and_store[(num_tokens, triton.cdiv(total, block))](
         qkv, angles.cos, angles.sin,
         q_norm.weight if q_norm is not None else qkv, k_norm.weight if k_norm is not None else qkv,
-        queries.positions, rows, table, keys, values, out,
-        qkv.stride(0), angles.cos.stride(0), table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
+        queries.positions, queries.rows, queries.table, keys, values, out,
+        qkv.stride(0), angles.cos.stride(0), queries.table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
         q_norm.eps if q_norm is not None else 0.0, k_norm.eps if k_norm is not None else 0.0,
         num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
         half_columns=triton.next_power_of_2(heads.head_dim // 2), page_size=cache.page_size, block=block,
         has_norm=has_norm, pdl=pdl, num_warps=1 if block == 4 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def _pages(queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the row of each token, the page table that these rows index)."""
-    rows = torch.arange(queries.pages.shape[0], device=queries.pages.device)
-    return rows, queries.pages
