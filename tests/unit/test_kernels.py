@@ -17,11 +17,13 @@ from phonograph.engine.kernels.base import Angles, Heads, Norm
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.triton import rows
 from phonograph.engine.kernels.triton.layers import TritonKernels
+from phonograph.engine.kernels.triton.products import Products
+from phonograph.engine.kernels.tuning import Choice, Tuning
 from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 4
-REFERENCE, TRITON = ReferenceKernels(), TritonKernels()
+REFERENCE, TRITON = ReferenceKernels(), TritonKernels(DEVICE, Tuning({}))
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +102,71 @@ def queries_of(num_tokens: int) -> Queries:
     if num_tokens >= 5:
         positions[-3:], rows[-3:] = 0, 0
     return Queries(rows, positions, table, one_per_sequence=True)
+
+
+# -- products -------------------------------------------------------------------------------------------------
+
+VECTOR = {
+    "whole, a tile per program": Choice("vector", rows=4, block=64),
+    "whole, dealt to 3 programs": Choice("vector", rows=2, block=64, programs=3),
+    "whole, more columns than there are": Choice("vector", rows=2, block=128, stages=3),
+    "blocks": Choice("vector", rows=4, block=16, stages=2),
+    "blocks with a rest": Choice("vector", rows=8, block=32),
+}
+MATRIX = {
+    "tokens are tall": Choice("matrix", rows=16, block=16, stages=2),
+    "weights are tall": Choice("matrix", rows=32, block=32, swap=True),
+    "split in 3": Choice("matrix", rows=16, block=16, split=3),
+    "split in more parts than there are": Choice("matrix", rows=16, block=32, split=7, swap=True),
+    "fused": Choice("matrix", rows=16, block=32, fused=True),
+    "fused, weights are tall": Choice("matrix", rows=16, block=16, fused=True, swap=True),
+}
+CASES = [(1, choice) for choice in VECTOR.values()] + [(n, choice) for n in (1, 3, 17) for choice in MATRIX.values()]
+IDS = [f"1-vector {name}" for name in VECTOR] + [f"{n}-matrix {name}" for n in (1, 3, 17) for name in MATRIX]
+WIDTH, OUTPUTS = 56, 42
+
+
+@pytest.mark.parametrize(("num_tokens", "choice"), CASES, ids=IDS)
+def test_products(num_tokens: int, choice: Choice) -> None:
+    products = Products(DEVICE)
+    x, delta, norm = random(num_tokens, WIDTH), random(num_tokens, WIDTH), Norm(random(WIDTH), 1e-5)
+    weight, gate_up, bias = random(OUTPUTS, WIDTH), random(2 * OUTPUTS, WIDTH), random(OUTPUTS)
+    near(products.linear(choice, x, weight), REFERENCE.linear(x, weight))
+    near(products.linear(choice, x, weight, bias), REFERENCE.linear(x, weight) + bias)
+    for with_delta, with_bias in ((None, None), (delta, bias)):
+        found = products.norm_linear(choice, x, with_delta, norm, weight, with_bias)
+        wanted = REFERENCE.norm_linear(x, with_delta, norm, weight, with_bias)
+        near(found[0], wanted[0])
+        near(found[1], wanted[1])
+        found = products.norm_gated(choice, x, with_delta, norm, gate_up)
+        wanted = REFERENCE.norm_gated(x, with_delta, norm, gate_up)
+        near(found[0], wanted[0])
+        near(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("choice", [Choice("vector", rows=8, block=1024), Choice("matrix", rows=64, block=128)])
+def test_a_product_of_the_default_models_widths(choice: Choice) -> None:
+    x, weight = random(1, 576), random(100, 576)
+    near(Products(DEVICE).linear(choice, x, weight), REFERENCE.linear(x, weight))
+
+
+def test_a_split_product_leaves_its_counters_ready() -> None:
+    products, choice = Products(DEVICE), Choice("matrix", rows=16, block=16, split=3)
+    weight = random(OUTPUTS, WIDTH)
+    for _ in range(2):
+        x = random(2, WIDTH)
+        near(products.linear(choice, x, weight), x @ weight.T)
+
+
+def test_kernels_without_measurements_compute_any_number_of_tokens() -> None:
+    norm, weight, gate_up = Norm(random(WIDTH), 1e-5), random(OUTPUTS, WIDTH), random(2 * OUTPUTS, WIDTH)
+    for num_tokens in (0, 1, 2):
+        x = random(num_tokens, WIDTH)
+        near(TRITON.linear(x, weight), REFERENCE.linear(x, weight))
+        near(TRITON.norm_linear(x, None, norm, weight, None)[0], REFERENCE.norm_linear(x, None, norm, weight, None)[0])
+        near(TRITON.norm_gated(x, x, norm, gate_up)[0], REFERENCE.norm_gated(x, x, norm, gate_up)[0])
+
+
+def test_a_strided_weight_goes_to_the_library() -> None:
+    x, weight = random(1, WIDTH), random(WIDTH, OUTPUTS).T
+    near(TRITON.linear(x, weight), x @ weight.T)

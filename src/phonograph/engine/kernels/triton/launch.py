@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+LINE = tl.constexpr(128)
+"""Bytes of a cache line."""
+
 
 @triton.jit
 def begin_dependents(pdl: tl.constexpr):
@@ -24,3 +27,16 @@ def wait_for_inputs(pdl: tl.constexpr):
     """Wait until all that earlier kernels wrote can be seen."""
     if pdl:
         cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers, mask):
+    """Ask for these cache lines to be brought into L2; for weights, which no kernel writes, before the wait."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [pointers, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
