@@ -19,8 +19,9 @@ import torch
 from phonograph import verify
 from phonograph.devices import open_device
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.llm import LLM, EngineOptions
+from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams
 from phonograph.graphs.config import ask
 

@@ -12,7 +12,8 @@ import torch
 from reference import reference_model
 
 from phonograph.engine.attention.base import Queries, Span
-from phonograph.engine.llm import LLM, EngineOptions
+from phonograph.engine.llm import LLM
+from phonograph.engine.options import EngineOptions
 
 WINDOW = 512
 
@@ -37,7 +38,7 @@ def main() -> None:
     llm = LLM(device="cpu", options=EngineOptions(max_seqs=1, max_tokens=WINDOW, max_len=WINDOW, dtype=torch.float32))
     assert llm.tokenizer is not None
     tokens = torch.tensor(llm.tokenizer.encode(args.text.read_text())[: args.tokens])
-    decoder, cache = llm.executor._decoder, llm.executor.cache
+    decoder, cache = llm.executor.model, llm.executor.cache
 
     def ours(window: torch.Tensor) -> torch.Tensor:
         count = len(window)

@@ -10,7 +10,8 @@ import torch
 from phonograph import CheckpointError
 from phonograph.engine.attention.base import Queries
 from phonograph.engine.checkpoints.default import default_model
-from phonograph.engine.llm import LLM, EngineOptions
+from phonograph.engine.llm import LLM
+from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams
 
 pytest.importorskip("transformers")
@@ -47,7 +48,7 @@ def test_logits_equal(llm: LLM, reference: Any) -> None:
     ids = torch.tensor(prompt)
     table = torch.arange(1, 1 + -(-len(prompt) // llm.limits.page_size)).repeat(2, 1)
     queries = Queries(torch.ones_like(ids), torch.arange(len(prompt)), table, one_per_sequence=True)
-    decoder = llm.executor._decoder
+    decoder = llm.executor.model
     with torch.inference_mode():
         found = decoder.logits(decoder.hidden(ids, queries, llm.executor.cache))
         wanted = reference(ids[None]).logits[0]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph import Device, EmulatedDevice, Reason, RequestError, verify
+from phonograph import Device, EmulatedDevice, RequestError, verify
+from phonograph.engine.attention.base import Queries, Span
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.llm import LLM, EngineOptions
+from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.request import FinishReason, SamplingParams
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.graphs.config import ask
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -58,15 +62,18 @@ def test_every_backend_gives_the_tokens_of_each_prompt_alone(device: Device, bac
         {"max_ahead": 0},
         {"max_ahead": 3},
         {"prefix_cache": False},
+        {"mixed": False},
         {"cache_tokens": 104},  # sequences are preempted
     ],
     ids=str,
 )
-@pytest.mark.parametrize("backend", ["disabled", "full", "breakable"])
+@pytest.mark.parametrize("backend", ["disabled", "disabled with copies", "full", "breakable"])
 def test_every_scheduler_setting_gives_the_same_tokens(
     options: dict[str, Any], backend: str, one_by_one: list[list[int]]
 ) -> None:
-    assert tokens(make(EmulatedDevice(poison=True), backend, **options)) == one_by_one
+    backend, _, copies = backend.partition(" ")
+    llm = make(EmulatedDevice(poison=True), backend, eager_copies=bool(copies), **options)
+    assert tokens(llm) == one_by_one
 
 
 def test_prefix_hits_equal_cold_runs() -> None:
@@ -113,9 +120,106 @@ def test_a_prompt_that_is_too_long_is_refused_and_nothing_is_lost(one_by_one: li
     assert tokens(llm) == one_by_one
 
 
-def test_what_can_not_be_served_yet_is_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="logprobs"):
-        make("cpu").generate([[1]], SamplingParams(logprobs=2))
+@pytest.mark.parametrize("backend", ["disabled", "full"])
+def test_logprobs_are_those_of_the_raw_logits(device: Device, backend: str) -> None:
+    llm = make(device, backend)
+    params = SamplingParams(max_tokens=6, temperature=1.2, seed=3, logprobs=3, ignore_eos=True)
+    done = llm.generate(PROMPTS[:2], params)
+    plain = llm.generate(PROMPTS[:2], replace(params, logprobs=None))
+    assert [d.tokens for d in done] == [d.tokens for d in plain]  # to be asked changes no token
+    assert not plain[0].logprobs
+    for one in done:
+        logits = logits_of(llm, (*one.prompt, *one.tokens))[len(one.prompt) - 1 : -1].log_softmax(-1)
+        for at, told in enumerate(one.logprobs):
+            assert told.token == one.tokens[at]
+            assert told.logprob == pytest.approx(logits[at, told.token].item(), abs=1e-3)
+            best = logits[at].topk(3)
+            assert [token for token, _ in told.top] == best.indices.tolist()
+            assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert len(one.logprobs) == 6
+    eager = llm.executor.runners["decode"].stats.eager.total()
+    assert (eager == 0) == (backend == "full")
+
+
+def logits_of(llm: LLM, known: tuple[int, ...]) -> torch.Tensor:
+    """Logits of every position, by one pass of the model over pages 1, 2, … of an idle engine."""
+    on = llm.device.torch_device
+    count, executor = len(known), llm.executor
+    table = torch.arange(1, 1 + executor.passes.tables.pages.shape[1], device=on, dtype=torch.int32)
+    table = torch.stack([torch.zeros_like(table), table])
+    positions = torch.arange(count, device=on)
+    queries = Queries(torch.ones_like(positions), positions, table, False, (Span(1, 0, 0, count),))
+    with torch.inference_mode():
+        hidden = executor.model.hidden(torch.tensor(known, device=on), queries, executor.cache)
+        return executor.model.logits(hidden)
+
+
+def test_a_steady_decode_is_one_launch_and_loads_nothing(device: Device) -> None:
+    llm = make(device, "full", max_len=256, max_tokens=64)
+    decode = llm.executor.runners["decode"]
+    llm.generate(PROMPTS[:4], SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True))
+    replays, loads = decode.stats.replays.total(), decode.registry.counts.transfers
+    assert replays >= 76
+    assert loads <= 8 + len(decode.captured) * 8  # warm-ups, and membership changes at the beginning and the end
+
+
+def test_time_on_the_device_is_told_by_phase_and_path(device: Device) -> None:
+    for backend, path in (("full", "replay"), ("disabled", "eager")):
+        llm = make(device, backend)
+        tokens(llm)
+        assert set(llm.executor.device_seconds) == {("decode", path), ("prefill", path)}
+        assert all(0 < seconds < 60 for seconds in llm.executor.device_seconds.values())
+
+
+def test_an_idle_pass_touches_nobody(device: Device) -> None:
+    llm = make(device, "full")
+    llm.core.idle()
+    readers = llm._submit([tuple(prompt) for prompt in PROMPTS], GREEDY)
+    for _ in llm._run(readers):
+        llm.core.idle()
+    assert [reader.done.tokens for reader in readers.values()] == alone(device)
+    assert llm.executor.runners["idle"].stats.replays.total() > 5
+
+
+def test_verify_between_two_steps_changes_no_token(device: Device) -> None:
+    llm = make(device, "full")
+    readers = llm._submit([tuple(prompt) for prompt in PROMPTS], GREEDY)
+    for count, _ in enumerate(llm._run(readers)):
+        if count == 12:
+            for runner in llm.executor.runners.values():
+                verify(runner, batches=1).raise_if_failed()
+    assert [reader.done.tokens for reader in readers.values()] == alone(device)
+
+
+@pytest.mark.parametrize("moment", range(0, 40, 3))
+def test_a_request_can_be_cancelled_at_any_moment(moment: int, one_by_one: list[list[int]]) -> None:
+    llm = make("cpu", max_tokens=8, max_seqs=2, max_ahead=2)
+    readers = llm._submit([tuple(prompt) for prompt in PROMPTS], GREEDY)
+    victim = list(readers)[moment % len(readers)]
+    for step in range(2000):
+        if step == moment:
+            llm.core.cancel(victim.request.id)
+        for sequence, new, finish in llm.core.step():
+            readers[sequence].take(new, finish)
+        if llm.core.is_idle:
+            break
+    llm.core.scheduler.integrity()
+    for index, (sequence, reader) in enumerate(readers.items()):
+        if sequence is not victim:
+            assert reader.done.tokens == one_by_one[index]
+
+
+def test_a_request_past_its_deadline_ends_and_gives_its_pages_back(one_by_one: list[list[int]]) -> None:
+    llm = make("cpu")
+    now = time.monotonic()
+    late = Request("late", tuple(PROMPTS[0]), GREEDY, deadline=now - 1, arrival=now)
+    fine = Request("fine", tuple(PROMPTS[1]), GREEDY, deadline=now + 600, arrival=now)
+    (first,), (second,) = llm.core.add(late), llm.core.add(fine)
+    while not llm.core.is_idle:
+        llm.core.step()
+    assert first.finish is FinishReason.DEADLINE
+    assert second.outputs == one_by_one[1]
+    llm.core.scheduler.integrity()
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
@@ -136,7 +240,7 @@ def test_penalties_and_bias_do_what_they_say(device: Device) -> None:
     said = tokens(llm, [PROMPTS[3]], penalised(repetition_penalty=100.0))[0]
     assert len(set(said)) == 12
     assert not set(said) & set(PROMPTS[3])
-    assert llm.executor.runners["decode"].stats.eager[Reason.FEATURE_NOT_CAPTURED] > 0
+    assert llm.executor.runners["decode"].stats.eager.total() == 0  # penalties are recorded too
 
 
 def test_penalties_of_one_request_are_not_anothers(one_by_one: list[list[int]]) -> None:
@@ -161,11 +265,10 @@ def test_a_request_that_raises_inside_the_model_fails_alone(one_by_one: list[lis
     llm = make("cpu")
     decode = llm.executor.runners["decode"].phase.body
 
-    def poisoned(batch: Any) -> torch.Tensor:
-        if bool((llm.executor.tables.last_token[batch.rows] == victim_token).any()):
+    def poisoned(batch: Any) -> Any:
+        if bool((llm.executor.passes.tables.last_token[batch.rows] == victim_token).any()):
             raise ArithmeticError("this one")
-        result: torch.Tensor = decode(batch)
-        return result
+        return decode(batch)
 
     victim_token = one_by_one[1][3]
     assert all(victim_token not in one for i, one in enumerate(one_by_one) if i != 1)

@@ -77,7 +77,8 @@ def test_penalties_by_hand() -> None:
     penalties = Penalties(
         counts=torch.tensor([[3, 0, 0, 1]], dtype=torch.int32),
         prompted=torch.tensor([[False, True, False, False]]),
-        bias=torch.tensor([[0.0, 0.0, 5.0, 0.0]]),
+        bias_ids=torch.tensor([[2, 0]]),
+        bias=torch.tensor([[5.0, 0.0]]),
         repetition=torch.tensor([2.0]),
         presence=torch.tensor([0.25]),
         frequency=torch.tensor([0.5]),

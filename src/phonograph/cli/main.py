@@ -58,7 +58,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a checkpoint folder or GGUF file; default: the embedded SmolLM2-135M-Instruct")
     parser.add_argument("--shape", help="random weights of a named shape instead of a model, e.g. qwen3-8b")
     parser.add_argument("--device", help="cuda, cpu or emulated; default: the accelerator present, else the CPU")
-    parser.add_argument("--max-seqs", type=int, default=16, help="sequences that run at the same time")
+    parser.add_argument("--max-seqs", type=int, help="sequences that run at the same time; default: by memory")
     parser.add_argument("--max-len", type=int, help="the longest sequence, prompt and answer together")
 
 
@@ -90,8 +90,9 @@ def _params(args: argparse.Namespace) -> SamplingParams:
 
 def _open(args: argparse.Namespace) -> LLM:
     from phonograph.engine.checkpoints.random import RandomCheckpoint
-    from phonograph.engine.llm import LLM, EngineOptions
+    from phonograph.engine.llm import LLM
     from phonograph.engine.models.config import SHAPES
+    from phonograph.engine.options import EngineOptions
     from phonograph.errors import PlanError
     from phonograph.graphs.progress import bar
 
@@ -170,7 +171,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from phonograph.devices import open_device
-    from phonograph.engine.llm import plan_for
+    from phonograph.engine.sizing import plan_for
 
     device = open_device(args.device)
     print(plan_for(device, asked_from(args), on_cpu_by_default=args.device in (None, "cpu")).explain())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -86,6 +86,10 @@ class Fence(Protocol):
         """Wait on the host until the device has passed the point."""
         ...
 
+    def seconds_since(self, earlier: Any) -> float:
+        """Time of the device between an earlier point and this one; both timed, of this device, and passed."""
+        ...
+
 
 class Device(Protocol):
     """An adapter that can record and replay."""
@@ -122,7 +126,9 @@ class Device(Protocol):
         """Host memory that the device copies from without the host waiting."""
         ...
 
-    def fence(self) -> Fence: ...
+    def fence(self, *, timed: bool = False) -> Fence:
+        """A fence; only timed ones know when they were passed."""
+        ...
 
     def synchronize(self) -> None:
         """Wait on the host for all work of the device."""

@@ -106,6 +106,18 @@ def release_all() -> None:
 atexit.register(release_all)
 
 
+class CudaFence:
+    """An event on the current stream."""
+
+    def __init__(self, device: torch.device, timed: bool) -> None:
+        self._event = torch.Event(device, enable_timing=timed)
+        self.record = self._event.record
+        self.synchronize = self._event.synchronize
+
+    def seconds_since(self, earlier: CudaFence) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
 class _CudaRecorder:
     def __init__(self, pool: CudaPool, stream: torch.cuda.Stream) -> None:
         self._pool = pool
@@ -276,8 +288,8 @@ class CudaDevice:
     def host_block(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def fence(self) -> torch.Event:
-        return torch.Event(self.torch_device)
+    def fence(self, *, timed: bool = False) -> CudaFence:
+        return CudaFence(self.torch_device, timed)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

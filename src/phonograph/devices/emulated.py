@@ -10,6 +10,7 @@ not emulated.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -234,14 +235,20 @@ class NoGraph:
         return None
 
 
-class NoFence:
+class HostFence:
     """The CPU runs in order: every point is passed as soon as it is marked."""
 
+    def __init__(self) -> None:
+        self._passed = 0.0
+
     def record(self) -> None:
-        return None
+        self._passed = time.perf_counter()
 
     def synchronize(self) -> None:
         return None
+
+    def seconds_since(self, earlier: HostFence) -> float:
+        return self._passed - earlier._passed
 
 
 class EmulatedDevice:
@@ -290,8 +297,8 @@ class EmulatedDevice:
     def host_block(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def fence(self) -> NoFence:
-        return NoFence()
+    def fence(self, *, timed: bool = False) -> HostFence:
+        return HostFence()
 
     def synchronize(self) -> None:
         return None

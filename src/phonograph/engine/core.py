@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-
-import torch
+from dataclasses import dataclass
 
 from phonograph.engine.executor import Executor, Launched
+from phonograph.engine.readback import Sampled
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.sequence import Sequence
+from phonograph.engine.sequence import Sequence, TokenLogprob
 from phonograph.engine.step import Step, Update
 from phonograph.errors import RequestError
 
 log = logging.getLogger("phonograph")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A step whose results are there already."""
+
+    step: Step
+    sampled: Sampled
 
 
 class EngineCore:
@@ -23,13 +31,11 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self._in_flight: deque[Launched] = deque()
+        self._in_flight: deque[Launched | Finished] = deque()
         self._news: list[Update] = []
 
     def add(self, request: Request) -> list[Sequence]:
         """Take a request in; refused with the reason if it can't be served."""
-        if request.params.logprobs is not None:
-            raise RequestError(f"request {request.id}: logprobs can't be served yet. Leave it out.")
         vocab = self.executor.vocab
         outside = [token for token in (*request.prompt, *request.params.logit_bias) if not 0 <= token < vocab]
         if outside:
@@ -57,12 +63,22 @@ class EngineCore:
         if step is not None:
             self._in_flight.append(self._execute(step))
         if self._in_flight and (step is None or len(self._in_flight) > self.scheduler.limits.max_ahead):
-            done = self._in_flight.popleft()
-            self._news += self.scheduler.commit(done.step, done.result())
+            self._commit(self._in_flight.popleft())
         news, self._news = self._news, []
         return news
 
-    def _execute(self, step: Step) -> Launched:
+    def idle(self) -> None:
+        """Run a pass for nobody; raises if the device does not answer any more."""
+        self.executor.idle()
+
+    def _commit(self, done: Launched | Finished) -> None:
+        sampled = done.sampled if isinstance(done, Finished) else self.executor.collect(done)
+        updates = self.scheduler.commit(done.step, sampled.tokens)
+        if sampled.logprobs is not None:
+            _note_logprobs(done.step, sampled, {sequence for sequence, tokens, _ in updates if tokens})
+        self._news += updates
+
+    def _execute(self, step: Step) -> Launched | Finished:
         try:
             return self.executor.launch(step)
         except Exception as error:
@@ -71,21 +87,41 @@ class EngineCore:
             )
             return self._execute_singly(step)
 
-    def _execute_singly(self, step: Step) -> Launched:
-        """One pass per sequence: whoever raises is failed, the others go on."""
-        sampled: dict[Sequence, torch.Tensor] = {}
+    def _execute_singly(self, step: Step) -> Finished:
+        """One pass per sequence: whoever raises is failed, the others go on.
+
+        Steps in flight are committed first: so many passes would take the host memory that their results wait in.
+        """
+        while self._in_flight:
+            self._commit(self._in_flight.popleft())
+        found: dict[Sequence, Sampled] = {}
         for part in _parts(step):
             try:
-                tokens = self.executor.launch(part).tokens
+                sampled = self.executor.collect(self.executor.launch(part))
             except Exception as error:
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")
                 continue
             for sequence in part.sampling:
-                sampled[sequence] = tokens
-        # A failed sequence's token is dropped at commit.
-        nothing = torch.zeros(1, dtype=torch.int64, device=self.executor.device.torch_device)
-        found = [sampled.get(sequence, nothing) for sequence in step.sampling]
-        return Launched(step, torch.cat(found) if found else nothing[:0])
+                found[sequence] = sampled
+        return Finished(step, _joined([found.get(sequence) for sequence in step.sampling]))
+
+
+def _joined(parts: list[Sampled | None]) -> Sampled:
+    """What passes of one sequence each sampled; the token of one that failed means nothing, and commit drops it."""
+    tokens = [part.tokens[0] if part is not None else 0 for part in parts]
+    if not any(part is not None and part.logprobs for part in parts):
+        return Sampled(tokens)
+    nothing = (0.0, list[int](), list[float]())
+    return Sampled(tokens, [part.logprobs[0] if part is not None and part.logprobs else nothing for part in parts])
+
+
+def _note_logprobs(step: Step, sampled: Sampled, committed: set[Sequence]) -> None:
+    assert sampled.logprobs is not None
+    for sequence, token, (own, ids, values) in zip(step.sampling, sampled.tokens, sampled.logprobs, strict=True):
+        count = sequence.request.params.logprobs
+        if count is not None and sequence in committed:
+            top = tuple(zip(ids[:count], values[:count], strict=True))
+            sequence.logprobs.append(TokenLogprob(token, own, top))
 
 
 def _parts(step: Step) -> list[Step]:

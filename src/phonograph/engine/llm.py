@@ -6,9 +6,8 @@ import itertools
 import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -21,40 +20,19 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.executor import Executor
 from phonograph.engine.kernels.reference import ReferenceKernels
-from phonograph.engine.limits import Limits
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.loading import load_weights
+from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.sequence import Sequence
+from phonograph.engine.sequence import Sequence, TokenLogprob
+from phonograph.engine.sizing import cache_size, limits_for, plan_for
 from phonograph.engine.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
 from phonograph.errors import CheckpointError, DeviceError
-from phonograph.graphs.config import Ask, Asked, Measured
+from phonograph.graphs.config import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
-from phonograph.graphs.resolve import Plan, resolve
-from phonograph.graphs.wrap import facts_of
 
 Message = Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How large the engine is; the graph plan is asked for separately."""
-
-    max_seqs: int = 16
-    max_tokens: int = 512
-    """Tokens of one step."""
-    max_len: int | None = None
-    """The longest sequence; default: the model's context, at most 8192."""
-    page_size: int = 16
-    cache_tokens: int | None = None
-    """Tokens that the KV cache holds; default: enough for `max_seqs` sequences of 1024."""
-    prefix_cache: bool = True
-    max_ahead: int = 1
-    dtype: torch.dtype | None = None
-    """Default: float32 on the CPU, bfloat16 elsewhere."""
-    attention: Literal["reference", "triton"] | None = None
-    """Default: triton on a GPU, the torch reference elsewhere."""
 
 
 @dataclass
@@ -64,6 +42,8 @@ class Completion:
     prompt: tuple[int, ...]
     index: int = 0
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each token, where they were asked for."""
     text: str = ""
     finish: FinishReason | None = None
     error: str = ""
@@ -81,6 +61,7 @@ class _Reader:
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
         self.done.tokens += tokens
+        self.done.logprobs += self.sequence.logprobs[len(self.done.logprobs) : len(self.done.tokens)]
         text, hit = self._read(tokens, finish is not None) if self._detokenizer is not None else ("", None)
         self.done.text += text
         if hit is not None or finish is not None:
@@ -119,12 +100,16 @@ class LLM:
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config, on = self.checkpoint.config, self.device.torch_device
         dtype = options.dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
-        self.limits = limits_for(options, config.max_len, self.tokenizer.eos_ids if self.tokenizer else config.eos_ids)
+        eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
+        limits = limits_for(options, self.device, config.max_len, eos_ids)
         weights = load_weights(self.checkpoint, dtype, on, progress)
-        decoder = Decoder(config, weights, attention, ReferenceKernels(), self.limits.max_len)
-        self.executor = Executor(decoder, self.device, self.plan, self.limits)
+        decoder = Decoder(config, weights, attention, ReferenceKernels(), limits.max_len)
+        self.cache_size = cache_size(decoder, self.device, self.plan, limits, options, progress)
+        self.limits = replace(limits, num_pages=self.cache_size.num_pages)
+        self.executor = Executor(decoder, self.device, self.plan, self.limits, eager_copies=options.eager_copies)
         self.reports = self.executor.capture(progress)
-        self.core = EngineCore(Scheduler(self.limits, prefix_cache=options.prefix_cache), self.executor)
+        scheduler = Scheduler(self.limits, prefix_cache=options.prefix_cache, mixed=options.mixed)
+        self.core = EngineCore(scheduler, self.executor)
         self._numbers = itertools.count()
 
     def generate(
@@ -155,7 +140,10 @@ class LLM:
     def explain(self) -> str:
         """The plan, and what every phase has captured and counted."""
         runners = "\n".join(runner.explain() for runner in self.executor.runners.values())
-        return f"{self.plan.explain(phases=['decode', 'prefill'])}\n{runners}"
+        cache = (
+            f"KV cache: {self.limits.capacity:,} tokens in pages of {self.limits.page_size}: {self.cache_size.reason}"
+        )
+        return f"{self.plan.explain(phases=list(self.executor.runners))}\n{cache}\n{runners}"
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -213,31 +201,3 @@ def attention_for(device: Device, options: EngineOptions) -> Attention:
     except ImportError:
         raise DeviceError("attention='triton' needs Triton. Run: pip install triton") from None
     return TritonAttention()
-
-
-def plan_for(device: Device, asked: Asked | Many[Ask], *, on_cpu_by_default: bool) -> Plan:
-    """The plan; on the CPU nothing is recorded unless the emulated device was asked for."""
-    measured = []
-    if device.torch_device.type == "cuda":
-        reason = "attention reads lengths and pages from device memory, so one graph serves any number of requests"
-        measured = [Measured("prefill.backend", "full", reason)]
-    if device.torch_device.type == "cpu" and on_cpu_by_default:
-        reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
-        measured = [Measured(f"{phase}.backend", "disabled", reason) for phase in ("decode", "prefill")]
-    return resolve(asked, facts_of(device), measured=measured)
-
-
-def limits_for(options: EngineOptions, context: int, eos_ids: Many[int]) -> Limits:
-    """The scheduler's limits for a model of this context."""
-    max_len = min(options.max_len or 8192, context)
-    size = options.page_size
-    tokens = options.cache_tokens or max(max_len, options.max_seqs * min(max_len, 1024))
-    return Limits(
-        max_seqs=options.max_seqs,
-        max_tokens=max(options.max_tokens, options.max_seqs),
-        max_len=max_len,
-        page_size=size,
-        num_pages=-(-tokens // size) + 1,
-        max_ahead=options.max_ahead,
-        eos_ids=tuple(eos_ids),
-    )

@@ -9,6 +9,8 @@ from enum import Enum
 
 from phonograph.errors import RequestError
 
+MAX_BIASED = 300
+MAX_LOGPROBS = 20
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -47,7 +49,7 @@ class SamplingParams:
     n: int = 1
     """How many sequences to generate from the prompt."""
     logprobs: int | None = None
-    """How many alternatives to report for each token; None reports nothing."""
+    """How many alternatives to report for each token, besides its own; None reports nothing."""
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, least=1)
@@ -62,7 +64,7 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, least=0, most=2**63 - 1)
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, least=0)
+            _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.")
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -145,6 +147,8 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, found {_shown(value)}.")
+    if len(value) > MAX_BIASED:
+        raise RequestError(f"logit_bias names {len(value)} tokens; at most {MAX_BIASED} can be biased. Name fewer.")
     for token, bias in value.items():
         _whole("a token id in logit_bias", token, least=0)
         _number(f"logit_bias of token {token}", bias, -100, 100)

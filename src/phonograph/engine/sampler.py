@@ -40,15 +40,32 @@ class Penalties:
 
     counts: torch.Tensor  # [num_rows, vocab]: how often each token was put out
     prompted: torch.Tensor  # [num_rows, vocab]: whether the prompt has it
-    bias: torch.Tensor  # [num_rows, vocab]
+    bias_ids: torch.Tensor  # [num_rows, MAX_BIASED]; unused places add 0 to token 0
+    bias: torch.Tensor
     repetition: torch.Tensor  # [num_rows]
     presence: torch.Tensor
     frequency: torch.Tensor
 
 
+@dataclass(frozen=True)
+class TopLogprobs:
+    """How likely the model thought the picked tokens, and its favourites, before temperature and penalties."""
+
+    token_logprob: torch.Tensor  # [num_rows]
+    top_ids: torch.Tensor  # [num_rows, MAX_LOGPROBS]
+    top_logprobs: torch.Tensor
+
+
+def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:
+    """Log-probabilities of these tokens and of the `count` likeliest, from raw logits."""
+    total = logits.logsumexp(-1, keepdim=True)
+    top, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return TopLogprobs((logits.gather(1, tokens[:, None]) - total)[:, 0], ids, top - total)
+
+
 def penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
     """Logits after bias and penalties, in the order and with the meaning that the OpenAI API gives them."""
-    logits = logits + penalties.bias
+    logits = logits.scatter_add(1, penalties.bias_ids, penalties.bias)
     said = penalties.counts > 0
     repeated = said | penalties.prompted
     factor = torch.where(repeated, penalties.repetition[:, None], 1.0)

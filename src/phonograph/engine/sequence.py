@@ -21,6 +21,16 @@ Rank = tuple[int, int, float, int]
 """(0 once it is older than the scheduler's patience, -priority, arrival, serial): the lower goes first."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was to the model, before temperature and penalties, and its likeliest alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token, logprob), the likeliest first; as many as the request asks for."""
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One generation of a request; a request with n > 1 makes n of them.
@@ -56,6 +66,8 @@ class Sequence:
     """The latest step that was launched with it; its row and pages stay until that one is committed."""
     outputs: list[int] = field(default_factory=list)
     """Committed tokens."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each output, where the request asks for them."""
     finish: FinishReason | None = None
     error: str = ""
     """What went wrong, for FinishReason.ERROR."""

@@ -66,6 +66,20 @@ class RequestTables:
         dims = {"entries": Dim("entries"), "placed": Dim("placed")}
         self._registry = Registry(device, slots, dims, owner="request tables")
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of it, for those who save and restore rows."""
+        return (
+            self.last_token,
+            self.length,
+            self.pages,
+            self.temperature,
+            self.top_p,
+            self.min_p,
+            self.top_k,
+            self.seed,
+        )
+
     def apply(self, updates: TableUpdates) -> None:
         """Write the host's changes, after all steps launched so far."""
         if not updates:

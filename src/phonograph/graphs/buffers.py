@@ -80,6 +80,7 @@ class Registry:
         self._growing = GrowingMemory(device)
         self._eager = Layouts(self._values, self.dims, self._growing, _NOTHING, owner=owner)
         self._graph: Layouts | None = None
+        self._pool: BufferPool | None = None
         self._not_live: frozenset[Path] = frozenset()
         """Fields that the last load for a graph did not put a value of the batch into."""
 
@@ -91,6 +92,7 @@ class Registry:
             raise DeclarationError(
                 f"the buffers of {self.owner} are declared already. Graphs may hold them: keep them."
             )
+        self._pool = pool
         check_dims(self.dims, bucketed)
         sizes = padded_sizes(self.dims, bucketed, largest)
         self._check_adopted_shapes(sizes)
@@ -249,8 +251,13 @@ class Registry:
             self._compute(batch, extent, mode, beside, steps, load)
         load.issue()
         if mode is LoadMode.GRAPH:
+            self._count_load()
             self._not_live = steps.left_out.union(load.absent) if load.absent else steps.left_out
         return load.exposed
+
+    def _count_load(self) -> None:
+        if self._pool is not None:
+            self._pool.num_loads += 1
 
     def _compute(
         self, batch: Any, extent: Extent, mode: LoadMode, beside: Mapping[str, Any], steps: Steps, load: Load
@@ -277,6 +284,7 @@ class Registry:
 
     def poison_unread(self, extent: Extent, pattern: int) -> None:
         """Write legal nonsense into the tails that slots claim nobody reads."""
+        self._count_load()
         _, steps = self._steps(extent, LoadMode.GRAPH, frozenset())
         for fit in steps.fits:
             if fit.slot.is_unread:

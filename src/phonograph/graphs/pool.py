@@ -91,6 +91,8 @@ class BufferPool:
         self.sealed = False
         self.in_use = threading.Lock()
         """Held by the runner whose load means something right now."""
+        self.num_loads = 0
+        """Grows with every load for a graph: while it stands still, the buffers hold what the last one left."""
         self._leases: list[Lease] = []
         self._placements: list[Callable[[], None]] = []
         self._private: list[str] = []

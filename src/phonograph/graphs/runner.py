@@ -53,6 +53,17 @@ class RunnerOptions:
 
 
 @dataclass(frozen=True)
+class _Loaded:
+    """What the buffers hold: a recording's inputs, as they were loaded."""
+
+    key: ShapeKey
+    recording: Recording
+    outputs: Any
+    used: int
+    num_loads: int
+
+
+@dataclass(frozen=True)
 class _Fitted:
     """A recording for one used size: all that is the same for every batch of that size."""
 
@@ -113,12 +124,15 @@ class Runner:
         self.backend = DebugBackend(backend) if options.debug else backend
         self.stats = Stats()
         self.report: CaptureReport | None = None
+        self.last: Decision | None = None
+        """What the latest call ran."""
         self._outputs = OutputBuffers(device.torch_device)
         self._entries: dict[ShapeKey, _Entry] = {}
         self._groups = set(phase.groups())
         self._limits = {name: dim.limit for name, dim in phase.all_dims.items() if dim.limit is not None}
         self._grouped = bool(phase.variants or phase.keyed)
         self._routes: dict[tuple[str, frozenset[str]], list[Decision]] = {}
+        self._loaded: _Loaded | None = None
         self._entry_now = Current(phase.name, plan.backend, Stage.REPLAYING)
         if self._records:
             if self.buckets is None:
@@ -171,6 +185,7 @@ class Runner:
         for entry in self._entries.values():
             entry.recording.release()
         self._entries.clear()
+        self._loaded = None
         if self._records:
             self._route(frozenset())
 
@@ -273,13 +288,36 @@ class Runner:
         try:
             used = self.registry.measure(batch, beside)
             decision = self._decide(batch, beside, used[self.phase.bucketed])
+            self.last = decision
             if isinstance(decision, Replay):
                 over = next((name for name, limit in self._limits.items() if used[name] > limit), None)
                 if over is None:
                     return self._replay(decision.key, batch, beside, used)
                 detail = f"{used[over]} {over}, graphs hold {self._limits[over]}"
-                decision = RunEagerly(Reason.TOO_LARGE, detail)
+                decision = self.last = RunEagerly(Reason.TOO_LARGE, detail)
             return self._eager(decision, batch, beside, used)
+        finally:
+            self.pool.in_use.release()
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether the buffers still hold the last batch, and its recording needs nothing else of it."""
+        return self._loaded is not None and self._loaded.num_loads == self.pool.num_loads
+
+    def repeat(self) -> Any:
+        """Replay the last batch once more: one launch, nothing is loaded. For a body that advances its own state."""
+        if not self.pool.in_use.acquire(blocking=False):
+            raise LoadError(f"running {self.phase.name}: its buffers are in use by another call.")
+        try:
+            loaded = self._loaded
+            if loaded is None or loaded.num_loads != self.pool.num_loads:
+                raise LoadError(
+                    f"repeating {self.phase.name}: the buffers don't hold its last batch any more. "
+                    "Ask can_repeat first, and call run() where it says no."
+                )
+            loaded.recording.replay()
+            self.stats.count_replay(loaded.key, loaded.used)
+            return own(loaded.outputs) if self.options.outputs == "own" else loaded.outputs
         finally:
             self.pool.in_use.release()
 
@@ -293,8 +331,11 @@ class Runner:
             view = self.registry.load(batch, extent, beside=beside, without=phase.without)
             phase.plan(view.batch, extent)
         tail = phase.tail if not phase.tail_captured else None
+        self._loaded = None
         if tail is None and not entry.recording.has_gaps:
             entry.recording.replay()
+            if phase.plan is None:
+                self._loaded = _Loaded(key, entry.recording, result, used[phase.bucketed], self.pool.num_loads)
         else:
             live = self.registry.live(batch, extent, beside=beside, without=phase.without)
             with entering(replace(self._entry_now, batch=live.batch)):
@@ -307,6 +348,7 @@ class Runner:
     def _eager(self, decision: RunEagerly, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
         if self.options.strict:
             raise CoverageError(f"strict: {self.phase.name} has no graph for this batch: {decision.detail}.")
+        self._loaded = None
         phase = self.phase
         extent = Extent(used, used)
         mode = LoadMode.EAGER if self.options.eager_copies else LoadMode.NO_COPY

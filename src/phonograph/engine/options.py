@@ -1,0 +1,42 @@
+"""How large the engine is, and how precise; the graph plan is asked for separately."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from phonograph.errors import PlanError
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a user may set; None leaves it to the model and the memory of the device."""
+
+    max_seqs: int | None = None
+    """Sequences that run at the same time; default: by the device's memory, 16 on the CPU."""
+    max_tokens: int | None = None
+    """Tokens of one step; default: by the device's memory, 512 on the CPU."""
+    max_len: int | None = None
+    """The longest sequence; default: the model's context, at most 8192."""
+    page_size: int = 16
+    cache_tokens: int | None = None
+    """Tokens that the KV cache holds; default: what weights and graphs leave of `memory`."""
+    memory: float = 0.9
+    """The share of the device's memory that weights, graphs and KV cache may take together."""
+    prefix_cache: bool = True
+    mixed: bool = True
+    """Whether prompts and decodes may share a step."""
+    max_ahead: int = 1
+    """Steps that may be launched before their predecessor is committed."""
+    dtype: torch.dtype | None = None
+    """Default: float32 on the CPU, bfloat16 elsewhere."""
+    attention: Literal["reference", "triton"] | None = None
+    """Default: triton on a GPU, the torch reference elsewhere."""
+    eager_copies: bool = False
+    """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.memory, float | int) or not 0 < self.memory <= 1:
+            raise PlanError(f"memory is a share of the device's memory, above 0 and at most 1; found {self.memory!r}.")

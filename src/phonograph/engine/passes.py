@@ -1,0 +1,196 @@
+"""The forward passes of the engine as phases of the graph layer: decode, prefill and idle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from phonograph.devices import Device
+from phonograph.engine.attention.base import Attention, PagedCache, Queries, StepAttention
+from phonograph.engine.batches import DecodeBatch, PrefillBatch, Wants
+from phonograph.engine.limits import Limits
+from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.penalties import PenaltyTables
+from phonograph.engine.readback import Picked
+from phonograph.engine.request import MAX_LOGPROBS
+from phonograph.engine.sampler import Sampling, penalise, pick, top_logprobs
+from phonograph.engine.tables import RequestTables
+from phonograph.engine.trials import Trials
+from phonograph.graphs.breaks import graph_break
+from phonograph.graphs.context import Stage, current
+from phonograph.graphs.extent import Dim, Extent
+from phonograph.graphs.phase import Phase, Variant
+from phonograph.graphs.slots import Pad, Slot
+
+SAMPLED = Wants(Sampling.TRUNCATED)
+DETAILED = Wants(Sampling.PENALISED, logprobs=True)
+
+
+class _SpanAttention:
+    """Attention as a break: between two graphs it sees the sequences of the live batch."""
+
+    def __init__(self, inner: Attention) -> None:
+        self._inner = inner
+        self.name = inner.name
+
+    def prepare(self, cache: PagedCache, queries: Queries) -> StepAttention:
+        if current().breaker is None:
+            return self._inner.prepare(cache, queries)
+        return _BrokenAttention(self._inner, cache, queries)
+
+
+@dataclass(frozen=True)
+class _BrokenAttention:
+    """Prepares in every gap anew, with the spans of the step that is replayed."""
+
+    inner: Attention
+    cache: PagedCache
+    queries: Queries
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
+        return self._attend(layer, self.queries.rows, self.queries.positions, self.queries.table, q, window)
+
+    @graph_break
+    def _attend(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        q: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor:
+        queries = Queries(rows, positions, table, False, current().batch.spans)
+        return self.inner.prepare(self.cache, queries).attend(layer, q, window)
+
+
+class Passes:
+    """The bodies: they gather from the request tables, run the model, pick tokens, and note them in the tables."""
+
+    def __init__(self, model: Decoder, device: Device, limits: Limits, cache: PagedCache) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.vocab = model.config.vocab
+        self.tables = RequestTables(device, limits.max_seqs, -(-limits.max_len // limits.page_size))
+        self._device = device
+        self._decoder = model
+        self._prefiller = Decoder(
+            model.config, model.weights, _SpanAttention(model.attention), model.kernels, limits.max_len
+        )
+
+    @cached_property
+    def penalties(self) -> PenaltyTables:
+        """As wide as the vocabulary: made when recordings need them, or for the first request that asks."""
+        return PenaltyTables(self.limits.max_seqs, self.vocab, self._device.torch_device)
+
+    @property
+    def has_penalties(self) -> bool:
+        return "penalties" in self.__dict__
+
+    # -- phases -------------------------------------------------------------------------------------------
+
+    def phases(self, backends: Mapping[str, str]) -> dict[str, Phase]:
+        """Every phase by name, for the backends that they will have."""
+        wide = self.penalties.tensors if backends["decode"] != "disabled" else ()
+        broken = backends["prefill"] == "breakable"
+        trials = Trials(self.tables, self.cache, self.limits, self.vocab, others=wide, spans=broken)
+        phases = self._decode_phase(trials), self._prefill_phase(trials), self._idle_phase()
+        return {phase.name: phase for phase in phases}
+
+    def _decode_phase(self, trials: Trials) -> Phase:
+        def is_sampled(batch: DecodeBatch) -> bool:
+            return batch.wants.level > Sampling.GREEDY and not batch.wants.is_detailed
+
+        def is_detailed(batch: DecodeBatch) -> bool:
+            return batch.wants.is_detailed
+
+        return Phase(
+            name="decode",
+            slots=[Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, self.limits.max_seqs))],
+            bucketed="seqs",
+            body=self._decode,
+            sample=trials.decode_sampler(Wants()),
+            # Each does all that those before it do: plain temperature runs where truncation is recorded.
+            variants=[
+                Variant("sampled", is_sampled, trials.decode_sampler(SAMPLED)),
+                Variant("detailed", is_detailed, trials.decode_sampler(DETAILED)),
+            ],
+            preserve=trials.running,
+        )
+
+    def _prefill_phase(self, trials: Trials) -> Phase:
+        limits = self.limits
+        return Phase(
+            name="prefill",
+            slots=[
+                Slot("tokens", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, self.vocab - 1)),
+                Slot("rows", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_seqs)),
+                Slot("positions", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_len - 1)),
+                Slot("decoding", ("tokens",), torch.bool, pad=Pad.fill(False)),
+                Slot("ends", ("sampled",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_tokens - 1)),
+            ],
+            bucketed="tokens",
+            dims=[Dim("sampled", limit=limits.max_seqs)],
+            body=self._prefill,
+            tail=self._prefill_tail,
+            sample=trials.prefill_sample,
+            preserve=trials.running,
+        )
+
+    def _idle_phase(self) -> Phase:
+        """A pass for nobody, over the null row: it shows that the device answers."""
+        return Phase(
+            name="idle",
+            slots=[Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, 0))],
+            bucketed="seqs",
+            body=self._decode,
+            sample=_nobody,
+            preserve=_nothing_to_keep,
+        )
+
+    # -- bodies -------------------------------------------------------------------------------------------
+
+    def _decode(self, batch: DecodeBatch) -> Picked:
+        tables, rows = self.tables, batch.rows
+        positions = tables.length[rows]
+        queries = Queries(rows, positions, tables.pages[:, : batch.width], one_per_sequence=True)
+        hidden = self._decoder.hidden(tables.last_token[rows], queries, self.cache)
+        return self._next_tokens(self._decoder.logits(hidden), rows, positions + 1, batch.wants)
+
+    def _prefill(self, batch: PrefillBatch) -> torch.Tensor:
+        tables, rows = self.tables, batch.rows
+        tokens = torch.where(batch.decoding, tables.last_token[rows], batch.tokens)
+        # A recording may not look at the host's spans; an eager pass is faster with them.
+        spans = batch.spans if current().stage is Stage.EAGER else None
+        queries = Queries(rows, batch.positions, tables.pages[:, : batch.width], False, spans)
+        return self._prefiller.hidden(tokens, queries, self.cache)
+
+    def _prefill_tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
+        ends = batch.ends
+        rows, positions = batch.rows[ends], batch.positions[ends]
+        return self._next_tokens(self._prefiller.logits(hidden[ends]), rows, positions + 1, batch.wants)
+
+    def _next_tokens(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, wants: Wants) -> Picked:
+        """Pick a token for every row and note it in the tables."""
+        penalised = wants.level is Sampling.PENALISED
+        changed = penalise(logits, self.penalties.rows(rows)) if penalised else logits
+        tokens = pick(changed, self.tables.sampling(rows, lengths), wants.level)
+        self.tables.advance(rows, tokens, lengths)
+        if penalised:
+            self.penalties.count(rows, tokens)
+        return Picked(tokens, top_logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None)
+
+
+def _nobody(extent: Extent, seed: int) -> DecodeBatch:
+    return DecodeBatch(np.zeros(extent.used["seqs"], dtype=np.int64), 1, Wants())
+
+
+def _nothing_to_keep(batch: Any) -> AbstractContextManager[None]:
+    """The null row and page are nobody's."""
+    return nullcontext()

@@ -1,0 +1,138 @@
+"""How large the engine is: limits from what was asked, from the model, and from memory that was measured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phonograph.devices import Device
+from phonograph.engine.executor import Executor
+from phonograph.engine.limits import Limits
+from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.options import EngineOptions
+from phonograph.errors import DeviceError
+from phonograph.graphs.config import Ask, Asked, Measured
+from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.resolve import Plan, resolve
+from phonograph.graphs.wrap import facts_of
+
+_GIB = 1 << 30
+# (from this much device memory on, sequences, tokens of a step)
+_SIZES = ((60 * _GIB, 256, 8192), (30 * _GIB, 128, 4096), (14 * _GIB, 64, 2048), (0, 16, 1024))
+_ON_CPU = (16, 512)
+_BYTES_PER_GRAPH = 6 << 20
+"""What the driver takes for a graph besides the memory of its intermediates; measured: 2 to 6 MB."""
+
+
+def plan_for(device: Device, asked: Asked | Sequence[Ask], *, on_cpu_by_default: bool) -> Plan:
+    """The plan; on the CPU nothing is recorded unless the emulated device was asked for."""
+    measured = []
+    if device.torch_device.type == "cuda":
+        reason = "attention reads lengths and pages from device memory, so one graph serves any number of requests"
+        measured = [Measured("prefill.backend", "full", reason)]
+        total = device.memory().total
+        for phase, limit in zip(("decode", "prefill"), _sizes(device), strict=True):
+            measured.append(Measured(f"{phase}.limit", limit, f"the device has {total / _GIB:.0f} GiB of memory"))
+    if device.torch_device.type == "cpu" and on_cpu_by_default:
+        reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
+        measured = [Measured(f"{phase}.backend", "disabled", reason) for phase in ("decode", "prefill", "idle")]
+    return resolve(asked, facts_of(device), measured=measured)
+
+
+def _sizes(device: Device) -> tuple[int, int]:
+    """Default sequences and tokens of a step."""
+    if device.torch_device.type == "cpu":
+        return _ON_CPU
+    total = device.memory().total
+    return next((seqs, tokens) for least, seqs, tokens in _SIZES if total >= least)
+
+
+def limits_for(options: EngineOptions, device: Device, context: int, eos_ids: Sequence[int]) -> Limits:
+    """The scheduler's limits for a model of this context; the KV cache is as large as asked, or a default."""
+    seqs, tokens = _sizes(device)
+    max_seqs = options.max_seqs or seqs
+    max_tokens = max(options.max_tokens or tokens, max_seqs)
+    max_len = min(options.max_len or 8192, context)
+    cache_tokens = options.cache_tokens or max(max_len, max_seqs * min(max_len, 1024))
+    return Limits(
+        max_seqs=max_seqs,
+        max_tokens=max_tokens,
+        max_len=max_len,
+        page_size=options.page_size,
+        num_pages=-(-cache_tokens // options.page_size) + 1,
+        max_ahead=options.max_ahead,
+        eos_ids=tuple(eos_ids),
+    )
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How many pages the KV cache has, and why."""
+
+    num_pages: int
+    reason: str
+
+
+def cache_size(
+    model: Decoder,
+    device: Device,
+    plan: Plan,
+    limits: Limits,
+    options: EngineOptions,
+    progress: Progress = silent,
+) -> CacheSize:
+    """As asked; else, on a device with memory of its own, what weights and graphs leave of it."""
+    if options.cache_tokens is not None:
+        return CacheSize(limits.num_pages, f"{options.cache_tokens:,} tokens were asked for")
+    if device.torch_device.type == "cpu":
+        return CacheSize(limits.num_pages, f"a default on the CPU, for {limits.max_seqs} sequences")
+    needed, num_recordings = _rehearsed(model, device, plan, limits, progress)
+    memory = device.memory()
+    allowed = int(memory.total * options.memory) - memory.used
+    page = _page_bytes(model, limits.page_size)
+    num_pages = (allowed - needed - num_recordings * _BYTES_PER_GRAPH) // page
+    if num_pages < 2:
+        raise DeviceError(
+            f"sizing the KV cache: {options.memory:.0%} of {memory.total / _GIB:.1f} GiB is allowed, "
+            f"{memory.used / _GIB:.1f} are in use with the weights and graphs need {needed / _GIB:.1f} more. "
+            "Allow more memory, or lower max_seqs or max_tokens."
+        )
+    most = limits.max_seqs * -(-limits.max_len // limits.page_size) + 1
+    reason = (
+        f"{options.memory:.0%} of {memory.total / _GIB:.1f} GiB, less {memory.used / _GIB:.1f} in use with the weights "
+        f"and {needed / _GIB:.2f} for graphs and activations, measured"
+    )
+    if num_pages > most:
+        return CacheSize(most, f"all that {limits.max_seqs} sequences of {limits.max_len:,} tokens can use; {reason}")
+    return CacheSize(num_pages, reason)
+
+
+def _rehearsed(model: Decoder, device: Device, plan: Plan, limits: Limits, progress: Progress) -> tuple[int, int]:
+    """Bytes that graphs and activations take, found by recording the largest of every phase over a tiny cache.
+
+    Captured addresses are never repointed, so the cache must be there before the recordings that serve; smaller
+    recordings share the memory of the largest. Returns the bytes, and how many recordings there will be.
+    """
+    _settle(device)
+    before = device.memory().used
+    trial = Executor(model, device, plan, replace(limits, num_pages=2), largest_only=True)
+    trial.capture(progress)
+    needed = device.memory().used - before
+    num_recordings = trial.num_recordings
+    for runner in trial.runners.values():
+        runner.release()
+    del trial
+    _settle(device)
+    return needed, num_recordings
+
+
+def _settle(device: Device) -> None:
+    gc.collect()
+    device.synchronize()
+    device.free_unused()
+
+
+def _page_bytes(model: Decoder, page_size: int) -> int:
+    config = model.config
+    return 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize

@@ -1,0 +1,127 @@
+"""Sequences of random numbers in some rows of the tables, so that trial runs attend over real pages.
+
+Whatever was in these rows and pages comes back afterwards: a check may run between two steps of a busy engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from phonograph.engine.attention.base import PagedCache, Span
+from phonograph.engine.batches import DecodeBatch, PrefillBatch, Wants, rows_and_positions
+from phonograph.engine.limits import Limits
+from phonograph.engine.tables import RequestTables
+from phonograph.graphs.extent import Extent
+
+_MAX_ROWS = 32
+"""Pages are copied and put back around every trial: few enough to cost little memory."""
+
+
+class Trials:
+    """Makes sample batches, and the state that they run on.
+
+    Row r has the page 1, which all rows read, and the page r + 1 of its own, where its tokens are written. Where the
+    cache is too small for that, and for whatever a large bucket holds besides, samples point at the null row.
+    """
+
+    def __init__(
+        self,
+        tables: RequestTables,
+        cache: PagedCache,
+        limits: Limits,
+        vocab: int,
+        *,
+        others: Sequence[torch.Tensor],
+        spans: bool,
+    ) -> None:
+        self._tables = tables
+        self._cache = cache
+        self._size = limits.page_size
+        self._vocab = vocab
+        self._others = others
+        """Further tables of which trials change the first rows."""
+        self._spans = spans
+        """Whether prefill samples tell their spans, as gaps between graphs want to know them."""
+        fits = limits.max_len >= 2 * limits.page_size
+        self.num_rows = max(0, min(_MAX_ROWS, limits.max_seqs, limits.num_pages - 2)) if fits else 0
+        self.width = -(-limits.max_len // limits.page_size)
+
+    def decode_sampler(self, wants: Wants) -> Callable[[Extent, int], DecodeBatch]:
+        """Samples of a decode batch that wants this."""
+
+        def sample(extent: Extent, seed: int) -> DecodeBatch:
+            rows = np.zeros(extent.used["seqs"], dtype=np.int64)
+            count = min(len(rows), self.num_rows)
+            rows[:count] = np.arange(1, count + 1)
+            return DecodeBatch(rows, self.width, wants)
+
+        return sample
+
+    def prefill_sample(self, extent: Extent, seed: int) -> PrefillBatch:
+        """Chunks of random length, decodes among them, as far as there are rows; the rest is padding."""
+        numbers = np.random.default_rng(seed)
+        left, spans = extent.used["tokens"], list[Span]()
+        for row in range(1, self.num_rows + 1):
+            count = min(left, int(numbers.integers(1, self._size + 1)))
+            if count == 0:
+                break
+            spans.append(Span(row, extent.used["tokens"] - left, self._size, count))
+            left -= count
+        rows, positions = np.zeros((2, extent.used["tokens"]), dtype=np.int64)
+        known = extent.used["tokens"] - left
+        if spans:
+            rows[:known], positions[:known] = rows_and_positions(spans)
+        ends = np.zeros(extent.used["sampled"], dtype=np.int64)
+        lasts = [span.first + span.count - 1 for span in spans][: len(ends)]
+        ends[: len(lasts)] = lasts
+        tokens = numbers.integers(0, self._vocab, size=len(rows))
+        told = tuple(spans) if self._spans else None
+        decoding = np.zeros(len(rows), dtype=bool)
+        decoding[[span.first for span in spans if span.count == 1]] = True
+        return PrefillBatch(tokens, rows, positions, decoding, ends, self.width, Wants(), told)
+
+    @contextmanager
+    def running(self, batch: Any) -> Iterator[None]:
+        """Put random sequences into the rows; afterwards they hold what they held."""
+        count = self.num_rows
+        touched = [*self._tables.tensors, *self._others]
+        rows = [tensor[: count + 1] for tensor in touched]
+        pages = [part[:, : count + 2] for part in (self._cache.keys, self._cache.values)]
+        held = [tensor.clone() for tensor in (*rows, *pages)]
+        self._fill(pages)
+        try:
+            yield
+        finally:
+            for tensor, before in zip((*rows, *pages), held, strict=True):
+                tensor.copy_(before)
+
+    def _fill(self, pages: Sequence[torch.Tensor]) -> None:
+        count, tables = self.num_rows, self._tables
+        device = tables.length.device
+        numbers = torch.Generator().manual_seed(count)
+
+        def whole(low: int, high: int) -> torch.Tensor:
+            return torch.randint(low, high, (count,), generator=numbers).to(device)
+
+        for part in pages:
+            noise = torch.randn(part[0, 0].shape, generator=numbers, dtype=torch.float32).to(device, part.dtype)
+            # One random page, shifted by layer and page: as good a check, and a fraction of the work.
+            shifts = torch.arange(part.shape[0] * part.shape[1], device=device).view(part.shape[:2]) % 7 + 1
+            part.copy_(noise * shifts[..., None, None, None].to(part.dtype) / 4)
+        if not count:
+            return
+        within = slice(1, count + 1)
+        tables.last_token[within] = whole(0, self._vocab)
+        tables.length[within] = whole(self._size, 2 * self._size)
+        tables.pages[within, 0] = 1
+        tables.pages[within, 1] = torch.arange(2, count + 2, device=device, dtype=torch.int32)
+        tables.temperature[within] = whole(0, 3) / 2
+        tables.top_k[within] = whole(0, 9).int()
+        tables.top_p[within] = 0.5 + whole(0, 6) / 10
+        tables.min_p[within] = whole(0, 2) / 20
+        tables.seed[within] = whole(0, 1 << 40)
