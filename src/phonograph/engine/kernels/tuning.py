@@ -157,7 +157,7 @@ def save(choices: Mapping[Product, Choice], hardware: str, path: Path | None = N
     ]
     for product, choice in choices.items():
         key = {"hardware": hardware, **asdict(product), "dtype": str(product.dtype).removeprefix("torch.")}
-        entries.append({**key, "choice": _compact(choice)})
+        entries.append({**key, "choice": compact(choice)})
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("    " + json.dumps(entry) for entry in sorted(entries, key=_order))
     head = f'{{\n  "format": {FORMAT},\n  "versions": {json.dumps(versions())},\n  "entries": ['
@@ -205,7 +205,7 @@ def _product(entry: Mapping[str, Any]) -> Product:
     return Product(entry["op"], entry["tokens"], entry["outputs"], entry["inputs"], dtype)
 
 
-def _compact(choice: Choice) -> dict[str, Any]:
+def compact(choice: Choice) -> dict[str, Any]:
     """Without what is as it is by default."""
     plain = asdict(Choice("library"))
     return {name: value for name, value in asdict(choice).items() if name == "kind" or value != plain[name]}

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from phonograph.devices import Device
+from phonograph.devices import Device, MemoryPool
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.triton.products import MAX_TILES, Products
 from phonograph.engine.kernels.tuning import MOST_TOKENS, Choice, Product
@@ -152,7 +152,9 @@ def _matrices(product: Product, multiprocessors: int) -> Iterator[Choice]:
                 yield replace(tile, stages=deep, fused=True)
 
 
-def measure(device: Device, trial: Trial, choice: Choice, products: Products) -> Measurement:
+def measure(
+    device: Device, trial: Trial, choice: Choice, products: Products, pool: MemoryPool | None = None
+) -> Measurement:
     """Microseconds of one product, from one graph over all weights where the device has graphs."""
 
     def body() -> None:
@@ -162,35 +164,35 @@ def measure(device: Device, trial: Trial, choice: Choice, products: Products) ->
     try:
         with torch.no_grad():
             trial.run(products, choice, trial.weights[0])
-            us = device_us(device, body) / len(trial.weights)
+            us = device_us(device, body, pool) / len(trial.weights)
     except Exception as error:  # a choice that this device can't run is a result, whatever it raises
         device.synchronize()
         return Measurement(trial.product, choice, problem=f"{type(error).__name__}: {error}".splitlines()[0][:200])
     return Measurement(trial.product, choice, us)
 
 
-def device_us(device: Device, body: Callable[[], object], rounds: int = _ROUNDS) -> float:
-    """Median microseconds of a graph of this body; on a device without one, of the body."""
-    body()
-    device.synchronize()
+def device_us(device: Device, body: Callable[[], object], pool: MemoryPool | None = None) -> float:
+    """Median microseconds of a graph of this body; on the CPU, of the body."""
     if device.torch_device.type == "cpu":
         begin = time.perf_counter()
         body()
         return (time.perf_counter() - begin) * 1e6
-    with device.recorder(device.new_pool()) as recorder:
+    with device.rehearsal(named=False):
+        body()  # libraries make their workspaces on the stream that is recorded
+    with device.recorder(pool or device.new_pool()) as recorder:
         recorder.begin()
         body()
         graph = recorder.end()
     for _ in range(2):
         graph.replay()
     times = []
-    for _ in range(rounds):
-        begin_event, end_event = (torch.Event(device.torch_device, enable_timing=True) for _ in range(2))
-        begin_event.record()
+    for _ in range(_ROUNDS):
+        begun, ended = device.fence(timed=True), device.fence(timed=True)
+        begun.record()
         graph.replay()
-        end_event.record()
-        end_event.synchronize()
-        times.append(begin_event.elapsed_time(end_event) * 1e3)
+        ended.record()
+        ended.synchronize()
+        times.append(ended.seconds_since(begun) * 1e6)
     graph.release()
     return median(times)
 
@@ -205,7 +207,7 @@ def tune(
     choices: Callable[[Product, int], list[Choice]] = candidates,
 ) -> list[Measurement]:
     """Measure every way of computing these products; what `seconds` did not suffice for says so."""
-    products, begin = Products(device.torch_device, pdl=pdl), time.monotonic()
+    products, begin, pool = Products(device.torch_device, pdl=pdl), time.monotonic(), device.new_pool()
     found: list[Measurement] = []
     trial: Trial | None = None
     for product in sorted(wanted, key=lambda p: (p.op, p.outputs, p.inputs, p.tokens)):
@@ -217,7 +219,7 @@ def tune(
             if time.monotonic() - begin > seconds:
                 found.append(Measurement(product, choice, problem=f"not measured: the {seconds:.0f} s were over"))
             else:
-                found.append(measure(device, trial, choice, products))
+                found.append(measure(device, trial, choice, products, pool))
     return found
 
 
@@ -241,9 +243,16 @@ def compile_all(
     for product in wanted:
         for choice in candidates(product, multiprocessors):
             if choice.kind in ("vector", "matrix"):
-                # The number of programs is no part of the code, nor that of the tokens below the tile's size.
+                # The code does not depend on the number of programs and outputs, nor on the tokens that a tile is for.
                 tokens = 1 if choice.kind == "vector" else max(16, 1 << (product.tokens - 1).bit_length())
-                key = (product.op, product.outputs, product.inputs, product.dtype, tokens, replace(choice, programs=0))
+                key = (
+                    product.op,
+                    product.outputs % 16 == 0,
+                    product.inputs,
+                    product.dtype,
+                    tokens,
+                    replace(choice, programs=0),
+                )
                 jobs.setdefault(key, (product, choice))
     problems = []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
