@@ -28,6 +28,7 @@ from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, TokenLogprob
 from phonograph.engine.sizing import cache_size, limits_for, plan_for
 from phonograph.engine.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
+from phonograph.engine.text.guidance import Guidance
 from phonograph.errors import CheckpointError, DeviceError
 from phonograph.graphs.config import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
@@ -109,7 +110,8 @@ class LLM:
         self.executor = Executor(decoder, self.device, self.plan, self.limits, eager_copies=options.eager_copies)
         self.reports = self.executor.capture(progress)
         scheduler = Scheduler(self.limits, prefix_cache=options.prefix_cache, mixed=options.mixed)
-        self.core = EngineCore(scheduler, self.executor)
+        grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
+        self.core = EngineCore(scheduler, self.executor, grammars)
         self._numbers = itertools.count()
 
     def generate(
