@@ -1,0 +1,1 @@
+"""The kernels in Triton, for GPUs: each call of the protocol in as few launches as the shape allows."""

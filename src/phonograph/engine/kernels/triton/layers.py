@@ -1,0 +1,53 @@
+"""The kernels of a layer on a GPU: Triton where it wins, the vendor's library for the large products."""
+
+from __future__ import annotations
+
+import torch
+
+from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.kernels.base import Angles, Heads, Norm
+from phonograph.engine.kernels.triton import rotate, rows
+from phonograph.engine.kernels.triton.products import Products
+from phonograph.engine.kernels.tuning import Choice, Op, Product, Tuning
+
+
+class TritonKernels:
+    """The protocol `Kernels`; with `pdl`, its kernels are launched as programmatic dependents (sm_90 and later)."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, tuning: Tuning, *, pdl: bool = False) -> None:
+        self.tuning = tuning
+        self._pdl = pdl
+        self._products = Products(device, pdl=pdl)
+
+    def angles(self, table: Angles, positions: torch.Tensor) -> Angles:
+        return table
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows.add_norm(x, delta, norm, pdl=self._pdl)
+
+    def norm_linear(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        choice = self._choice("norm_linear", x, weight, weight.shape[0])
+        return self._products.norm_linear(choice, x, delta, norm, weight, bias)
+
+    def norm_gated(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        choice = self._choice("norm_gated", x, gate_up, gate_up.shape[0] // 2)
+        return self._products.norm_gated(choice, x, delta, norm, gate_up)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self._products.linear(self._choice("linear", x, weight, weight.shape[0]), x, weight)
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, heads: Heads, angles: Angles, queries: Queries, cache: PagedCache, layer: int
+    ) -> torch.Tensor:
+        return rotate.rotate_and_store(qkv, heads, angles, queries, cache, layer, pdl=self._pdl)
+
+    def _choice(self, op: Op, x: torch.Tensor, weight: torch.Tensor, outputs: int) -> Choice:
+        if x.stride(1) != 1 or not weight.is_contiguous():
+            return Choice("library")
+        return self.tuning.choose(Product(op, x.shape[0], outputs, weight.shape[1], weight.dtype))

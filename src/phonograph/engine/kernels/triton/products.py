@@ -1,0 +1,82 @@
+"""The products of a layer, each computed in the way that a choice names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn import functional
+
+from phonograph.engine.kernels.base import Norm
+from phonograph.engine.kernels.triton import matrix, rows, vector
+from phonograph.engine.kernels.tuning import Choice
+
+MAX_TILES = 16384
+"""Tiles of outputs that a split product may have."""
+
+
+class Products:
+    """Computes by any choice; owns the counters of split products, which every launch leaves at zero.
+
+    So launches of one instance run one after the other, as they do on one stream.
+    """
+
+    def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
+        self.pdl = pdl
+        self._counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+    def linear(
+        self, choice: Choice, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x projected."""
+        if choice.kind == "vector":
+            return vector.product(x, weight, choice, bias=bias, pdl=self.pdl)[0]
+        if choice.kind == "matrix":
+            return matrix.product(x, weight, choice, self._counters, bias=bias, pdl=self.pdl)[0]
+        with _library(choice):
+            return functional.linear(x, weight, bias)
+
+    def norm_linear(
+        self,
+        choice: Choice,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        norm: Norm,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + delta) projected, x + delta)."""
+        if choice.kind == "vector":
+            return vector.product(x, weight, choice, delta=delta, norm=norm, bias=bias, pdl=self.pdl)
+        if choice.kind == "matrix" and choice.fused:
+            return matrix.product(x, weight, choice, self._counters, delta=delta, norm=norm, bias=bias, pdl=self.pdl)
+        h, x = rows.add_norm(x, delta, norm, pdl=self.pdl)
+        return self.linear(choice, h, weight, bias), x
+
+    def norm_gated(
+        self, choice: Choice, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(silu(gate) · up of norm(x + delta), x + delta)."""
+        if choice.kind == "vector":
+            return vector.product(x, gate_up, choice, delta=delta, norm=norm, gated=True, pdl=self.pdl)
+        if choice.kind == "matrix" and choice.fused:
+            return matrix.product(x, gate_up, choice, self._counters, delta=delta, norm=norm, gated=True, pdl=self.pdl)
+        h, x = rows.add_norm(x, delta, norm, pdl=self.pdl)
+        if choice.kind == "matrix":
+            return matrix.product(h, gate_up, choice, self._counters, gated=True, pdl=self.pdl)[0], x
+        return rows.silu_mul(self.linear(choice, h, gate_up), pdl=self.pdl), x
+
+
+@contextmanager
+def _library(choice: Choice) -> Iterator[None]:
+    """cublasLt for one call, where the choice asks for it; torch keeps the preference per process."""
+    if choice.kind != "library_lt":
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)

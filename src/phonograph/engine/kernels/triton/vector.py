@@ -1,0 +1,158 @@
+"""Products of a weight matrix with one vector: bound by the reading of the weights, so everything else rides along.
+
+The norm is linear but for its scale: out = scale · W (x · weight), and the scale is known when the sum is. So the
+squares are summed while the weights stream past, and no program waits for a pass over x first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from phonograph.engine.kernels.base import Norm
+from phonograph.engine.kernels.triton.launch import LINE, begin_dependents, prefetch, wait_for_inputs
+from phonograph.engine.kernels.tuning import Choice
+
+
+@triton.jit
+def _input(
+    x_ptr, delta_ptr, norm_ptr, sum_ptr, at, inside, program,
+    width: tl.constexpr, has_norm: tl.constexpr, has_delta: tl.constexpr,
+):  # fmt: skip
+    """(what the weights are multiplied with, its elements before the norm's weight), in float32."""
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    if has_delta:
+        x = (x.to(tl.float32) + tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + at, x, mask=at < tl.where(program == 0, width, 0))
+    kept = x.to(tl.float32)
+    wide = kept
+    if has_norm:
+        wide = kept * tl.load(norm_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return wide, kept
+
+
+@triton.jit
+def _finish(
+    total, up_total, scale, bias_ptr, out_ptr, row, inside, has_bias: tl.constexpr, gated: tl.constexpr,
+):  # fmt: skip
+    """Scale, bias or gate, and the store of some outputs."""
+    out = total * scale
+    if has_bias:
+        out += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    if gated:
+        out = out * tl.sigmoid(out) * (up_total * scale)
+    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch_rows(weight_ptr, row, inside, width: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr):
+    """The first `lines` cache lines of every row."""
+    column = tl.arange(0, lines) * per_line
+    mask = inside[:, None] & (column < width)[None, :]
+    prefetch(weight_ptr + row.to(tl.int64)[:, None] * width + column[None, :], mask)
+
+
+@triton.jit
+def _whole(
+    x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_out, eps,
+    width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
+    has_norm: tl.constexpr, has_delta: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
+    pdl: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr,
+):  # fmt: skip
+    """The whole vector in registers; tiles of whole rows of the weights stream past it, every G-th of G programs."""
+    first, num_programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, block)[None, :]
+    inside = column < width
+    begin_dependents(pdl)
+    if lines > 0:
+        row = first * rows + tl.arange(0, rows)
+        _prefetch_rows(weight_ptr, row, row < num_out, width, lines, per_line)
+        if gated:
+            _prefetch_rows(weight_ptr, row + num_out, row < num_out, width, lines, per_line)
+    wait_for_inputs(pdl)
+    x, kept = _input(x_ptr, delta_ptr, norm_ptr, sum_ptr, column, inside, first, width, has_norm, has_delta)
+    scale = 1.0
+    if has_norm:
+        scale = tl.rsqrt(tl.sum(kept * kept) / width + eps)
+    for tile in tl.range(first, tl.cdiv(num_out, rows), num_programs, num_stages=stages):
+        row = tile * rows + tl.arange(0, rows)
+        in_rows = row < num_out
+        at = row.to(tl.int64)[:, None] * width + column
+        mask = in_rows[:, None] & inside
+        weight = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        total = tl.sum(weight.to(tl.float32) * x, 1)
+        up_total = total
+        if gated:
+            up = weight_ptr + num_out.to(tl.int64) * width + at
+            up_total = tl.sum(tl.load(up, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * x, 1)
+        _finish(total, up_total, scale, bias_ptr, out_ptr, row, in_rows, has_bias, gated)
+
+
+@triton.jit
+def _blocked(
+    x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_out, eps,
+    width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
+    has_norm: tl.constexpr, has_delta: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
+    pdl: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr,
+):  # fmt: skip
+    """Some rows of the weights per program, block by block of their columns."""
+    first = tl.program_id(0)
+    row = first * rows + tl.arange(0, rows)
+    in_rows = row < num_out
+    row_at = row.to(tl.int64)[:, None] * width
+    begin_dependents(pdl)
+    if lines > 0:
+        _prefetch_rows(weight_ptr, row, in_rows, width, lines, per_line)
+        if gated:
+            _prefetch_rows(weight_ptr, row + num_out, in_rows, width, lines, per_line)
+    wait_for_inputs(pdl)
+    total = tl.zeros([rows, block], tl.float32)
+    up_total = tl.zeros([rows, block], tl.float32)
+    squares = tl.zeros([1, block], tl.float32)
+    for start in tl.range(0, width, block, num_stages=stages):
+        column = start + tl.arange(0, block)[None, :]
+        inside = column < width
+        mask = in_rows[:, None] & inside
+        weight = tl.load(weight_ptr + row_at + column, mask=mask, other=0.0, eviction_policy="evict_first")
+        x, kept = _input(x_ptr, delta_ptr, norm_ptr, sum_ptr, column, inside, first, width, has_norm, has_delta)
+        total += weight.to(tl.float32) * x
+        if has_norm:
+            squares += kept * kept
+        if gated:
+            at = weight_ptr + num_out.to(tl.int64) * width + row_at + column
+            up_total += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * x
+    scale = 1.0
+    if has_norm:
+        scale = tl.rsqrt(tl.sum(squares) / width + eps)
+    _finish(tl.sum(total, 1), tl.sum(up_total, 1), scale, bias_ptr, out_ptr, row, in_rows, has_bias, gated)
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    choice: Choice,
+    *,
+    delta: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + delta) projected by the weight, x + delta) of a single row x, [1, width]."""
+    num_out, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
+    total = x if delta is None else torch.empty_like(x)
+    whole = choice.block >= width
+    tiles = triton.cdiv(num_out, choice.rows)
+    per_line = LINE.value // weight.element_size()
+    ahead = min(choice.ahead, width) // per_line
+    (_whole if whole else _blocked)[(min(choice.programs, tiles) if whole and choice.programs else tiles,)](
+        x, x if delta is None else delta, weight if norm is None else norm.weight, weight,
+        weight if bias is None else bias, out, total, num_out, 0.0 if norm is None else norm.eps,
+        width=width, rows=choice.rows, block=choice.block, stages=choice.stages,
+        has_norm=norm is not None, has_delta=delta is not None, has_bias=bias is not None, gated=gated,
+        pdl=pdl, lines=triton.next_power_of_2(ahead) if ahead else 0, per_line=per_line,
+        num_warps=choice.warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out, total

@@ -1,0 +1,172 @@
+"""The Triton kernels (interpreted where there is no GPU) against the torch reference."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton")
+
+from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.kernels.base import Angles, Heads, Norm
+from phonograph.engine.kernels.reference import ReferenceKernels
+from phonograph.engine.kernels.triton import rows
+from phonograph.engine.kernels.triton.layers import TritonKernels
+from phonograph.engine.kernels.triton.products import Products
+from phonograph.engine.kernels.tuning import Choice, Tuning
+from phonograph.errors import DeviceError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGE = 4
+REFERENCE, TRITON = ReferenceKernels(), TritonKernels(DEVICE, Tuning({}))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_delta", [False, True])
+@pytest.mark.parametrize("size", [(1, 64), (3, 576), (17, 100), (0, 64)], ids=str)
+def test_add_norm(size: tuple[int, int], with_delta: bool) -> None:
+    x, delta = random(*size), random(*size) if with_delta else None
+    kept, norm = x.clone(), Norm(random(size[1]), 1e-5)
+    for found, wanted in zip(TRITON.add_norm(x, delta, norm), REFERENCE.add_norm(x, delta, norm), strict=True):
+        near(found, wanted)
+    assert torch.equal(x, kept), "the residual stream that went in is still the caller's"
+
+
+def test_add_norm_takes_strided_rows() -> None:
+    x, delta, norm = random(3, 2, 96)[:, 1], random(3, 200)[:, 4:100], Norm(random(96), 1e-6)
+    for found, wanted in zip(TRITON.add_norm(x, delta, norm), REFERENCE.add_norm(x, delta, norm), strict=True):
+        near(found, wanted)
+
+
+def test_a_row_that_does_not_fit_is_refused_with_the_remedy() -> None:
+    with pytest.raises(DeviceError, match="kernels='reference'"):
+        TRITON.add_norm(random(1, rows.WIDEST_ROW + 1), None, Norm(random(rows.WIDEST_ROW + 1), 1e-6))
+
+
+@pytest.mark.parametrize("size", [(1, 64), (3, 1536), (2, 1100)], ids=str)
+def test_silu_mul(size: tuple[int, int]) -> None:
+    mixed = random(size[0], 2 * size[1])
+    gate, up = mixed.chunk(2, -1)
+    near(rows.silu_mul(mixed), torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "num_tokens"),
+    [((4, 2, 16), 1), ((4, 2, 16), 65), ((9, 3, 64), 5), ((2, 1, 24), 5), ((2, 1, 24), 1)],
+    ids=str,
+)
+def test_rotate_and_store(shape: tuple[int, int, int], num_tokens: int, with_norm: bool) -> None:
+    num_heads, kv_heads, head_dim = shape
+    norms = (Norm(random(head_dim), 1e-6), Norm(random(head_dim), 1e-5)) if with_norm else (None, None)
+    heads = Heads(num_heads, kv_heads, head_dim, *norms)
+    qkv = random(num_tokens, (num_heads + 2 * kv_heads) * head_dim + 8)[:, :-8]  # rows with a stride of their own
+    table = Angles(random(40, head_dim), random(40, head_dim))
+    queries = queries_of(num_tokens)
+    caches = [PagedCache.empty(2, 140, PAGE, kv_heads, head_dim, dtype=torch.float32, device=DEVICE) for _ in "rt"]
+    wanted = REFERENCE.rotate_and_store(
+        qkv.contiguous(), heads, REFERENCE.angles(table, queries.positions), queries, caches[0], 1
+    )
+    found = TRITON.rotate_and_store(qkv, heads, TRITON.angles(table, queries.positions), queries, caches[1], 1)
+    near(found, wanted)
+    for cache in caches:  # two padding tokens may share the null page's first place: either may win
+        cache.keys[:, 0], cache.values[:, 0] = 0, 0
+    near(caches[1].keys, caches[0].keys)
+    near(caches[1].values, caches[0].values)
+    assert caches[1].keys[1].any()
+
+
+def queries_of(num_tokens: int) -> Queries:
+    """Tokens of sequences of their own in shuffled pages; the last three, where there are five, are padding."""
+    positions = torch.arange(num_tokens, device=DEVICE) * 3 % 8
+    rows = torch.arange(num_tokens, device=DEVICE) + 1
+    table = torch.zeros(num_tokens + 1, 2, dtype=torch.int32, device=DEVICE)
+    table[1:] = (torch.randperm(2 * num_tokens) + 1).view(num_tokens, 2)
+    if num_tokens >= 5:
+        positions[-3:], rows[-3:] = 0, 0
+    return Queries(rows, positions, table, one_per_sequence=True)
+
+
+# -- products -------------------------------------------------------------------------------------------------
+
+VECTOR = {
+    "whole, a tile per program": Choice("vector", rows=4, block=64),
+    "whole, dealt to 3 programs": Choice("vector", rows=2, block=64, programs=3),
+    "whole, more columns than there are": Choice("vector", rows=2, block=128, stages=3),
+    "blocks": Choice("vector", rows=4, block=16, stages=2),
+    "blocks with a rest": Choice("vector", rows=8, block=32),
+}
+MATRIX = {
+    "tokens are tall": Choice("matrix", rows=16, block=16, stages=2),
+    "weights are tall": Choice("matrix", rows=32, block=32, swap=True),
+    "split in 3": Choice("matrix", rows=16, block=16, split=3),
+    "split in more parts than there are": Choice("matrix", rows=16, block=32, split=7, swap=True),
+    "fused": Choice("matrix", rows=16, block=32, fused=True),
+    "fused, weights are tall": Choice("matrix", rows=16, block=16, fused=True, swap=True),
+}
+CASES = [(1, choice) for choice in VECTOR.values()] + [(n, choice) for n in (1, 3, 17) for choice in MATRIX.values()]
+IDS = [f"1-vector {name}" for name in VECTOR] + [f"{n}-matrix {name}" for n in (1, 3, 17) for name in MATRIX]
+WIDTH, OUTPUTS = 56, 42
+
+
+@pytest.mark.parametrize(("num_tokens", "choice"), CASES, ids=IDS)
+def test_products(num_tokens: int, choice: Choice) -> None:
+    products = Products(DEVICE)
+    x, delta, norm = random(num_tokens, WIDTH), random(num_tokens, WIDTH), Norm(random(WIDTH), 1e-5)
+    weight, gate_up, bias = random(OUTPUTS, WIDTH), random(2 * OUTPUTS, WIDTH), random(OUTPUTS)
+    near(products.linear(choice, x, weight), REFERENCE.linear(x, weight))
+    near(products.linear(choice, x, weight, bias), REFERENCE.linear(x, weight) + bias)
+    for with_delta, with_bias in ((None, None), (delta, bias)):
+        found = products.norm_linear(choice, x, with_delta, norm, weight, with_bias)
+        wanted = REFERENCE.norm_linear(x, with_delta, norm, weight, with_bias)
+        near(found[0], wanted[0])
+        near(found[1], wanted[1])
+        found = products.norm_gated(choice, x, with_delta, norm, gate_up)
+        wanted = REFERENCE.norm_gated(x, with_delta, norm, gate_up)
+        near(found[0], wanted[0])
+        near(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("choice", [Choice("vector", rows=8, block=1024), Choice("matrix", rows=64, block=128)])
+def test_a_product_of_the_default_models_widths(choice: Choice) -> None:
+    x, weight = random(1, 576), random(100, 576)
+    near(Products(DEVICE).linear(choice, x, weight), REFERENCE.linear(x, weight))
+
+
+def test_a_split_product_leaves_its_counters_ready() -> None:
+    products, choice = Products(DEVICE), Choice("matrix", rows=16, block=16, split=3)
+    weight = random(OUTPUTS, WIDTH)
+    for _ in range(2):
+        x = random(2, WIDTH)
+        near(products.linear(choice, x, weight), x @ weight.T)
+
+
+def test_kernels_without_measurements_compute_any_number_of_tokens() -> None:
+    norm, weight, gate_up = Norm(random(WIDTH), 1e-5), random(OUTPUTS, WIDTH), random(2 * OUTPUTS, WIDTH)
+    for num_tokens in (0, 1, 2):
+        x = random(num_tokens, WIDTH)
+        near(TRITON.linear(x, weight), REFERENCE.linear(x, weight))
+        near(TRITON.norm_linear(x, None, norm, weight, None)[0], REFERENCE.norm_linear(x, None, norm, weight, None)[0])
+        near(TRITON.norm_gated(x, x, norm, gate_up)[0], REFERENCE.norm_gated(x, x, norm, gate_up)[0])
+
+
+def test_a_strided_weight_goes_to_the_library() -> None:
+    x, weight = random(1, WIDTH), random(WIDTH, OUTPUTS).T
+    near(TRITON.linear(x, weight), x @ weight.T)
