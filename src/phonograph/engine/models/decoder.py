@@ -54,7 +54,7 @@ class Decoder:
         x = functional.embedding(tokens, self.weights.embedding)
         cos = self.cos[queries.positions][:, None].to(self.dtype)
         sin = self.sin[queries.positions][:, None].to(self.dtype)
-        attention = self.attention.prepare(cache, queries)
+        attention = self.attention.prepare(cache, queries, config.num_heads)
         for index, layer in enumerate(self.weights.layers):
             h = functional.rms_norm(x, (config.hidden,), layer.input_norm, config.rms_eps)
             q, k, v = self._projected(layer, h)
