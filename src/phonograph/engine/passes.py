@@ -40,9 +40,9 @@ class _SpanAttention:
         self._inner = inner
         self.name = inner.name
 
-    def prepare(self, cache: PagedCache, queries: Queries) -> StepAttention:
+    def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         if current().breaker is None:
-            return self._inner.prepare(cache, queries)
+            return self._inner.prepare(cache, queries, num_heads)
         return _BrokenAttention(self._inner, cache, queries)
 
 
@@ -68,7 +68,7 @@ class _BrokenAttention:
         window: int | None,
     ) -> torch.Tensor:
         queries = Queries(rows, positions, table, False, current().batch.spans)
-        return self.inner.prepare(self.cache, queries).attend(layer, q, window)
+        return self.inner.prepare(self.cache, queries, q.shape[1]).attend(layer, q, window)
 
 
 class Passes:
