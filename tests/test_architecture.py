@@ -24,6 +24,7 @@ MAX_FUNCTION_LINES = 60
 GRAPH_LAYER = ("devices/", "graphs/", "errors.py", "__init__.py")
 
 PUBLIC = [
+    "LLM",
     "BreakError",
     "Buckets",
     "BufferPool",
@@ -37,6 +38,7 @@ PUBLIC = [
     "DeviceError",
     "Dim",
     "EmulatedDevice",
+    "EngineOptions",
     "Extent",
     "Graphed",
     "HostConstantError",
@@ -57,6 +59,7 @@ PUBLIC = [
     "Runner",
     "RunnerOptions",
     "Sample",
+    "SamplingParams",
     "ShapeKey",
     "Slot",
     "Stage",
@@ -101,7 +104,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_the_public_names_are_sorted_and_there() -> None:
-    assert phonograph.__all__ == sorted(set(phonograph.__all__))
+    assert phonograph.__all__ == sorted(set(phonograph.__all__), key=lambda name: (not name.isupper(), name))
     for name in phonograph.__all__:
         assert hasattr(phonograph, name)
 
@@ -110,10 +113,15 @@ def test_every_public_import_of_the_package_is_listed() -> None:
     names = {
         alias.asname or alias.name
         for node in TREES["__init__.py"].body
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("phonograph.")
         for alias in node.names
     }
-    assert names == set(phonograph.__all__)
+    assert names | set(phonograph._ENGINE) == set(phonograph.__all__)
+
+
+def test_the_graph_layer_is_imported_without_the_engine() -> None:
+    code = "import sys, phonograph; assert not any(name.startswith('phonograph.engine') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_exception_is_public() -> None:

@@ -1,5 +1,8 @@
 """phonograph records a forward pass once as a device graph, replays it, and always knows that the replay is right."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from phonograph.devices import Device, EmulatedDevice, open_device
 from phonograph.errors import (
     BreakError,
@@ -32,9 +35,15 @@ from phonograph.graphs.slots import Pad, Slot
 from phonograph.graphs.verify import VerifyReport, verify
 from phonograph.graphs.wrap import Graphed, graphed
 
+if TYPE_CHECKING:
+    from phonograph.engine.llm import LLM
+    from phonograph.engine.options import EngineOptions
+    from phonograph.engine.request import SamplingParams
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "BreakError",
     "Buckets",
     "BufferPool",
@@ -48,6 +57,7 @@ __all__ = [
     "DeviceError",
     "Dim",
     "EmulatedDevice",
+    "EngineOptions",
     "Extent",
     "Graphed",
     "HostConstantError",
@@ -68,6 +78,7 @@ __all__ = [
     "Runner",
     "RunnerOptions",
     "Sample",
+    "SamplingParams",
     "ShapeKey",
     "Slot",
     "Stage",
@@ -82,3 +93,16 @@ __all__ = [
     "resolve",
     "verify",
 ]
+
+_ENGINE = {
+    "LLM": "phonograph.engine.llm",
+    "EngineOptions": "phonograph.engine.options",
+    "SamplingParams": "phonograph.engine.request",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The engine is imported when it is first named: the graph layer alone needs only torch and numpy."""
+    if name not in _ENGINE:
+        raise AttributeError(f"module 'phonograph' has no attribute {name!r}")
+    return getattr(import_module(_ENGINE[name]), name)

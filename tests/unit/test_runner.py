@@ -494,3 +494,69 @@ def test_state_that_only_small_buckets_write_is_restored_too(device: Device) -> 
 
     make_runner(body, device)
     equal(steps, torch.zeros(1))
+
+
+class TestRepeat:
+    """A body that advances its own state can be replayed again without a load."""
+
+    def counting(self, device: Device, **options: Any) -> tuple[Runner, torch.Tensor]:
+        total = torch.zeros(8, WIDTH, device=device.torch_device)
+
+        def add(batch: dict[str, Any]) -> torch.Tensor:
+            count = batch["x"].shape[0]
+            total[:count] += batch["x"]
+            return total[:count] * 1
+
+        return make_runner(add, device, **options), total
+
+    def test_it_replays_what_the_buffers_hold_and_counts_it(self, device: Device) -> None:
+        runner, _ = self.counting(device)
+        x = rows(device, 3)
+        equal(runner.run({"x": x}), x)
+        transfers = runner.registry.counts
+        before = (transfers.transfers, transfers.plain, transfers.grouped)
+        equal(runner.repeat(), 2 * x)
+        equal(runner.repeat(), 3 * x)
+        assert before == (transfers.transfers, transfers.plain, transfers.grouped)
+        assert runner.stats.replays.total() == 3
+
+    def test_nothing_can_be_repeated_before_the_first_run(self, device: Device) -> None:
+        runner, _ = self.counting(device)
+        assert not runner.can_repeat
+        with pytest.raises(LoadError, match="can_repeat"):
+            runner.repeat()
+
+    def test_another_load_of_the_pool_ends_it(self, device: Device) -> None:
+        pool = BufferPool(device)
+        first, _ = self.counting(device, pool=pool)
+        second, _ = self.counting(device, pool=pool)
+        x = rows(device, 3)
+        first.run({"x": x})
+        assert first.can_repeat
+        second.run({"x": x})
+        assert not first.can_repeat
+        assert second.can_repeat
+
+    def test_an_eager_run_ends_it(self, device: Device) -> None:
+        runner, _ = self.counting(device)
+        runner.run({"x": rows(device, 3)})
+        runner.release()
+        assert not runner.can_repeat
+        runner.capture(silent)
+        runner.run({"x": rows(device, 3)})
+        runner._eager(RunEagerly(Reason.DISABLED, "test"), {"x": rows(device, 2)}, {}, {"seqs": 2})
+        assert not runner.can_repeat
+
+    def test_verify_ends_it(self, device: Device) -> None:
+        runner, _ = self.counting(device)
+        runner.run({"x": rows(device, 3)})
+        verify(runner, batches=1)
+        assert not runner.can_repeat
+
+    def test_what_ran_last_is_told(self, device: Device) -> None:
+        runner, _ = self.counting(device)
+        runner.run({"x": rows(device, 3)})
+        assert isinstance(runner.last, Replay)
+        runner.release()
+        runner.run({"x": rows(device, 3)})
+        assert isinstance(runner.last, RunEagerly)

@@ -23,11 +23,13 @@ class Wants:
 
     level: Sampling = Sampling.GREEDY
     logprobs: bool = False
+    constrained: bool = False
+    """Somebody follows a grammar."""
 
     @property
     def is_detailed(self) -> bool:
         """Whether it needs tables as wide as the vocabulary, or tells more than tokens."""
-        return self.logprobs or self.level is Sampling.PENALISED
+        return self.logprobs or self.constrained or self.level is Sampling.PENALISED
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,13 @@ class PrefillBatch:
 
 def wants_of(sequences: Many[Sequence]) -> Wants:
     """What these sequences want together: the highest level, and logprobs if one asks."""
-    level, logprobs = Sampling.GREEDY, False
+    level, logprobs, constrained = Sampling.GREEDY, False, False
     for sequence in sequences:
         params = sequence.request.params
         level = max(level, _level(params))
         logprobs |= params.logprobs is not None
-    return Wants(level, logprobs)
+        constrained |= sequence.constraint is not None
+    return Wants(level, logprobs, constrained)
 
 
 def _level(params: SamplingParams) -> Sampling:
@@ -85,7 +88,7 @@ class BatchBuilder:
 
     def is_steady(self, step: Step) -> bool:
         """Whether this step decodes just the sequences that the last decode batch was made for."""
-        return step.decodes is self._decodes and not step.prefills
+        return step.decodes is self._decodes and not step.prefills and not self._wants.constrained
 
     def decode(self, step: Step) -> DecodeBatch:
         """The batch of a step without prefills."""

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
+from phonograph.engine.constraints import GrammarCompiler
 from phonograph.engine.executor import Executor, Launched
 from phonograph.engine.readback import Sampled
 from phonograph.engine.request import FinishReason, Request
@@ -28,9 +29,10 @@ class Finished:
 class EngineCore:
     """Owns the scheduler and the executor; commit lags launch by up to `max_ahead` steps."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, grammars: GrammarCompiler | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self._grammars = grammars
         self._in_flight: deque[Launched | Finished] = deque()
         self._news: list[Update] = []
 
@@ -43,7 +45,16 @@ class EngineCore:
                 f"request {request.id}: token {outside[0]} is not in the vocabulary of {vocab}. "
                 "Encode the text with the model's own tokenizer."
             )
-        return self.scheduler.add(request)
+        grammar = request.params.grammar
+        if grammar is None:
+            return self.scheduler.add(request)
+        if self._grammars is None:
+            raise RequestError(f"request {request.id}: without a tokenizer no grammar can be followed. Leave it out.")
+        first = self._grammars.start(grammar)
+        sequences = self.scheduler.add(request)
+        for sequence in sequences:
+            sequence.constraint = first if sequence is sequences[0] else self._grammars.start(grammar)
+        return sequences
 
     def cancel(self, request_id: str) -> None:
         """Give a request up; its pages are free once its last launched step is committed."""
@@ -74,9 +85,22 @@ class EngineCore:
     def _commit(self, done: Launched | Finished) -> None:
         sampled = done.sampled if isinstance(done, Finished) else self.executor.collect(done)
         updates = self.scheduler.commit(done.step, sampled.tokens)
+        for sequence, tokens, finish in list(updates):
+            if sequence.constraint is not None and tokens and finish is None:
+                updates += self._follow(sequence, tokens)
         if sampled.logprobs is not None:
             _note_logprobs(done.step, sampled, {sequence for sequence, tokens, _ in updates if tokens})
         self._news += updates
+
+    def _follow(self, sequence: Sequence, tokens: tuple[int, ...]) -> list[Update]:
+        """Go on in the grammar of a sequence; it fails where that can't be."""
+        assert sequence.constraint is not None
+        try:
+            for token in tokens:
+                sequence.constraint.accept(token)
+        except RequestError as error:
+            return self.scheduler.fail(sequence, str(error))
+        return []
 
     def _execute(self, step: Step) -> Launched | Finished:
         try:

@@ -115,14 +115,13 @@ class Executor:
         self.device.synchronize()
 
     def _run(self, runner: Runner, step: Step) -> Picked:
-        if not step.is_decode:
-            picked: Picked = runner.run(self._batches.prefill(step))
-        elif self._batches.is_steady(step) and runner.can_repeat:
+        if self._batches.is_steady(step) and runner.can_repeat:
             # The tables have all that changes from step to step, so the buffers need no load.
-            picked = runner.repeat()
-        else:
-            picked = runner.run(self._batches.decode(step))
-        return picked
+            return _picked(runner.repeat())
+        batch = self._batches.decode(step) if step.is_decode else self._batches.prefill(step)
+        if batch.wants.constrained:
+            self.passes.masks.load(step.sampling)
+        return _picked(runner.run(batch))
 
     def _update_tables(self, step: Step) -> None:
         if not step.page_updates and not step.prefills:
@@ -132,9 +131,15 @@ class Executor:
             request = chunk.sequence.request
             seed = request.params.seed if request.params.seed is not None else hash((request.id, request.arrival))
             updates.enter(chunk.sequence.row, request.params, (seed + chunk.sequence.index) % (1 << 62), chunk.start)
+            self.passes.masks.free(chunk.sequence.row)
             if is_penalised(request.params) or self.passes.has_penalties:
                 self.passes.penalties.enter(chunk.sequence)
         self.passes.tables.apply(updates)
+
+
+def _picked(outputs: object) -> Picked:
+    assert isinstance(outputs, Picked)
+    return outputs
 
 
 def new_cache(model: Decoder, num_pages: int, page_size: int, device: Device) -> PagedCache:

@@ -12,14 +12,12 @@ from pathlib import Path
 import torch
 
 from phonograph.devices import Device, open_device
-from phonograph.engine.attention.base import Attention
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.choices import attention_for, kernels_for
 from phonograph.engine.core import EngineCore
 from phonograph.engine.executor import Executor
-from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.loading import load_weights
 from phonograph.engine.options import EngineOptions
@@ -28,7 +26,8 @@ from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, TokenLogprob
 from phonograph.engine.sizing import cache_size, limits_for, plan_for
 from phonograph.engine.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
-from phonograph.errors import CheckpointError, DeviceError
+from phonograph.engine.text.guidance import Guidance
+from phonograph.errors import CheckpointError
 from phonograph.graphs.config import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
 
@@ -103,13 +102,14 @@ class LLM:
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, config.max_len, eos_ids)
         weights = load_weights(self.checkpoint, dtype, on, progress)
-        decoder = Decoder(config, weights, attention, ReferenceKernels(), limits.max_len)
+        decoder = Decoder(config, weights, attention, kernels_for(self.device, options), limits.max_len)
         self.cache_size = cache_size(decoder, self.device, self.plan, limits, options, progress)
         self.limits = replace(limits, num_pages=self.cache_size.num_pages)
         self.executor = Executor(decoder, self.device, self.plan, self.limits, eager_copies=options.eager_copies)
         self.reports = self.executor.capture(progress)
         scheduler = Scheduler(self.limits, prefix_cache=options.prefix_cache, mixed=options.mixed)
-        self.core = EngineCore(scheduler, self.executor)
+        grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
+        self.core = EngineCore(scheduler, self.executor, grammars)
         self._numbers = itertools.count()
 
     def generate(
@@ -189,15 +189,3 @@ class LLM:
                 self.core.cancel(sequence.request.id)
             while not self.core.is_idle:
                 self.core.step()
-
-
-def attention_for(device: Device, options: EngineOptions) -> Attention:
-    """The attention that was asked for, or the one that the device is best served by."""
-    name = options.attention or ("triton" if device.torch_device.type == "cuda" else "reference")
-    if name == "reference":
-        return ReferenceAttention()
-    try:
-        from phonograph.engine.attention.triton import TritonAttention
-    except ImportError:
-        raise DeviceError("attention='triton' needs Triton. Run: pip install triton") from None
-    return TritonAttention()

@@ -34,6 +34,8 @@ class EngineOptions:
     """Default: float32 on the CPU, bfloat16 elsewhere."""
     attention: Literal["reference", "triton"] | None = None
     """Default: triton on a GPU, the torch reference elsewhere."""
+    kernels: Literal["reference", "triton"] | None = None
+    """Default: triton on a GPU, the torch reference elsewhere."""
     eager_copies: bool = False
     """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
 

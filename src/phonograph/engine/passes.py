@@ -14,6 +14,7 @@ import torch
 from phonograph.devices import Device
 from phonograph.engine.attention.base import Attention, PagedCache, Queries, StepAttention
 from phonograph.engine.batches import DecodeBatch, PrefillBatch, Wants
+from phonograph.engine.constraints import MaskTable
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.penalties import PenaltyTables
@@ -29,7 +30,7 @@ from phonograph.graphs.phase import Phase, Variant
 from phonograph.graphs.slots import Pad, Slot
 
 SAMPLED = Wants(Sampling.TRUNCATED)
-DETAILED = Wants(Sampling.PENALISED, logprobs=True)
+DETAILED = Wants(Sampling.PENALISED, logprobs=True, constrained=True)
 
 
 class _SpanAttention:
@@ -39,9 +40,9 @@ class _SpanAttention:
         self._inner = inner
         self.name = inner.name
 
-    def prepare(self, cache: PagedCache, queries: Queries) -> StepAttention:
+    def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         if current().breaker is None:
-            return self._inner.prepare(cache, queries)
+            return self._inner.prepare(cache, queries, num_heads)
         return _BrokenAttention(self._inner, cache, queries)
 
 
@@ -67,7 +68,7 @@ class _BrokenAttention:
         window: int | None,
     ) -> torch.Tensor:
         queries = Queries(rows, positions, table, False, current().batch.spans)
-        return self.inner.prepare(self.cache, queries).attend(layer, q, window)
+        return self.inner.prepare(self.cache, queries, q.shape[1]).attend(layer, q, window)
 
 
 class Passes:
@@ -89,6 +90,11 @@ class Passes:
         """As wide as the vocabulary: made when recordings need them, or for the first request that asks."""
         return PenaltyTables(self.limits.max_seqs, self.vocab, self._device.torch_device)
 
+    @cached_property
+    def masks(self) -> MaskTable:
+        """As wide as the vocabulary, in bits."""
+        return MaskTable(self.limits.max_seqs, self.vocab, self._device.torch_device)
+
     @property
     def has_penalties(self) -> bool:
         return "penalties" in self.__dict__
@@ -97,7 +103,7 @@ class Passes:
 
     def phases(self, backends: Mapping[str, str]) -> dict[str, Phase]:
         """Every phase by name, for the backends that they will have."""
-        wide = self.penalties.tensors if backends["decode"] != "disabled" else ()
+        wide = (*self.penalties.tensors, self.masks.words) if backends["decode"] != "disabled" else ()
         broken = backends["prefill"] == "breakable"
         trials = Trials(self.tables, self.cache, self.limits, self.vocab, others=wide, spans=broken)
         phases = self._decode_phase(trials), self._prefill_phase(trials), self._idle_phase()
@@ -180,6 +186,8 @@ class Passes:
         """Pick a token for every row and note it in the tables."""
         penalised = wants.level is Sampling.PENALISED
         changed = penalise(logits, self.penalties.rows(rows)) if penalised else logits
+        if wants.constrained:
+            changed = self.masks.apply(changed, rows)
         tokens = pick(changed, self.tables.sampling(rows, lengths), wants.level)
         self.tables.advance(rows, tokens, lengths)
         if penalised:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from phonograph.errors import RequestError
 
@@ -22,6 +24,32 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+
+
+@dataclass(frozen=True)
+class GrammarSpec:
+    """What the output must look like."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    text: str
+    """The schema as JSON (`{}` for any JSON), the pattern, a JSON list of texts, or the grammar."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_schema", "regex", "choice", "lark"):
+            raise RequestError(f"a grammar is a json_schema, regex, choice or lark, found {_shown(self.kind)}.")
+        if not isinstance(self.text, str) or not self.text:
+            raise RequestError(f"the {self.kind} grammar must be a text that isn't empty, found {_shown(self.text)}.")
+        if self.kind in ("json_schema", "choice"):
+            self._check_json()
+
+    def _check_json(self) -> None:
+        try:
+            found = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the {self.kind} grammar is no JSON: {error}. Send well-formed JSON.") from None
+        texts = isinstance(found, list) and found and all(isinstance(text, str) and text for text in found)
+        if self.kind == "choice" and not texts:
+            raise RequestError("a choice grammar is a list of texts that aren't empty, at least one.")
 
 
 @dataclass(frozen=True)
@@ -50,6 +78,8 @@ class SamplingParams:
     """How many sequences to generate from the prompt."""
     logprobs: int | None = None
     """How many alternatives to report for each token, besides its own; None reports nothing."""
+    grammar: GrammarSpec | None = None
+    """What the output must look like."""
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, least=1)
@@ -67,6 +97,8 @@ class SamplingParams:
             _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.")
+        if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
+            raise RequestError(f"grammar must be a GrammarSpec, found {_shown(self.grammar)}.")
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
@@ -100,6 +132,8 @@ class Request:
         _number("arrival", self.arrival, -math.inf, math.inf)
         if not isinstance(self.run_ahead, bool):
             raise RequestError(f"run_ahead is True or False, found {self.run_ahead!r}.")
+        if self.params.grammar is not None:
+            object.__setattr__(self, "run_ahead", False)
 
 
 def _shown(value: object) -> str:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from phonograph.engine.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from phonograph.engine.constraints import Constraint
 
 
 class State(Enum):
@@ -68,6 +72,8 @@ class Sequence:
     """Committed tokens."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One for each output, where the request asks for them."""
+    constraint: Constraint | None = None
+    """Where it is in its grammar, if it has one."""
     finish: FinishReason | None = None
     error: str = ""
     """What went wrong, for FinishReason.ERROR."""

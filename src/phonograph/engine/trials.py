@@ -80,6 +80,7 @@ class Trials:
         lasts = [span.first + span.count - 1 for span in spans][: len(ends)]
         ends[: len(lasts)] = lasts
         tokens = numbers.integers(0, self._vocab, size=len(rows))
+        tokens[known:] = 0  # all padding writes the same to the null page, in whatever order
         told = tuple(spans) if self._spans else None
         decoding = np.zeros(len(rows), dtype=bool)
         decoding[[span.first for span in spans if span.count == 1]] = True

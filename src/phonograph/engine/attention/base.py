@@ -79,7 +79,7 @@ class Attention(Protocol):
     @property
     def name(self) -> str: ...
 
-    def prepare(self, cache: PagedCache, queries: Queries) -> StepAttention:
+    def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         """Do once per step, before the layers, what depends on the queries alone.
 
         It runs inside the recording. Host planning that a library needs belongs in `Phase.plan`, outside of it; what

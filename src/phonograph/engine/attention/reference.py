@@ -15,7 +15,7 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def prepare(self, cache: PagedCache, queries: Queries) -> StepAttention:
+    def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         if queries.spans is not None and not queries.one_per_sequence:
             return _BySpan(cache, queries, queries.spans)
         return _ByToken(cache, queries.positions, queries.table[queries.rows].long())

@@ -56,7 +56,7 @@ class Decoder:
         kernels = self.kernels
         x, delta = functional.embedding(tokens, self.weights.embedding), None
         angles = kernels.angles(self.rope, queries.positions)
-        attention = self.attention.prepare(cache, queries)
+        attention = self.attention.prepare(cache, queries, self.config.num_heads)
         for index, layer in enumerate(self.weights.layers):
             qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
             q = kernels.rotate_and_store(qkv, layer.heads, angles, queries, cache, index)

@@ -99,6 +99,10 @@ class Tokenizer:
             found = self._bytes[token_id] = b"" if token is None else self._spelling.to_bytes(token)
         return found
 
+    def to_json(self) -> str:
+        """The vocabulary in the form of a tokenizer.json."""
+        return self._backend.to_str()
+
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, such as `<|im_end|>`."""
         return self._backend.token_to_id(token)

@@ -1,0 +1,251 @@
+"""The attention kernel: tiles of queries against the pages of their sequence, with an online softmax.
+
+A tile is some tokens of one sequence times the query heads of one KV head, packed into the rows of one matrix: row r is
+token r // group_rows and head r % group_rows. The keys of a tile may be cut into parts that different programs walk;
+the last of them to arrive merges, in the order of the parts. Lengths, pages and tiles are read from device memory and
+the grid is (kv_heads, splits, tiles), so a recording serves any number of requests of any length.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SMALL_ROWS = tl.constexpr(16)
+"""The fewest rows that the matrix units take: what a tile of few tokens is computed with."""
+LARGE_ROWS = tl.constexpr(64)
+"""From this many rows on, tiles of few tokens are computed with fewer."""
+UNSEEN = tl.constexpr(-1e30)
+"""The best score of a row that has seen no key yet; finite, so that the difference of two of them is no NaN."""
+
+
+@triton.jit
+def attend(
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, positions_ptr, tiles_ptr, out_ptr,
+    parts_ptr, bests_ptr, totals_ptr, arrived_ptr,
+    scale, window, q_token, q_head, table_row, page_stride, slot_stride, head_stride,
+    page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
+    dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
+    tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """One part of one tile for one KV head. `scale` is the softmax scale times log2(e)."""
+    kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if tiled:
+        first, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
+        row, position = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
+    else:
+        first, count = tile, tl.full([], 1, tl.int32)
+        row, position = tl.load(rows_ptr + tile).to(tl.int32), tl.load(positions_ptr + tile).to(tl.int32)
+    if count == 0:
+        return
+    begin, stop, parts = _part(position, count, window, split, block_n, splits, windowed)
+    if split >= parts:
+        return
+    out_token = tl.num_programs(0) * (group * head_dim)
+    out_ptr += first.to(tl.int64) * out_token + kv_head * (group * head_dim)
+    if row == 0:
+        nothing = tl.zeros([block_m, dim_columns], tl.float32)
+        _write(out_ptr, nothing, out_token, count, group, group_rows, head_dim, dim_columns, block_m)
+        return
+    room: tl.constexpr = block_m if tiled else group_rows
+    place = (tile * tl.num_programs(0) + kv_head) * splits
+    pages = (
+        keys_ptr + kv_head * head_stride, values_ptr + kv_head * head_stride,
+        table_ptr + row.to(tl.int64) * table_row, page_stride, slot_stride,
+    )  # fmt: skip
+    queries = (q_ptr + first.to(tl.int64) * q_token + kv_head * group * q_head, q_token, q_head)
+    result = (
+        out_ptr, out_token, parts_ptr + place.to(tl.int64) * (room * dim_columns), bests_ptr + place * room,
+        totals_ptr + place * room, arrived_ptr + place // splits,
+    )  # fmt: skip
+    span = (count, position, begin, stop, split, parts)
+    small: tl.constexpr = tiled and block_m >= LARGE_ROWS and group_rows <= SMALL_ROWS
+    if small and count * group_rows <= SMALL_ROWS:
+        _attend_rows(
+            queries, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
+            SMALL_ROWS, SMALL_ROWS, room, block_n, splits, windowed, wide,
+        )  # fmt: skip
+    else:
+        _attend_rows(
+            queries, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
+            block_m, room, room, block_n, splits, windowed, wide,
+        )  # fmt: skip
+
+
+@triton.jit
+def _part(position, count, window, split, block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr):
+    """The keys of this part, [begin, stop), and the number of parts; parts are whole blocks and none is empty."""
+    end = position + count
+    blocks, first_block = tl.cdiv(end, block_n), 0
+    if windowed:
+        first_block = tl.maximum(position - window + 1, 0) // block_n
+        blocks -= first_block
+    share = tl.cdiv(blocks, splits)
+    begin = (first_block + split * share) * block_n
+    return begin, tl.minimum(begin + share * block_n, end), tl.cdiv(blocks, share)
+
+
+@triton.jit
+def _attend_rows(
+    queries, pages, result, span, scale, window,
+    page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
+    dim_columns: tl.constexpr, num_rows: tl.constexpr, kept_rows: tl.constexpr, room: tl.constexpr,
+    block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """Walk a part's keys with `num_rows` rows; write the result, or leave `kept_rows` of it for the last to arrive."""
+    q_ptr, q_token, q_head = queries
+    count, _, _, _, split, parts = span
+    rows, columns = tl.arange(0, num_rows), tl.arange(0, dim_columns)
+    tokens, heads = rows // group_rows, rows % group_rows
+    mask = ((tokens < count) & (heads < group))[:, None] & (columns < head_dim)[None, :]
+    q_at = tokens[:, None] * q_token + heads[:, None] * q_head + columns[None, :]
+    q = tl.load(q_ptr + q_at, mask=mask, other=0.0)
+    best = tl.full([num_rows], UNSEEN, tl.float32)
+    total = tl.zeros([num_rows], tl.float32)
+    mixed = tl.zeros([num_rows, dim_columns], tl.float32)
+    best, total, mixed = _walk(
+        q, best, total, mixed, pages, span, tokens, scale, window,
+        page_size, head_dim, dim_columns, block_n, windowed, wide,
+    )  # fmt: skip
+    if splits == 1 or parts == 1:
+        mixed = mixed / _divisor(total)[:, None]
+        _write(result[0], mixed, result[1], count, group, group_rows, head_dim, dim_columns, num_rows)
+    else:
+        _leave(result, best, total, mixed, split, dim_columns, num_rows, kept_rows, room)
+        if _is_last(result[5], parts):
+            _merge(result, parts, count, scale, group, group_rows, head_dim, dim_columns, kept_rows, room, splits)
+
+
+@triton.jit
+def _walk(
+    q, best, total, mixed, pages, span, tokens, scale, window,
+    page_size: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr, block_n: tl.constexpr,
+    windowed: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys of the part."""
+    keys_ptr, values_ptr, table_ptr, page_stride, slot_stride = pages
+    count, position, begin, stop, _, _ = span
+    offsets, columns = tl.arange(0, block_n), tl.arange(0, dim_columns)
+    low = position - window if windowed else -1  # keys above it are live
+    page = _pages(table_ptr, begin, low, stop, page_size, block_n)
+    for start in range(begin, stop, block_n):
+        at = start + offsets
+        live = (at > low) & (at < stop) if windowed else at < stop
+        place = (page.to(tl.int64) if wide else page) * page_stride + at % page_size * slot_stride
+        # The pages of the next block are asked for one iteration early, so that its keys need not wait for them.
+        page = _pages(table_ptr, start + block_n, low, stop, page_size, block_n)
+        k = _load(keys_ptr, place, live, columns, head_dim, dim_columns)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        # Blocks that every token of the tile sees whole need no mask.
+        if windowed:
+            if (start + block_n > position + 1) | (start <= low + count - 1):
+                ages = (position + tokens)[:, None] - at[None, :]
+                scores = tl.where((ages >= 0) & (ages < window), scores, float("-inf"))
+        elif start + block_n > position + 1:
+            scores = tl.where(at[None, :] <= (position + tokens)[:, None], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores * scale - (higher * scale)[:, None])
+        kept = tl.exp2((best - higher) * scale)
+        total = total * kept + tl.sum(weights, 1)
+        v = _load(values_ptr, place, live, columns, head_dim, dim_columns)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * kept[:, None], input_precision="ieee")
+        best = higher
+    return best, total, mixed
+
+
+@triton.jit
+def _pages(table_ptr, start, low, stop, page_size: tl.constexpr, block_n: tl.constexpr):
+    """The pages of one block of keys; a single number where one page holds the block. What is not live has page 0."""
+    if page_size % block_n == 0:
+        page = tl.load(table_ptr + start // page_size, mask=start < stop, other=0)
+    else:
+        at = start + tl.arange(0, block_n)
+        page = tl.load(table_ptr + at // page_size, mask=(at > low) & (at < stop), other=0)
+    return page
+
+
+@triton.jit
+def _load(cache_ptr, place, live, columns, head_dim: tl.constexpr, dim_columns: tl.constexpr):
+    """Keys or values of one block; what is not live reads as zero, whatever is in its page."""
+    pointers = cache_ptr + place[:, None] + columns[None, :]
+    if head_dim == dim_columns:
+        loaded = tl.load(pointers, mask=live[:, None], other=0.0)
+    else:
+        loaded = tl.load(pointers, mask=live[:, None] & (columns < head_dim)[None, :], other=0.0)
+    return loaded
+
+
+@triton.jit
+def _divisor(total):
+    """Rows beyond the tile's tokens may have seen nothing."""
+    return tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def _write(
+    out_ptr, mixed, out_token, count,
+    group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr,
+    num_rows: tl.constexpr,
+):  # fmt: skip
+    """The rows of a tile to their places in the output."""
+    rows, columns = tl.arange(0, num_rows), tl.arange(0, dim_columns)
+    tokens, heads = rows // group_rows, rows % group_rows
+    mask = ((tokens < count) & (heads < group))[:, None] & (columns < head_dim)[None, :]
+    at = tokens[:, None] * out_token + heads[:, None] * head_dim + columns[None, :]
+    tl.store(out_ptr + at, mixed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _leave(
+    result, best, total, mixed, split,
+    dim_columns: tl.constexpr, num_rows: tl.constexpr, kept_rows: tl.constexpr, room: tl.constexpr,
+):  # fmt: skip
+    """Put a part where the last to arrive finds it."""
+    rows, columns = tl.arange(0, num_rows), tl.arange(0, dim_columns)
+    at, kept = split * room + rows, rows < kept_rows
+    tl.store(result[2] + at[:, None] * dim_columns + columns[None, :], mixed, mask=kept[:, None])
+    tl.store(result[3] + at, best, mask=kept)
+    tl.store(result[4] + at, total, mask=kept)
+
+
+@triton.jit
+def _is_last(arrived_ptr, parts):
+    """Whether all other parts have arrived; the last one leaves the counter at zero for the next layer.
+
+    The barrier puts the stores of all threads before the atomic, which releases them to the program that acquires.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == parts - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+    return last
+
+
+@triton.jit
+def _merge(
+    result, parts, count, scale,
+    group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr,
+    kept_rows: tl.constexpr, room: tl.constexpr, splits: tl.constexpr,
+):  # fmt: skip
+    """Weigh the parts by their best scores and totals, in their order; past the first cache, which may be stale."""
+    out_ptr, out_token, parts_ptr, bests_ptr, totals_ptr, _ = result
+    rows, columns, all_parts = tl.arange(0, kept_rows), tl.arange(0, dim_columns), tl.arange(0, splits)
+    at, here = all_parts[:, None] * room + rows[None, :], (all_parts < parts)[:, None]
+    bests = tl.load(bests_ptr + at, mask=here, other=UNSEEN, cache_modifier=".cg")
+    totals = tl.load(totals_ptr + at, mask=here, other=0.0, cache_modifier=".cg")
+    highest = tl.max(bests, 0)
+    total = tl.sum(totals * tl.exp2((bests - highest[None, :]) * scale), 0)
+    mixed = tl.zeros([kept_rows, dim_columns], tl.float32)
+    chunk: tl.constexpr = min(splits, max(1, 8192 // (kept_rows * dim_columns)))
+    for begin in range(0, parts, chunk):
+        some = begin + tl.arange(0, chunk)
+        some_at, some_here = some[:, None] * room + rows[None, :], (some < parts)[:, None]
+        best = tl.load(bests_ptr + some_at, mask=some_here, other=UNSEEN, cache_modifier=".cg")
+        weight = tl.exp2((best - highest[None, :]) * scale)
+        part = tl.load(
+            parts_ptr + some_at[:, :, None] * dim_columns + columns[None, None, :],
+            mask=some_here[:, :, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        mixed += tl.sum(part * weight[:, :, None], 0)
+    mixed = mixed / _divisor(total)[:, None]
+    _write(out_ptr, mixed, out_token, count, group, group_rows, head_dim, dim_columns, kept_rows)

@@ -1,0 +1,78 @@
+"""How the attention kernel is launched: block sizes, warps, stages and programs, by device and by bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launch of buckets up to a size."""
+
+    max_tokens: int
+    block_m: int
+    """Rows of a tile: tokens times query heads of one KV head."""
+    block_n: int
+    """Keys of one iteration."""
+    num_warps: int
+    num_stages: int
+    programs: int
+    """Keys are split until there are this many programs."""
+
+    def splits(self, num_tiles: int, kv_heads: int) -> int:
+        """A power of two, of the bucket alone: how many keys there are is known on the device only."""
+        wanted = self.programs // max(1, num_tiles * kv_heads)
+        return 1 << min(max(wanted, 1).bit_length() - 1, MAX_SPLITS.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Everything for one device; each list is in the order of the buckets."""
+
+    decode: tuple[Launch, ...]
+    prefill: tuple[Launch, ...]
+
+
+MAX_SPLITS = 64
+_ANY = 1 << 30
+
+HOPPER = Launches(
+    decode=(
+        Launch(max_tokens=4, block_m=16, block_n=32, num_warps=4, num_stages=3, programs=264),
+        Launch(max_tokens=32, block_m=16, block_n=64, num_warps=4, num_stages=3, programs=528),
+        Launch(max_tokens=_ANY, block_m=16, block_n=64, num_warps=4, num_stages=3, programs=528),
+    ),
+    prefill=(
+        Launch(max_tokens=64, block_m=32, block_n=64, num_warps=4, num_stages=3, programs=264),
+        Launch(max_tokens=256, block_m=64, block_n=64, num_warps=4, num_stages=3, programs=132),
+        Launch(max_tokens=1024, block_m=64, block_n=64, num_warps=4, num_stages=3, programs=1),
+        Launch(max_tokens=_ANY, block_m=128, block_n=64, num_warps=8, num_stages=3, programs=1),
+    ),
+)
+"""For an H200 with 8 KV heads of 128 in bfloat16; `bench/attention.py --sweep` finds them."""
+
+PLAIN = Launches(
+    decode=(Launch(max_tokens=_ANY, block_m=16, block_n=32, num_warps=4, num_stages=2, programs=256),),
+    prefill=(Launch(max_tokens=_ANY, block_m=32, block_n=32, num_warps=4, num_stages=2, programs=1),),
+)
+"""Small blocks, which fit every device."""
+
+_BY_CAPABILITY = {9: HOPPER}
+
+
+def launches_for(device: torch.device) -> Launches:
+    """The launches that were measured for this device, or those that fit all."""
+    if device.type != "cuda":
+        return PLAIN
+    major, _ = torch.get_device_module(device).get_device_capability(device)
+    return _BY_CAPABILITY.get(major, PLAIN)
+
+
+def pick(launches: tuple[Launch, ...], num_tokens: int, row_bytes: int) -> Launch:
+    """The launch for a bucket; with keys wider than 256 bytes the blocks shrink, so that they still fit on chip."""
+    launch = next(entry for entry in launches if num_tokens <= entry.max_tokens)
+    if row_bytes > 256:
+        launch = replace(launch, block_m=min(launch.block_m, 32), block_n=min(launch.block_n, 32), num_stages=2)
+    return launch

@@ -1,0 +1,46 @@
+"""Which attention and which kernels serve a device best, unless one is asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from phonograph.devices import Device
+from phonograph.engine.attention.base import Attention
+from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.kernels.base import Kernels
+from phonograph.engine.kernels.reference import ReferenceKernels
+from phonograph.engine.options import EngineOptions
+from phonograph.errors import DeviceError
+
+
+def _default(device: Device) -> str:
+    return "triton" if device.torch_device.type == "cuda" else "reference"
+
+
+def attention_for(device: Device, options: EngineOptions) -> Attention:
+    """The attention that was asked for, or the one that the device is best served by."""
+    if (options.attention or _default(device)) == "reference":
+        return ReferenceAttention()
+    try:
+        from phonograph.engine.attention.triton import TritonAttention
+    except ImportError:
+        raise DeviceError("attention='triton' needs Triton. Run: pip install triton") from None
+    return TritonAttention()
+
+
+def kernels_for(device: Device, options: EngineOptions) -> Kernels:
+    """The kernels that were asked for, or those that the device is best served by."""
+    if (options.kernels or _default(device)) == "reference":
+        return ReferenceKernels()
+    try:
+        from phonograph.engine.kernels import tuning
+        from phonograph.engine.kernels.triton.layers import TritonKernels
+    except ImportError:
+        raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
+    return TritonKernels(device.torch_device, tuning.load(hardware(device)))
+
+
+def hardware(device: Device) -> str:
+    """The name under which measurements of a device are kept."""
+    where = device.torch_device
+    return torch.get_device_module(where).get_device_name(where) if where.type != "cpu" else "cpu"

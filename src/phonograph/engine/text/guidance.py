@@ -1,0 +1,74 @@
+"""Grammars through `llguidance`: JSON schemas, regular expressions, choices and Lark."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from phonograph.engine.request import GrammarSpec
+from phonograph.engine.text.tokenizer import Tokenizer
+from phonograph.errors import RequestError
+
+INSTALL = "pip install 'phonograph[grammar]'"
+
+
+class Guidance:
+    """Compiles grammars for one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: Any = None
+
+    def start(self, spec: GrammarSpec) -> GuidedText:
+        """The beginning of a text that follows the grammar; one that makes no sense is refused."""
+        library = _library()
+        if self._vocabulary is None:
+            eos = list(self._tokenizer.eos_ids)
+            self._vocabulary = library.LLTokenizer(self._tokenizer.to_json(), eos_token=eos)
+        try:
+            grammar = _grammar_of(spec, library.LLMatcher)
+            problem = library.LLMatcher.validate_grammar(grammar, self._vocabulary)
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            first = problem.strip().splitlines()[0]
+            raise RequestError(f"the {spec.kind} grammar can't be followed: {first}. Correct it, or leave it out.")
+        return GuidedText(library.LLMatcher(self._vocabulary, grammar, log_level=0))
+
+
+class GuidedText:
+    """How far one text is in its grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def mask(self) -> Any:
+        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        if self._matcher.is_error():
+            raise RequestError(f"following the grammar: {self._matcher.get_error().strip().splitlines()[0]}")
+
+
+def _grammar_of(spec: GrammarSpec, matcher: Any) -> str:
+    if spec.kind == "regex":
+        found: str = matcher.grammar_from_regex(spec.text)
+    elif spec.kind == "lark":
+        found = matcher.grammar_from_lark(spec.text)
+    elif spec.kind == "choice":
+        options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(spec.text))
+        found = matcher.grammar_from_lark(f"start: {options}")
+    else:
+        found = matcher.grammar_from_json_schema(spec.text)
+    return found
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError(f"output that follows a grammar needs llguidance. Run: {INSTALL}") from None
+    return llguidance

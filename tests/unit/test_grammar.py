@@ -1,0 +1,114 @@
+"""Output that follows a grammar, alone and beside others, on graphs and without."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph import LLM, Device, EngineOptions, RequestError, SamplingParams
+from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.request import FinishReason, GrammarSpec
+from phonograph.errors import CheckpointError
+from phonograph.graphs.config import ask
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def with_grammar(kind: str, text: str, **changes: object) -> SamplingParams:
+    grammar = GrammarSpec(kind, text)  # type: ignore[arg-type]
+    return SamplingParams(**{"max_tokens": 48, "temperature": 0.0, "grammar": grammar, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    try:
+        default_model()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    return LLM(device="cpu", options=EngineOptions(max_seqs=2, max_len=256, max_tokens=128, dtype=torch.float32))
+
+
+def test_a_json_schema_is_followed(llm: LLM) -> None:
+    done = llm.generate("A person as JSON:", with_grammar("json_schema", json.dumps(SCHEMA)))[0]
+    found = json.loads(done.text)
+    assert set(found) == {"name", "age"}
+    assert found["age"] <= 99
+    assert done.finish is FinishReason.STOP
+
+
+def test_a_pattern_and_a_choice_are_followed(llm: LLM) -> None:
+    pattern = r"[0-9]{3}-[a-f]{2}"
+    done = llm.generate("Code:", with_grammar("regex", pattern, temperature=1.5, seed=1))[0]
+    assert re.fullmatch(pattern, done.text)
+    done = llm.generate("Is water wet?", with_grammar("choice", '["maybe so", "never ever"]'))[0]
+    assert done.text in ("maybe so", "never ever")
+
+
+class Alternating:
+    """A grammar of its own: tokens from two ranges in turn."""
+
+    def __init__(self, ranges: list[range]) -> None:
+        self._ranges = ranges
+
+    def mask(self) -> Any:
+        allowed = np.zeros(256, dtype=bool)
+        allowed[list(self._ranges[0])] = True
+        return np.packbits(allowed, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> None:
+        assert token in self._ranges[0]
+        self._ranges.reverse()
+
+
+class Alternations:
+    def start(self, spec: GrammarSpec) -> Alternating:
+        return Alternating([range(10, 20), range(200, 256)])
+
+
+@pytest.mark.parametrize("backend", ["disabled", "full"])
+def test_who_has_no_grammar_is_not_held_by_another_ones(device: Device, backend: str) -> None:
+    asked = [ask(f"{phase}.backend", backend, origin="test") for phase in ("decode", "prefill")]
+    options = EngineOptions(max_seqs=2, max_len=96, max_tokens=32, page_size=8, dtype=torch.float32)
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device=device, options=options, asked=asked)
+    llm.core = EngineCore(llm.core.scheduler, llm.executor, Alternations())
+    free = SamplingParams(max_tokens=10, temperature=0.0, logprobs=1, ignore_eos=True)
+    alone = llm.generate([[3, 4, 5]], free)[0].tokens
+    held = with_grammar("lark", "start: x", max_tokens=10, ignore_eos=True, temperature=1.0, seed=1)
+    readers = {**llm._submit([(7, 8)], held), **llm._submit([(3, 4, 5)], free)}
+    for _ in llm._run(readers):
+        pass
+    first, second = (reader.done for reader in readers.values())
+    assert all(token in range(10, 20) for token in first.tokens[::2])
+    assert all(token in range(200, 256) for token in first.tokens[1::2])
+    assert len(first.tokens) == 10
+    assert second.tokens == alone
+    # The rows are free again for whoever comes next.
+    assert [done.tokens for done in llm.generate([[3, 4, 5]] * 2, free)] == [alone, alone]
+    assert (llm.executor.runners["decode"].stats.eager.total() == 0) == (backend == "full")
+    llm.core.scheduler.integrity()
+
+
+def test_a_grammar_that_makes_no_sense_is_refused(llm: LLM) -> None:
+    for kind, text in (("regex", "[0-9"), ("json_schema", '{"type": "nonsense"}'), ("lark", "start: nowhere")):
+        with pytest.raises(RequestError, match=kind):
+            llm.generate("x", with_grammar(kind, text))
+    with pytest.raises(RequestError, match="no JSON"):
+        with_grammar("json_schema", "{")
+    with pytest.raises(RequestError, match="json_schema, regex, choice or lark"):
+        with_grammar("gbnf", "root ::= x")
+    assert llm.core.is_idle

@@ -1,0 +1,163 @@
+"""The Triton kernel's own ways: splits and their merge, tiles, padding, poison, strides. Interpreted without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paged import Case, Heads, by_hand, case_of, poison_dead, spans_of
+
+pytest.importorskip("triton")
+
+from phonograph.engine.attention.launches import HOPPER, PLAIN, Launch, Launches, pick
+from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.attention.triton import TritonAttention
+
+
+def attention(block_m: int = 16, block_n: int = 16, programs: int = 1) -> TritonAttention:
+    """With small blocks, so that short sequences have many."""
+    launch = Launch(1 << 30, block_m, block_n, num_warps=4, num_stages=2, programs=programs)
+    return TritonAttention(Launches((launch,), (launch,)))
+
+
+def is_right(case: Case, found: torch.Tensor, window: int | None = None) -> None:
+    torch.testing.assert_close(found.double(), by_hand(case, 0, window), rtol=1e-4, atol=1e-4)
+
+
+RAGGED = spans_of((0, 1), (15, 1), (16, 1), (70, 1))
+"""One key, one full block, one key more than a block, several blocks."""
+
+
+class TestDecode:
+    @pytest.mark.parametrize("window", [None, 1, 20])
+    @pytest.mark.parametrize("splits", [1, 2, 4, 8])
+    def test_parts_of_ragged_lengths_merge(self, splits: int, window: int | None) -> None:
+        case = case_of(RAGGED, Heads(2, 1, 16), decode=True)
+        is_right(case, case.run(attention(programs=splits * 4), 0, window), window)
+
+    @pytest.mark.parametrize("heads", [Heads(2, 2, 64), Heads(3, 1, 64), Heads(4, 1, 128), Heads(8, 1, 128)], ids=str)
+    def test_any_group_of_heads(self, heads: Heads) -> None:
+        case = case_of(RAGGED, heads, decode=True)
+        is_right(case, case.run(attention(programs=4 * 4 * heads.kv)))
+
+    @pytest.mark.parametrize("page_size", [8, 16, 64])
+    def test_any_page_size(self, page_size: int) -> None:
+        case = case_of(RAGGED, Heads(4, 2, 16), decode=True, page_size=page_size)
+        is_right(case, case.run(attention(programs=2 * 4 * 2)))
+
+    def test_counters_are_zero_again_for_the_next_layer(self) -> None:
+        case = case_of(RAGGED, Heads(4, 2, 16), decode=True)
+        step = attention(programs=4 * 4 * 2).prepare(case.cache, case.queries, 4)
+        once, twice = step.attend(0, case.q, None), step.attend(0, case.q, None)
+        assert torch.equal(once, twice)
+        is_right(case, twice)
+
+    def test_padding_reads_as_zero(self) -> None:
+        case = case_of(RAGGED, Heads(4, 2, 16), decode=True, padding=4)
+        step = attention(programs=2 * 8 * 2).prepare(case.cache, case.queries, 4)
+        out = step.attend(0, case.q, None)
+        assert torch.count_nonzero(out[case.used :]) == 0
+        is_right(case, out[: case.used])
+
+
+MANY = spans_of((9, 1), (0, 17), (30, 1), (5, 3), (0, 4), (33, 9))
+"""Decode rows, full and started tiles, and cached prefixes."""
+
+
+class TestPrefill:
+    @pytest.mark.parametrize("window", [None, 7])
+    @pytest.mark.parametrize(("block_m", "programs"), [(16, 1), (64, 1), (16, 60), (64, 60)])
+    def test_sequences_of_all_kinds_share_a_step(self, block_m: int, programs: int, window: int | None) -> None:
+        case = case_of(MANY, Heads(4, 1, 16), padding=5)
+        is_right(case, case.run(attention(block_m, programs=programs), 0, window), window)
+
+    @pytest.mark.parametrize("heads", [Heads(2, 2, 64), Heads(3, 1, 64), Heads(8, 1, 128)], ids=str)
+    def test_any_group_of_heads(self, heads: Heads) -> None:
+        case = case_of(spans_of((20, 9), (0, 3)), heads)
+        is_right(case, case.run(attention(32)))
+
+    def test_more_heads_than_rows_of_a_tile(self) -> None:
+        case = case_of(spans_of((20, 3), (4, 1)), Heads(32, 1, 16))
+        is_right(case, case.run(attention(16)))
+
+    def test_padding_reads_as_zero(self) -> None:
+        case = case_of(spans_of((2, 6)), Heads(4, 2, 16), padding=23)
+        out = attention().prepare(case.cache, case.queries, 4).attend(0, case.q, None)
+        assert torch.count_nonzero(out[case.used :]) == 0
+
+    def test_nothing_but_padding(self) -> None:
+        case = case_of(spans_of((0, 1)), Heads(4, 2, 16), padding=8)
+        nobody = replace(case.queries, rows=torch.zeros_like(case.queries.rows))
+        out = attention().prepare(case.cache, nobody, 4).attend(0, case.q, None)
+        assert torch.count_nonzero(out) == 0
+
+
+@pytest.mark.parametrize("decode", [True, False])
+class TestWhatMustNotMatter:
+    def spans(self, decode: bool) -> Case:
+        return case_of(RAGGED if decode else MANY, Heads(4, 1, 16), padding=6, decode=decode)
+
+    def test_poison_in_padding_and_dead_pages(self, decode: bool) -> None:
+        case = self.spans(decode)
+        attend = attention(programs=2 * 10 if decode else 1)
+        clean = case.run(attend)
+        poison_dead(case, float("nan"))
+        case.q[case.used :] = float("nan")
+        assert torch.equal(case.run(attend), clean)
+
+    def test_how_much_padding_there_is(self, decode: bool) -> None:
+        case = self.spans(decode)
+        queries, short = case.queries, case.used + 1
+        less = replace(
+            case,
+            queries=replace(queries, rows=queries.rows[:short], positions=queries.positions[:short]),
+            q=case.q[:short],
+        )
+        assert torch.equal(case.run(attention()), less.run(attention()))
+
+    def test_how_q_lies_in_memory(self, decode: bool) -> None:
+        case = self.spans(decode)
+        wide = torch.randn(case.q.shape[0], 8, 16, device=case.q.device)
+        wide[:, 2:6] = case.q
+        assert torch.equal(replace(case, q=wide[:, 2:6]).run(attention()), case.run(attention()))
+
+    def test_how_wide_the_table_is(self, decode: bool) -> None:
+        case = self.spans(decode)
+        table = torch.cat([case.queries.table, torch.full_like(case.queries.table, 1)], 1)[:, :-3]
+        assert torch.equal(
+            replace(case, queries=replace(case.queries, table=table)).run(attention()), case.run(attention())
+        )
+
+
+def test_no_tokens_at_all() -> None:
+    case = case_of(spans_of((0, 1)), Heads(4, 2, 16))
+    none = replace(case.queries, rows=case.queries.rows[:0], positions=case.queries.positions[:0])
+    for given in (none, replace(none, one_per_sequence=True)):
+        assert attention().prepare(case.cache, given, 4).attend(0, case.q[:0], None).shape == (0, 4, 16)
+
+
+def test_triton_agrees_with_the_reference_on_its_default_launches() -> None:
+    case = case_of(spans_of((3, 20), (50, 1), (0, 2)), Heads(9, 3, 64), padding=2, page_size=16)
+    torch.testing.assert_close(case.run(TritonAttention()), case.run(ReferenceAttention()), rtol=1e-4, atol=1e-4)
+
+
+class TestLaunches:
+    def test_splits_depend_on_the_bucket_and_fill_the_device(self) -> None:
+        launch = replace(PLAIN.decode[0], programs=512)
+        assert [launch.splits(seqs, 8) for seqs in (1, 2, 8, 32, 64, 256)] == [64, 32, 8, 2, 1, 1]
+
+    def test_splits_are_bounded(self) -> None:
+        assert replace(PLAIN.decode[0], programs=1 << 20).splits(1, 1) == 64
+
+    @pytest.mark.parametrize("launches", [HOPPER, PLAIN])
+    def test_every_bucket_has_a_launch_and_they_are_in_order(self, launches: Launches) -> None:
+        for known in (launches.decode, launches.prefill):
+            assert [entry.max_tokens for entry in known] == sorted(entry.max_tokens for entry in known)
+            assert pick(known, 1 << 20, 256) == known[-1]
+            assert pick(known, 1, 256) == known[0]
+
+    def test_wide_keys_get_smaller_blocks(self) -> None:
+        wide = pick(HOPPER.prefill, 4096, 512)
+        assert wide.block_n < pick(HOPPER.prefill, 4096, 256).block_n
