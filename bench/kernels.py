@@ -32,10 +32,11 @@ from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.kernels import tuning
 from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm
+from phonograph.engine.kernels.candidates import candidates
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.triton import rows
 from phonograph.engine.kernels.triton.layers import TritonKernels
-from phonograph.engine.kernels.triton.measuring import Trial, best, candidates, compile_all, device_us, tune
+from phonograph.engine.kernels.triton.measuring import Measurement, Trial, best, device_us, measure_all, tune
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.triton.sampler import TritonSampler
 from phonograph.engine.kernels.tuning import Choice, Product, Tuning
@@ -43,6 +44,7 @@ from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.decoder import Decoder, LayerWeights, Weights
 from phonograph.engine.models.loading import load_weights
 from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.graphs.progress import bar
 
 Figures = dict[str, Any]
 Each = Callable[[int], object]
@@ -72,51 +74,66 @@ def num_bytes(product: Product) -> int:
     return gated * product.outputs * product.inputs * product.dtype.itemsize
 
 
-def sweep(device: Device, wanted: list[Product], args: argparse.Namespace) -> tuple[dict[Product, Choice], Figures]:
-    """The best choice for every product, and all that was measured."""
-    figures: Figures = {}
-    if device.torch_device.type == "cuda":
-        begin = time.perf_counter()
-        problems = compile_all(wanted, device.torch_device, args.multiprocessors, pdl=args.pdl, workers=args.workers)
-        figures["compile_s"] = round(time.perf_counter() - begin, 1)
-        figures["compile_problems"] = problems
-        print(f"compiled in {figures['compile_s']} s, {len(problems)} could not be", *problems[:5], sep="\n  ")
+def sweep(device: Device, wanted: list[Product], args: argparse.Namespace) -> tuple[list[Measurement], Figures]:
+    """Everything that was measured, and the fastest of it for the report."""
     begin = time.perf_counter()
-    choices = candidates if device.torch_device.type == "cuda" else _few
-    found = tune(
-        device, wanted, multiprocessors=args.multiprocessors, pdl=args.pdl, seconds=args.seconds, choices=choices
-    )
-    figures["measure_s"] = round(time.perf_counter() - begin, 1)
-    chosen = best(found)
-    for product, choice in chosen.items():
+    if device.torch_device.type == "cuda":
+        found = tune(
+            device, wanted, multiprocessors=args.multiprocessors, workers=args.workers, seconds=args.seconds,
+            progress=bar(),
+        )  # fmt: skip
+    else:
+        found = measure_all(device, [(product, choice) for product in wanted for choice in _few(product)])
+    figures: Figures = {"seconds": round(time.perf_counter() - begin, 1), "measured": len(found)}
+    for product in best(found):
         ours = sorted((one for one in found if one.product == product), key=lambda one: one.us)
         library = min(one.us for one in ours if one.choice.kind.startswith("library"))
+        plain = min(one.us for one in ours if one.choice.overlap == "none")
         floor = num_bytes(product) / READ * 1e6
         name = f"{product.op} {product.tokens} × {product.inputs} → {product.outputs}"
-        print(
-            f"{name:<40} {ours[0].us:8.2f} us, {ours[0].us / floor:5.2f} × floor, library {library:8.2f} us  {choice}"
-        )
+        print(f"{name:<36} {ours[0].us:8.2f} us, {ours[0].us / floor:5.2f} × floor; without overlap {plain:8.2f}, "
+              f"library {library:8.2f}; {tuning.compact(ours[0].choice)}")  # fmt: skip
+        problems = [one for one in ours if one.problem]
         figures[name] = {
             "floor_us": round(floor, 2),
             "library_us": round(library, 2),
+            "without_overlap_us": round(plain, 2),
             "measured": [
                 {"us": round(one.us, 2) if not one.problem else one.problem, **tuning.compact(one.choice)}
-                for one in (ours if args.all else [*ours[:6], *[one for one in ours if one.problem][:3]])
+                for one in (ours if args.all else [*ours[:6], *problems[:3]])
             ],
         }
-    return chosen, figures
+    return found, figures
 
 
-def _few(product: Product, multiprocessors: int) -> list[Choice]:
+def _few(product: Product) -> list[Choice]:
     """One of each kind: an interpreter's times mean nothing."""
-    kinds = {c.kind: c for c in candidates(product, multiprocessors) if c.ahead == 0 and c.kind != "library_lt"}
+    kinds = {c.kind: c for c in candidates(product, 2) if c.kind != "library_lt"}
     return list(kinds.values())
 
 
-def accuracy(device: Device, chosen: dict[Product, Choice], pdl: bool) -> Figures:
+def decided(
+    device: Device, config: ModelConfig, weights: Weights, found: list[Measurement], tokens: list[int]
+) -> dict[Product, Choice]:
+    """For each number of tokens the choices that make the whole step fastest: with overlaps, or without."""
+    plain = best(one for one in found if one.choice.overlap == "none")
+    chosen: dict[Product, Choice] = {}
+    for count in tokens:
+        times = {}
+        for name, choices in (("plain", plain), ("overlapping", best(found))):
+            kernels = TritonKernels(device.torch_device, Tuning(choices))
+            inputs = step_inputs(device, config, weights, count)
+            times[name] = device_us(device, partial(step_of, kernels, weights, *inputs))
+        fastest = plain if times["plain"] <= times["overlapping"] else best(found)
+        chosen |= {product: choice for product, choice in fastest.items() if product.tokens == count}
+        print(f"step of {count} tokens:", {name: f"{us / 1e3:.3f} ms" for name, us in times.items()})
+    return chosen
+
+
+def accuracy(device: Device, chosen: dict[Product, Choice]) -> Figures:
     """Relative error of each chosen kernel, and of the library, against float64."""
     figures: Figures = {}
-    products = Products(device.torch_device, pdl=pdl)
+    products = Products(device.torch_device)
     wide: Any = ReferenceKernels()
     for wanted_product, choice in chosen.items():
         # Fewer outputs than a vocabulary has: the kernel is the same, and float64 is slow.
@@ -162,6 +179,13 @@ def step_of(kernels: Kernels, weights: Weights, x: torch.Tensor, attended: torch
     return kernels.linear(kernels.add_norm(x, delta, weights.norm)[0], weights.head)
 
 
+def step_inputs(device: Device, config: ModelConfig, weights: Weights, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random hidden states, and what attention might give."""
+    on, dtype = device.torch_device, weights.head.dtype
+    attended = torch.randn(count, config.num_heads * config.head_dim, device=on, dtype=dtype)
+    return torch.randn(count, config.hidden, device=on, dtype=dtype), attended
+
+
 def bare_step(weights: Weights, x: torch.Tensor, attended: torch.Tensor, gated: torch.Tensor) -> None:
     """The products alone, by the library."""
     for layer in weights.layers:
@@ -186,13 +210,12 @@ def steps(device: Device, config: ModelConfig, weights: Weights, chosen: Tuning,
         "tuned": tuned,
     }
     if on.type == "cuda":
-        sets["tuned, dependent launches"] = TritonKernels(on, chosen, pdl=True)
+        sets["tuned, last norm overlapping"] = TritonKernels(on, chosen, overlap="early")
     else:
         del sets["cublasLt and fused rows"]
     pool = device.new_pool()
     for count in tokens:
-        x = torch.randn(count, config.hidden, device=on, dtype=dtype)
-        attended = torch.randn(count, config.num_heads * config.head_dim, device=on, dtype=dtype)
+        x, attended = step_inputs(device, config, weights, count)
         gated = torch.randn(count, config.intermediate, device=on, dtype=dtype)
         bare = device_us(device, partial(bare_step, weights, x, attended, gated), pool) / 1e3
         row = {"products alone, library": round(bare, 3)}
@@ -214,10 +237,12 @@ def _always(config: ModelConfig, tokens: list[int], dtype: torch.dtype, choice: 
 # -- the other kernels ------------------------------------------------------------------------------------------
 
 
-def other_kernels(device: Device, config: ModelConfig, dtype: torch.dtype, tokens: list[int], pdl: bool) -> Figures:
+def other_kernels(
+    device: Device, config: ModelConfig, dtype: torch.dtype, tokens: list[int], overlap: tuning.Overlap
+) -> Figures:
     """Microseconds of one launch, in a graph of many on memory of their own."""
     on, figures, pool = device.torch_device, {}, device.new_pool()
-    kernels, reference = TritonKernels(on, Tuning({}), pdl=pdl), ReferenceKernels()
+    kernels, reference = TritonKernels(on, Tuning({}), overlap=overlap), ReferenceKernels()
     copies = 36 if on.type == "cuda" else 1
     norm = Norm(torch.ones(config.hidden, device=on, dtype=dtype), 1e-6)
     for count in tokens:
@@ -229,7 +254,7 @@ def other_kernels(device: Device, config: ModelConfig, dtype: torch.dtype, token
                 partial(_add_norm, reference, x, delta, norm),
                 4 * x[0].nbytes,
             ),
-            "silu_mul": (partial(_silu_mul, mixed, pdl), partial(_silu_mul_torch, mixed), mixed[0].nbytes * 3 // 2),
+            "silu_mul": (partial(_silu_mul, mixed, overlap), partial(_silu_mul_torch, mixed), mixed[0].nbytes * 3 // 2),
             "rotate_and_store": rotations(device, config, dtype, count, copies, kernels, reference),
         }
         for name, (ours, theirs, size) in calls.items():
@@ -242,8 +267,8 @@ def _add_norm(kernels: Kernels, x: torch.Tensor, delta: torch.Tensor, norm: Norm
     return kernels.add_norm(x[index], delta[index], norm)
 
 
-def _silu_mul(mixed: torch.Tensor, pdl: bool, index: int) -> object:
-    return rows.silu_mul(mixed[index], pdl=pdl)
+def _silu_mul(mixed: torch.Tensor, overlap: tuning.Overlap, index: int) -> object:
+    return rows.silu_mul(mixed[index], overlap=overlap)
 
 
 def _silu_mul_torch(mixed: torch.Tensor, index: int) -> object:
@@ -374,7 +399,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="measure all ways of computing the products")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the measuring of a sweep, without compiling")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that compile")
-    parser.add_argument("--pdl", action="store_true", help="programmatic dependent launches, also in the sweep")
+    parser.add_argument("--overlap", choices=("none", "late", "early"), default="none", help="of the other kernels")
     parser.add_argument("--all", action="store_true", help="write every measurement of the sweep, not only the best")
     parser.add_argument("--table", type=Path, help="choices to write with --sweep, or to measure the step with")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the result file")
@@ -390,25 +415,21 @@ def main() -> None:
     torch.manual_seed(0)
     figures: Figures = {}
     with torch.no_grad():
-        if args.sweep:
-            chosen, figures["sweep"] = sweep(device, _wanted(config, tokens, dtype), args)
-            print(tuning.save(chosen, hardware, table))
-        measured = tuning.read(table, hardware)[0] if table.exists() else dict(tuning.load(hardware).measured)
-        chosen = {p: c for p, c in measured.items() if p in set(_wanted(config, tokens, dtype))}
-        figures["relative_error"] = accuracy(device, chosen, args.pdl)
         weights = load_weights(RandomCheckpoint(config), dtype, device.torch_device)
+        wanted = [product for count in tokens for product in products_of(config, count, dtype)]
+        if args.sweep:
+            everything, figures["sweep"] = sweep(device, wanted, args)
+            print(tuning.save(decided(device, config, weights, everything, tokens), hardware, table))
+        measured = tuning.read(table, hardware)[0] if table.exists() else dict(tuning.load(hardware).measured)
         found = Tuning(measured)
+        figures["relative_error"] = accuracy(device, {p: c for p, c in measured.items() if p in set(wanted)})
         figures["step"] = steps(device, config, weights, found, tokens)
         figures["two_layers"] = whole_layers(device, config, weights, found, tokens[:4])
         others = [1, 16, 64, 256, 2048] if on_gpu else [2]
         figures["sampler"] = samplers(device, config.vocab, dtype, [1, 32, 256] if on_gpu else [2])
-        figures["kernels"] = other_kernels(device, config, dtype, others, args.pdl)
+        figures["kernels"] = other_kernels(device, config, dtype, others, args.overlap)
     print(json.dumps({name: figures[name] for name in figures if name != "sweep"}, indent=1, ensure_ascii=False))
     print(report.write(f"kernels_{'cuda' if on_gpu else 'quick'}", figures, args.out))
-
-
-def _wanted(config: ModelConfig, tokens: list[int], dtype: torch.dtype) -> list[Product]:
-    return [product for count in tokens for product in products_of(config, count, dtype)]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 from phonograph.devices import open_device
 from phonograph.engine.kernels import tuning
+from phonograph.engine.kernels.candidates import candidates, variations
 from phonograph.engine.kernels.tuning import Choice, Product, Tuning
 
 GPU = "NVIDIA Test"
@@ -132,41 +133,54 @@ def test_the_shipped_table_can_be_read() -> None:
 
 def test_the_fastest_is_chosen_and_what_fails_is_noted() -> None:
     pytest.importorskip("triton")
-    from phonograph.engine.kernels.triton.measuring import best, tune
+    from phonograph.engine.kernels.triton.measuring import best, measure_all
 
     device = open_device("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = [replace(ONE, dtype=torch.float32), Product("norm_gated", 2, 16, 16, torch.float32)]
+    one, two = replace(ONE, dtype=torch.float32), Product("norm_gated", 2, 16, 16, torch.float32)
     bad = Choice("vector", rows=1 << 22, block=1 << 22)  # a tile with more elements than Triton allows
-    ways = {1: [VECTOR, Choice("library"), bad], 2: [Choice("matrix", rows=16, block=16), Choice("library")]}
-    found = tune(device, wanted, multiprocessors=2, choices=lambda product, _: ways[product.tokens])
+    jobs = [(one, VECTOR), (two, Choice("matrix", rows=16, block=16)), (one, Choice("library")), (one, bad)]
+    found = measure_all(device, [*jobs, (two, Choice("library"))])
     chosen = best(found)
-    assert set(chosen) == set(wanted)
-    for product in wanted:
-        times = {one.choice: one.us for one in found if one.product == product}
+    assert set(chosen) == {one, two}
+    for product in chosen:
+        times = {m.choice: m.us for m in found if m.product == product}
         assert chosen[product] == min(times, key=times.__getitem__)
-    assert [one.choice for one in found if one.problem] == [bad]
+    assert [m.choice for m in found if m.problem] == [bad]
 
 
 def test_what_time_did_not_suffice_for_is_noted() -> None:
     pytest.importorskip("triton")
-    from phonograph.engine.kernels.triton.measuring import best, tune
+    from phonograph.engine.kernels.triton.measuring import best, measure_all
 
-    found = tune(open_device("cpu"), [replace(ONE, dtype=torch.float32)], multiprocessors=2, seconds=-1)
-    assert {one.problem for one in found} == {"not measured: the -1 s were over"}
+    found = measure_all(open_device("cpu"), [(replace(ONE, dtype=torch.float32), VECTOR)], seconds=-1)
+    assert [one.problem for one in found] == ["not measured: the -1 s were over"]
     assert best(found) == {}
 
 
-@pytest.mark.parametrize("product", [
+PRODUCTS = [
     Product("norm_linear", 1, 6144, 4096), Product("norm_gated", 16, 12288, 4096), Product("linear", 64, 4096, 12288),
     Product("linear", 1, 49152, 576), Product("norm_gated", 3, 1536, 576), Product("linear", 128, 576, 1536),
     Product("linear", 200, 4096, 4096),
-])  # fmt: skip
-def test_every_candidate_can_compute_its_product(product: Product) -> None:
-    pytest.importorskip("triton")
-    from phonograph.engine.kernels.triton.measuring import candidates
+]  # fmt: skip
 
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_candidate_can_compute_its_product(product: Product) -> None:
     found = candidates(product, multiprocessors=132)
     assert len(found) == len(set(found))
     assert {"library", "library_lt"} <= {choice.kind for choice in found}
     for choice in found:
+        tuning.check(product, choice)
+
+
+def test_the_fastest_kernels_are_varied() -> None:
+    product = PRODUCTS[0]
+    timed = [(product, choice, float(us)) for us, choice in enumerate(candidates(product, 132))]
+    timed.append((product, Choice("vector", rows=1, block=1), float("inf")))  # it failed
+    varied = variations(timed)
+    assert len(varied) == len(set(varied))
+    assert {choice.overlap for _, choice in varied} == {"late", "early"}
+    assert {choice.ahead for _, choice in varied} == {0, 4096}
+    assert all(choice.block > 1 for _, choice in varied if choice.kind == "vector")
+    for _, choice in varied:
         tuning.check(product, choice)

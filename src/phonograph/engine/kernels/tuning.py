@@ -21,10 +21,14 @@ log = logging.getLogger("phonograph")
 FORMAT = 1
 MOST_TOKENS = 128
 """Tokens up to which a matrix kernel can be chosen."""
+MAX_TILES = 16384
+"""Tiles of outputs that a split product may have."""
 SHIPPED = Path(__file__).parent / "tuned.json"
 
 Op = Literal["linear", "norm_linear", "norm_gated"]
 Kind = Literal["library", "library_lt", "vector", "matrix"]
+Overlap = Literal["none", "late", "early"]
+"""Whether a kernel is launched as a programmatic dependent, and when it lets the next one begin."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,16 @@ class Choice:
     """Whether the weights are the tall operand of the tensor cores (matrix)."""
     fused: bool = False
     """Whether the norm is in the kernel (matrix; a vector kernel always has it)."""
+    overlap: Overlap = "none"
+    """Also for the norm and the gate where they are launches of their own."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ValueError(f"kernel {self.kind!r} is not one of {', '.join(get_args(Kind))}")
-        sizes = {name: value for name, value in asdict(self).items() if name not in ("kind", "swap", "fused")}
+        if self.overlap not in get_args(Overlap):
+            raise ValueError(f"overlap {self.overlap!r} is not one of {', '.join(get_args(Overlap))}")
+        names = ("rows", "block", "warps", "stages", "split", "programs", "ahead")
+        sizes = {name: value for name, value in asdict(self).items() if name in names}
         if any(type(value) is not int or value < 0 for value in sizes.values()):
             raise ValueError(f"sizes of a kernel are whole numbers from 0, not {sizes}")
         if self.kind in ("vector", "matrix") and not all(_is_power(n) for n in (self.rows, self.block, self.warps)):

@@ -8,24 +8,24 @@ from phonograph.engine.attention.base import PagedCache, Queries
 from phonograph.engine.kernels.base import Angles, Heads, Norm
 from phonograph.engine.kernels.triton import rotate, rows
 from phonograph.engine.kernels.triton.products import Products
-from phonograph.engine.kernels.tuning import Choice, Op, Product, Tuning
+from phonograph.engine.kernels.tuning import Choice, Op, Overlap, Product, Tuning
 
 
 class TritonKernels:
-    """The protocol `Kernels`; with `pdl`, its kernels are launched as programmatic dependents (sm_90 and later)."""
+    """The protocol `Kernels`. `overlap` is for the kernels that nothing is measured for; it needs sm_90 or later."""
 
     name = "triton"
 
-    def __init__(self, device: torch.device, tuning: Tuning, *, pdl: bool = False) -> None:
+    def __init__(self, device: torch.device, tuning: Tuning, *, overlap: Overlap = "none") -> None:
         self.tuning = tuning
-        self._pdl = pdl
-        self._products = Products(device, pdl=pdl)
+        self._overlap = overlap
+        self._products = Products(device)
 
     def angles(self, table: Angles, positions: torch.Tensor) -> Angles:
         return table
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows.add_norm(x, delta, norm, pdl=self._pdl)
+        return rows.add_norm(x, delta, norm, overlap=self._overlap)
 
     def norm_linear(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
@@ -45,7 +45,7 @@ class TritonKernels:
     def rotate_and_store(
         self, qkv: torch.Tensor, heads: Heads, angles: Angles, queries: Queries, cache: PagedCache, layer: int
     ) -> torch.Tensor:
-        return rotate.rotate_and_store(qkv, heads, angles, queries, cache, layer, pdl=self._pdl)
+        return rotate.rotate_and_store(qkv, heads, angles, queries, cache, layer, overlap=self._overlap)
 
     def _choice(self, op: Op, x: torch.Tensor, weight: torch.Tensor, outputs: int) -> Choice:
         if x.stride(1) != 1 or not weight.is_contiguous():

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import LINE, begin_dependents, prefetch, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import LINE, begin, code, nearly_done, prefetch, wait_for_inputs
 from phonograph.engine.kernels.tuning import Choice
 
 
@@ -87,7 +87,7 @@ def _product(
     num_tokens, num_out, x_row, delta_row, eps,
     width: tl.constexpr, tokens: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, part_width: tl.constexpr,
     split: tl.constexpr, stages: tl.constexpr, swap: tl.constexpr, has_norm: tl.constexpr, has_delta: tl.constexpr,
-    has_bias: tl.constexpr, gated: tl.constexpr, pdl: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr,
+    has_bias: tl.constexpr, gated: tl.constexpr, overlap: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr,
 ):  # fmt: skip
     """A tile of outputs, or the part of its sums that some columns of the weights contribute."""
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -95,13 +95,13 @@ def _product(
     in_rows = row < num_out
     row_at = weight_ptr + row.to(tl.int64)[:, None] * width
     up_at = row_at + num_out.to(tl.int64) * width
-    begin_dependents(pdl)
+    begin(overlap)
     if lines > 0:
         ahead = part * part_width + tl.arange(0, lines)[None, :] * per_line
         prefetch(row_at + ahead, in_rows[:, None] & (ahead < width))
         if gated:
             prefetch(up_at + ahead, in_rows[:, None] & (ahead < width))
-    wait_for_inputs(pdl)
+    wait_for_inputs(overlap)
     shape: tl.constexpr = [rows, tokens] if swap else [tokens, rows]
     total = tl.zeros(shape, tl.float32)
     up_total = tl.zeros(shape, tl.float32)
@@ -120,6 +120,7 @@ def _product(
         if gated:
             up = tl.load(up_at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
             up_total = _multiplied(x, up, up_total, swap)
+    nearly_done(overlap)
     if split > 1:
         total, is_last = _collected(total, parts_ptr, counter_ptr, tile, part, split, tokens * rows)
         num_tokens = tl.where(is_last, num_tokens, 0)
@@ -150,7 +151,6 @@ def product(
     norm: Norm | None = None,
     bias: torch.Tensor | None = None,
     gated: bool = False,
-    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + delta) projected by the weight, x + delta) of a few rows; counters are zeros, one per tile."""
     num_tokens, width = x.shape
@@ -171,8 +171,8 @@ def product(
         0.0 if norm is None else norm.eps,
         width=width, tokens=tokens, rows=choice.rows, block=choice.block, part_width=part_width,
         split=split, stages=choice.stages, swap=choice.swap, has_norm=norm is not None,
-        has_delta=delta is not None, has_bias=bias is not None, gated=gated, pdl=pdl,
+        has_delta=delta is not None, has_bias=bias is not None, gated=gated, overlap=code(choice.overlap),
         lines=triton.next_power_of_2(ahead) if ahead else 0, per_line=per_line,
-        num_warps=choice.warps, launch_pdl=pdl,
+        num_warps=choice.warps, launch_pdl=choice.overlap != "none",
     )  # fmt: skip
     return out, total

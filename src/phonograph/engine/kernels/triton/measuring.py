@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -14,12 +14,13 @@ import torch
 
 from phonograph.devices import Device, MemoryPool
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.products import MAX_TILES, Products
-from phonograph.engine.kernels.tuning import MOST_TOKENS, Choice, Product
+from phonograph.engine.kernels.candidates import Job, candidates, variations
+from phonograph.engine.kernels.triton.products import Products
+from phonograph.engine.kernels.tuning import Choice, Product
+from phonograph.graphs.progress import Progress, silent
 
 BYTES_IN_A_CYCLE = 512 << 20
 """Weights that are read before one is read again: several times the largest cache."""
-SHARED_BYTES = 227 << 10
 _ROUNDS = 5
 
 
@@ -77,84 +78,6 @@ class Trial:
         )
 
 
-def candidates(product: Product, multiprocessors: int) -> list[Choice]:
-    """The ways worth trying."""
-    found = [Choice("library"), Choice("library_lt")]
-    if product.tokens == 1:
-        found += _whole_vectors(product, multiprocessors)
-        found += _blocked_vectors(product)
-    if product.tokens <= MOST_TOKENS:
-        found += _matrices(product, multiprocessors)
-    return found
-
-
-def _whole_vectors(product: Product, multiprocessors: int) -> Iterator[Choice]:
-    block = 1 << (product.inputs - 1).bit_length()
-    if block > 16384:
-        return
-    warps = max(4, min(16, block // 512))
-    scale = max(1, 4096 // block)  # narrower weights: more rows, for as many bytes
-    for rows, stages in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (2, 4), (4, 3)):
-        gated = 2 if product.op == "norm_gated" else 1
-        if stages > 1 and stages * gated * rows * scale * block * product.dtype.itemsize > SHARED_BYTES:
-            continue
-        plain = Choice("vector", rows=rows * scale, block=block, warps=warps, stages=stages)
-        for each in (2, 3, 4, 6, 8):
-            yield replace(plain, programs=each * multiprocessors)
-            if (rows, stages) in ((2, 1), (4, 1), (2, 3)):
-                yield replace(plain, programs=each * multiprocessors, ahead=product.inputs)
-        yield plain
-
-
-def _blocked_vectors(product: Product) -> Iterator[Choice]:
-    for rows, block, warps, stages in (
-        (4, 2048, 8, 3), (8, 1024, 8, 3), (8, 1024, 4, 3), (8, 512, 4, 4), (16, 256, 4, 4), (16, 512, 8, 3),
-        (32, 256, 8, 3),
-    ):  # fmt: skip
-        if block < product.inputs:
-            yield Choice("vector", rows=rows, block=block, warps=warps, stages=stages)
-
-
-# rows, block, warps, stages, swap
-_TILES = {
-    16: (
-        (16, 256, 4, 4, False), (16, 512, 4, 3, False), (32, 128, 4, 6, False), (32, 256, 4, 4, False),
-        (64, 64, 4, 8, True), (64, 128, 4, 5, True), (64, 256, 4, 3, True),
-    ),
-    32: (
-        (16, 256, 4, 4, False), (32, 256, 4, 4, False), (64, 64, 4, 8, True), (64, 128, 4, 4, True),
-        (64, 128, 4, 6, True), (64, 256, 4, 3, True), (128, 64, 8, 5, True),
-    ),
-    64: (
-        (64, 64, 4, 6, True), (64, 128, 4, 4, True), (64, 128, 4, 5, True), (64, 256, 4, 3, True),
-        (128, 64, 4, 5, True), (128, 64, 8, 5, True), (128, 128, 8, 3, True),
-    ),
-    128: ((64, 64, 4, 5, True), (64, 128, 4, 3, True), (128, 64, 8, 4, True), (128, 128, 8, 3, True)),
-}  # fmt: skip
-
-
-def _matrices(product: Product, multiprocessors: int) -> Iterator[Choice]:
-    tokens = max(16, 1 << (product.tokens - 1).bit_length())
-    gated = product.op == "norm_gated"
-    for rows, block, warps, stages, swap in _TILES[tokens]:
-        if block >= 2 * product.inputs:
-            continue
-        stage = (rows * (2 if gated else 1) + tokens) * block * product.dtype.itemsize
-        fitting = min(stages, SHARED_BYTES // stage)
-        if fitting < 2:
-            continue
-        tile = Choice("matrix", rows=rows, block=block, warps=warps, stages=fitting, swap=swap)
-        tiles = -(-product.outputs // rows)
-        for split in (1, 2, 4, 8):
-            is_useful = 0.9 * multiprocessors <= tiles * split <= 6 * multiprocessors
-            if split == 1 or (is_useful and not gated and tiles <= MAX_TILES and split * block <= product.inputs):
-                yield replace(tile, split=split)
-        if product.op != "linear" and product.tokens <= 16:
-            deep = min(stages, SHARED_BYTES // (stage + 2 * tokens * block * product.dtype.itemsize))
-            if deep >= 2 and block < 512:  # wider ones do not fit into registers
-                yield replace(tile, stages=deep, fused=True)
-
-
 def measure(
     device: Device, trial: Trial, choice: Choice, products: Products, pool: MemoryPool | None = None
 ) -> Measurement:
@@ -200,29 +123,25 @@ def device_us(device: Device, body: Callable[[], object], pool: MemoryPool | Non
     return median(times)
 
 
-def tune(
-    device: Device,
-    wanted: Iterable[Product],
-    *,
-    multiprocessors: int,
-    pdl: bool = False,
-    seconds: float = math.inf,
-    choices: Callable[[Product, int], list[Choice]] = candidates,
+def measure_all(
+    device: Device, jobs: Iterable[Job], *, seconds: float = math.inf, progress: Progress = silent
 ) -> list[Measurement]:
-    """Measure every way of computing these products; what `seconds` did not suffice for says so."""
-    products, begin, pool = Products(device.torch_device, pdl=pdl), time.monotonic(), device.new_pool()
+    """Measure these ways of computing products; what `seconds` did not suffice for says so."""
+    products, begin, pool = Products(device.torch_device), time.monotonic(), device.new_pool()
     found: list[Measurement] = []
     trial: Trial | None = None
-    for product in sorted(wanted, key=lambda p: (p.op, p.outputs, p.inputs, p.tokens)):
+    ordered = sorted(jobs, key=lambda job: (job[0].op, job[0].outputs, job[0].inputs, job[0].tokens))
+    for product, choice in ordered:
         if trial is None or replace(trial.product, tokens=product.tokens) != product:
             trial = None  # its weights go before the next ones come
             trial = Trial.of(product, device.torch_device)
-        trial = trial.of_tokens(product.tokens)
-        for choice in choices(product, multiprocessors):
-            if time.monotonic() - begin > seconds:
-                found.append(Measurement(product, choice, problem=f"not measured: the {seconds:.0f} s were over"))
-            else:
-                found.append(measure(device, trial, choice, products, pool))
+        if trial.product != product:
+            trial = trial.of_tokens(product.tokens)
+        if time.monotonic() - begin > seconds:
+            found.append(Measurement(product, choice, problem=f"not measured: the {seconds:.0f} s were over"))
+        else:
+            found.append(measure(device, trial, choice, products, pool))
+        progress("measuring kernels", len(found), len(ordered))
     return found
 
 
@@ -235,31 +154,48 @@ def best(measurements: Iterable[Measurement]) -> dict[Product, Choice]:
     return {product: one.choice for product, one in fastest.items()}
 
 
-def compile_all(
-    wanted: Iterable[Product], device: torch.device, multiprocessors: int, *, pdl: bool = False, workers: int = 8
-) -> list[str]:
-    """Compile the candidates of these products in processes of their own, into the compiler's cache on disk.
+def tune(
+    device: Device,
+    wanted: Iterable[Product],
+    *,
+    multiprocessors: int,
+    workers: int = 8,
+    seconds: float = math.inf,
+    progress: Progress = silent,
+) -> list[Measurement]:
+    """Measure every candidate for these products, then variations of the fastest; compiles in other processes first."""
+    jobs = [(product, choice) for product in wanted for choice in candidates(product, multiprocessors)]
+    compile_all(jobs, device.torch_device, workers)
+    begin = time.monotonic()
+    found = measure_all(device, jobs, seconds=seconds, progress=progress)
+    left = seconds - (time.monotonic() - begin)
+    again = variations((one.product, one.choice, one.us) for one in found)
+    compile_all(again, device.torch_device, workers)
+    return found + measure_all(device, again, seconds=left, progress=progress)
 
-    Returns what failed. A kernel that faults takes its process with it and not the caller's device context.
+
+def compile_all(jobs: Iterable[Job], device: torch.device, workers: int = 8) -> list[str]:
+    """Compile these kernels in processes of their own, into the compiler's cache on disk; returns what failed.
+
+    A kernel that faults takes its process with it and not the caller's device context.
     """
-    jobs: dict[tuple[object, ...], tuple[Product, Choice]] = {}
-    for product in wanted:
-        for choice in candidates(product, multiprocessors):
-            if choice.kind in ("vector", "matrix"):
-                # The code does not depend on the number of programs and outputs, nor on the tokens that a tile is for.
-                tokens = 1 if choice.kind == "vector" else max(16, 1 << (product.tokens - 1).bit_length())
-                key = (
-                    product.op,
-                    product.outputs % 16 == 0,
-                    product.inputs,
-                    product.dtype,
-                    tokens,
-                    replace(choice, programs=0),
-                )
-                jobs.setdefault(key, (product, choice))
+    distinct: dict[tuple[object, ...], Job] = {}
+    for product, choice in jobs:
+        # The code does not depend on the number of programs and outputs, nor on the tokens that a tile is for.
+        tokens = 1 if choice.kind == "vector" else max(16, 1 << (product.tokens - 1).bit_length())
+        key = (
+            product.op,
+            product.outputs % 16 == 0,
+            product.inputs,
+            product.dtype,
+            tokens,
+            replace(choice, programs=0),
+        )
+        if choice.kind in ("vector", "matrix"):
+            distinct.setdefault(key, (product, choice))
     problems = []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        tasks = {pool.submit(_compile, *job, str(device), pdl): job for job in jobs.values()}
+        tasks = {pool.submit(_compile, *job, str(device)): job for job in distinct.values()}
         for task in as_completed(tasks):
             if task.exception() is not None:
                 product, choice = tasks[task]
@@ -267,7 +203,7 @@ def compile_all(
     return problems
 
 
-def _compile(product: Product, choice: Choice, device: str, pdl: bool) -> None:
+def _compile(product: Product, choice: Choice, device: str) -> None:
     trial = Trial.of(product, torch.device(device), num_weights=1)
-    trial.run(Products(torch.device(device), pdl=pdl), choice, trial.weights[0])
+    trial.run(Products(torch.device(device)), choice, trial.weights[0])
     torch.accelerator.synchronize()

@@ -10,10 +10,7 @@ from torch.nn import functional
 
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.triton import matrix, rows, vector
-from phonograph.engine.kernels.tuning import Choice
-
-MAX_TILES = 16384
-"""Tiles of outputs that a split product may have."""
+from phonograph.engine.kernels.tuning import MAX_TILES, Choice, Overlap
 
 
 class Products:
@@ -22,8 +19,7 @@ class Products:
     So launches of one instance run one after the other, as they do on one stream.
     """
 
-    def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
-        self.pdl = pdl
+    def __init__(self, device: torch.device) -> None:
         self._counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def linear(
@@ -31,9 +27,9 @@ class Products:
     ) -> torch.Tensor:
         """x projected."""
         if choice.kind == "vector":
-            return vector.product(x, weight, choice, bias=bias, pdl=self.pdl)[0]
+            return vector.product(x, weight, choice, bias=bias)[0]
         if choice.kind == "matrix":
-            return matrix.product(x, weight, choice, self._counters, bias=bias, pdl=self.pdl)[0]
+            return matrix.product(x, weight, choice, self._counters, bias=bias)[0]
         with _library(choice):
             return functional.linear(x, weight, bias)
 
@@ -48,10 +44,10 @@ class Products:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + delta) projected, x + delta)."""
         if choice.kind == "vector":
-            return vector.product(x, weight, choice, delta=delta, norm=norm, bias=bias, pdl=self.pdl)
+            return vector.product(x, weight, choice, delta=delta, norm=norm, bias=bias)
         if choice.kind == "matrix" and choice.fused:
-            return matrix.product(x, weight, choice, self._counters, delta=delta, norm=norm, bias=bias, pdl=self.pdl)
-        h, x = rows.add_norm(x, delta, norm, pdl=self.pdl)
+            return matrix.product(x, weight, choice, self._counters, delta=delta, norm=norm, bias=bias)
+        h, x = rows.add_norm(x, delta, norm, overlap=_of_companions(choice))
         return self.linear(choice, h, weight, bias), x
 
     def norm_gated(
@@ -59,13 +55,18 @@ class Products:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(silu(gate) · up of norm(x + delta), x + delta)."""
         if choice.kind == "vector":
-            return vector.product(x, gate_up, choice, delta=delta, norm=norm, gated=True, pdl=self.pdl)
+            return vector.product(x, gate_up, choice, delta=delta, norm=norm, gated=True)
         if choice.kind == "matrix" and choice.fused:
-            return matrix.product(x, gate_up, choice, self._counters, delta=delta, norm=norm, gated=True, pdl=self.pdl)
-        h, x = rows.add_norm(x, delta, norm, pdl=self.pdl)
+            return matrix.product(x, gate_up, choice, self._counters, delta=delta, norm=norm, gated=True)
+        h, x = rows.add_norm(x, delta, norm, overlap=_of_companions(choice))
         if choice.kind == "matrix":
-            return matrix.product(h, gate_up, choice, self._counters, gated=True, pdl=self.pdl)[0], x
-        return rows.silu_mul(self.linear(choice, h, gate_up), pdl=self.pdl), x
+            return matrix.product(h, gate_up, choice, self._counters, gated=True)[0], x
+        return rows.silu_mul(self.linear(choice, h, gate_up), overlap=_of_companions(choice)), x
+
+
+def _of_companions(choice: Choice) -> Overlap:
+    """For a norm or gate in a launch of its own, next to a product: small, so whatever follows may come at once."""
+    return "none" if choice.overlap == "none" else "early"
 
 
 @contextmanager

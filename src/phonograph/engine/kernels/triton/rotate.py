@@ -8,7 +8,8 @@ import triton.language as tl
 
 from phonograph.engine.attention.base import PagedCache, Queries
 from phonograph.engine.kernels.base import Angles, Heads
-from phonograph.engine.kernels.triton.launch import begin_dependents, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, code, wait_for_inputs
+from phonograph.engine.kernels.tuning import Overlap
 
 
 @triton.jit
@@ -27,7 +28,7 @@ def _rotate_and_store(
     positions_ptr, rows_ptr, table_ptr, keys_ptr, values_ptr, out_ptr,
     qkv_row, angle_row, table_row, page_stride, place_stride, head_stride, q_eps, k_eps,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half_columns: tl.constexpr,
-    page_size: tl.constexpr, block: tl.constexpr, has_norm: tl.constexpr, pdl: tl.constexpr,
+    page_size: tl.constexpr, block: tl.constexpr, has_norm: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token; a head is held as its two halves, which the rotation mixes."""
     token = tl.program_id(0).to(tl.int64)
@@ -37,8 +38,8 @@ def _rotate_and_store(
     is_query, is_value = head < num_heads, head >= num_heads + num_kv_heads
     is_key = (head >= num_heads) & (head < num_heads + num_kv_heads)
     mask = (head < num_heads + 2 * num_kv_heads)[:, None] & inside[None, :]
-    begin_dependents(pdl)
-    wait_for_inputs(pdl)
+    begin(overlap)
+    wait_for_inputs(overlap)
     position = tl.load(positions_ptr + token).to(tl.int64)
     row = tl.load(rows_ptr + token).to(tl.int64)
     page = tl.load(table_ptr + row * table_row + position // page_size).to(tl.int64)
@@ -71,7 +72,14 @@ def _rotate_and_store(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor, heads: Heads, angles: Angles, queries: Queries, cache: PagedCache, layer: int, *, pdl: bool
+    qkv: torch.Tensor,
+    heads: Heads,
+    angles: Angles,
+    queries: Queries,
+    cache: PagedCache,
+    layer: int,
+    *,
+    overlap: Overlap = "none",
 ) -> torch.Tensor:
     """The queries, [num_tokens, num_heads, head_dim]; `angles` is the table of all positions."""
     num_tokens, total = qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads
@@ -91,6 +99,6 @@ def rotate_and_store(
         q_norm.eps if q_norm is not None else 0.0, k_norm.eps if k_norm is not None else 0.0,
         num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
         half_columns=triton.next_power_of_2(heads.head_dim // 2), page_size=cache.page_size, block=block,
-        has_norm=has_norm, pdl=pdl, num_warps=1 if block == 4 else 4, launch_pdl=pdl,
+        has_norm=has_norm, overlap=code(overlap), num_warps=1 if block == 4 else 4, launch_pdl=overlap != "none",
     )  # fmt: skip
     return out

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import begin_dependents, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, code, wait_for_inputs
+from phonograph.engine.kernels.tuning import Overlap
 from phonograph.errors import DeviceError
 
 WIDEST_ROW = 16384
@@ -18,15 +19,15 @@ _SILU_BLOCK = 1024
 def _add_norm(
     x_ptr, delta_ptr, weight_ptr, normed_ptr, sum_ptr,
     x_row, delta_row, eps,
-    width: tl.constexpr, columns: tl.constexpr, has_delta: tl.constexpr, pdl: tl.constexpr,
+    width: tl.constexpr, columns: tl.constexpr, has_delta: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One row per program, held in registers between the sum of its squares and the scaling."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, columns)
     inside = column < width
-    begin_dependents(pdl)
+    begin(overlap)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    wait_for_inputs(pdl)
+    wait_for_inputs(overlap)
     x = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0)
     if has_delta:
         # The residual stream is kept in the model's dtype, and the norm is that of what is kept.
@@ -40,14 +41,14 @@ def _add_norm(
 
 @triton.jit
 def _silu_mul(
-    mixed_ptr, out_ptr, mixed_row, width: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+    mixed_ptr, out_ptr, mixed_row, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of one row: gate in the first half of `mixed`, up in the second."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    begin_dependents(pdl)
-    wait_for_inputs(pdl)
+    begin(overlap)
+    wait_for_inputs(overlap)
     gate = tl.load(mixed_ptr + row * mixed_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(mixed_ptr + row * mixed_row + width + column, mask=inside, other=0.0).to(tl.float32)
     gated = gate * tl.sigmoid(gate) * up
@@ -55,7 +56,7 @@ def _silu_mul(
 
 
 def add_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, pdl: bool = False
+    x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, overlap: Overlap = "none"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + delta), x + delta) of rows; x itself where there is no delta."""
     num_rows, width = x.shape
@@ -71,18 +72,25 @@ def add_norm(
         _add_norm[(num_rows,)](
             x, x if delta is None else delta, norm.weight, normed, total,
             x.stride(0), x.stride(0) if delta is None else delta.stride(0), norm.eps,
-            width=width, columns=columns, has_delta=delta is not None, pdl=pdl,
-            num_warps=min(16, max(1, columns // 512)), launch_pdl=pdl,
+            width=width, columns=columns, has_delta=delta is not None, overlap=code(overlap),
+            num_warps=min(16, max(1, columns // 512)), launch_pdl=overlap != "none",
         )  # fmt: skip
     return normed, total
 
 
-def silu_mul(mixed: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+def silu_mul(mixed: torch.Tensor, *, overlap: Overlap = "none") -> torch.Tensor:
     """silu(gate) · up, where gate and up are the halves of the rows of `mixed`."""
     num_rows, width = mixed.shape[0], mixed.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=mixed.dtype, device=mixed.device)
     if num_rows:
         _silu_mul[(num_rows, triton.cdiv(width, _SILU_BLOCK))](
-            mixed, out, mixed.stride(0), width=width, block=_SILU_BLOCK, pdl=pdl, num_warps=4, launch_pdl=pdl
+            mixed,
+            out,
+            mixed.stride(0),
+            width=width,
+            block=_SILU_BLOCK,
+            overlap=code(overlap),
+            num_warps=4,
+            launch_pdl=overlap != "none",
         )
     return out

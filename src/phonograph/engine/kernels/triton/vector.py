@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import LINE, begin_dependents, prefetch, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import LINE, begin, code, nearly_done, prefetch, wait_for_inputs
 from phonograph.engine.kernels.tuning import Choice
 
 
@@ -58,19 +58,19 @@ def _whole(
     x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_out, eps,
     width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
     has_norm: tl.constexpr, has_delta: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
-    pdl: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr,
+    overlap: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr,
 ):  # fmt: skip
     """The whole vector in registers; tiles of whole rows of the weights stream past it, every G-th of G programs."""
     first, num_programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, block)[None, :]
     inside = column < width
-    begin_dependents(pdl)
+    begin(overlap)
     if lines > 0:
         row = first * rows + tl.arange(0, rows)
         _prefetch_rows(weight_ptr, row, row < num_out, width, lines, per_line)
         if gated:
             _prefetch_rows(weight_ptr, row + num_out, row < num_out, width, lines, per_line)
-    wait_for_inputs(pdl)
+    wait_for_inputs(overlap)
     x, kept = _input(x_ptr, delta_ptr, norm_ptr, sum_ptr, column, inside, first, width, has_norm, has_delta)
     scale = 1.0
     if has_norm:
@@ -87,6 +87,7 @@ def _whole(
             up = weight_ptr + num_out.to(tl.int64) * width + at
             up_total = tl.sum(tl.load(up, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * x, 1)
         _finish(total, up_total, scale, bias_ptr, out_ptr, row, in_rows, has_bias, gated)
+    nearly_done(overlap)
 
 
 @triton.jit
@@ -94,19 +95,19 @@ def _blocked(
     x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_out, eps,
     width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
     has_norm: tl.constexpr, has_delta: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
-    pdl: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr,
+    overlap: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr,
 ):  # fmt: skip
     """Some rows of the weights per program, block by block of their columns."""
     first = tl.program_id(0)
     row = first * rows + tl.arange(0, rows)
     in_rows = row < num_out
     row_at = row.to(tl.int64)[:, None] * width
-    begin_dependents(pdl)
+    begin(overlap)
     if lines > 0:
         _prefetch_rows(weight_ptr, row, in_rows, width, lines, per_line)
         if gated:
             _prefetch_rows(weight_ptr, row + num_out, in_rows, width, lines, per_line)
-    wait_for_inputs(pdl)
+    wait_for_inputs(overlap)
     total = tl.zeros([rows, block], tl.float32)
     up_total = tl.zeros([rows, block], tl.float32)
     squares = tl.zeros([1, block], tl.float32)
@@ -122,6 +123,7 @@ def _blocked(
         if gated:
             at = weight_ptr + num_out.to(tl.int64) * width + row_at + column
             up_total += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * x
+    nearly_done(overlap)
     scale = 1.0
     if has_norm:
         scale = tl.rsqrt(tl.sum(squares) / width + eps)
@@ -137,7 +139,6 @@ def product(
     norm: Norm | None = None,
     bias: torch.Tensor | None = None,
     gated: bool = False,
-    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + delta) projected by the weight, x + delta) of a single row x, [1, width]."""
     num_out, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -152,7 +153,7 @@ def product(
         weight if bias is None else bias, out, total, num_out, 0.0 if norm is None else norm.eps,
         width=width, rows=choice.rows, block=choice.block, stages=choice.stages,
         has_norm=norm is not None, has_delta=delta is not None, has_bias=bias is not None, gated=gated,
-        pdl=pdl, lines=triton.next_power_of_2(ahead) if ahead else 0, per_line=per_line,
-        num_warps=choice.warps, launch_pdl=pdl,
+        overlap=code(choice.overlap), lines=triton.next_power_of_2(ahead) if ahead else 0, per_line=per_line,
+        num_warps=choice.warps, launch_pdl=choice.overlap != "none",
     )  # fmt: skip
     return out, total
