@@ -110,6 +110,8 @@ VECTOR = {
     "whole, a tile per program": Choice("vector", rows=4, block=64),
     "whole, dealt to 3 programs": Choice("vector", rows=2, block=64, programs=3),
     "whole, more columns than there are": Choice("vector", rows=2, block=128, stages=3),
+    "streamed, a tile per program": Choice("vector", rows=4, block=64, stages=2),
+    "streamed, dealt to 3 programs": Choice("vector", rows=2, block=64, stages=2, programs=3),
     "blocks": Choice("vector", rows=4, block=16, stages=2),
     "blocks with a rest": Choice("vector", rows=8, block=32),
 }

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from phonograph.engine.kernels.tuning import MAX_TILES, MOST_TOKENS, Choice, Product
+from phonograph.engine.kernels.tuning import MAX_TILES, MOST_TOKENS, STREAMED, Choice, Product
 
 Job = tuple[Product, Choice]
 SHARED_BYTES = 227 << 10
 """Shared memory of a program at most, on sm_90."""
-_NUM_VARIED = 4
+_NUM_VARIED = 6
 
 
 def candidates(product: Product, multiprocessors: int) -> list[Choice]:
@@ -49,9 +49,10 @@ def _distinct(ordered: Iterable[Choice]) -> list[Choice]:
 
 
 def _overlapping(product: Product, choice: Choice) -> Iterator[Choice]:
-    held = choice.block * max(1, choice.stages)
+    is_streamed = choice.kind == "vector" and choice.block >= product.inputs and choice.stages == STREAMED
+    held = 0 if is_streamed else min(product.inputs, choice.block * choice.stages)
     for overlap in ("late", "early"):
-        for ahead in (0, min(product.inputs, held)):
+        for ahead in {0, held}:
             # Programs that start at different times share work evenly only if it is dealt out as they come.
             for programs in {choice.programs, 0}:
                 yield replace(choice, overlap=overlap, ahead=ahead, programs=programs)
@@ -66,14 +67,18 @@ def _whole_vectors(product: Product, multiprocessors: int) -> Iterator[Choice]:
     gated = 2 if product.op == "norm_gated" else 1
     for rows, warps, stages in (
         (1, usual, 1), (2, usual, 1), (4, usual, 1), (1, usual // 2, 1), (2, usual // 2, 1), (1, 16, 1),
+        (1, usual, 2), (2, usual, 2), (1, usual // 2, 2), (2, usual // 2, 2), (1, 16, 2),
         (1, usual, 3), (1, usual, 4), (2, usual, 3), (2, usual, 4), (4, usual, 3),
     ):  # fmt: skip
-        if stages > 1 and stages * gated * rows * scale * block * product.dtype.itemsize > SHARED_BYTES:
+        if stages > STREAMED and stages * gated * rows * scale * block * product.dtype.itemsize > SHARED_BYTES:
             continue
         plain = Choice("vector", rows=rows * scale, block=block, warps=warps, stages=stages)
         yield plain
+        tiles = -(-product.outputs // plain.rows)
         for each in (2, 3, 4, 6, 8):
-            yield replace(plain, programs=each * multiprocessors)
+            most = -(-tiles // (each * multiprocessors))
+            yield replace(plain, programs=min(tiles, each * multiprocessors))
+            yield replace(plain, programs=-(-tiles // most))  # all have as many tiles
 
 
 def _blocked_vectors(product: Product) -> Iterator[Choice]:

@@ -23,6 +23,8 @@ MOST_TOKENS = 128
 """Tokens up to which a matrix kernel can be chosen."""
 MAX_TILES = 16384
 """Tiles of outputs that a split product may have."""
+STREAMED = 2
+"""Stages of the vector kernel that holds the next rows in registers."""
 SHIPPED = Path(__file__).parent / "tuned.json"
 
 Op = Literal["linear", "norm_linear", "norm_gated"]
@@ -54,7 +56,7 @@ class Choice:
     """Columns that it takes at a time; a vector kernel whose block is as wide as the weights keeps x in registers."""
     warps: int = 4
     stages: int = 1
-    """Loads in flight per program; with 1 they go to registers."""
+    """Loads in flight per program; with 1 they go to registers, with 2 whole rows for a vector do too."""
     split: int = 1
     """Programs that share a tile of outputs (matrix, without norm)."""
     programs: int = 0

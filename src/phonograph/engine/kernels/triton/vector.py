@@ -12,7 +12,7 @@ import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.triton.launch import LINE, begin, code, nearly_done, prefetch, wait_for_inputs
-from phonograph.engine.kernels.tuning import Choice
+from phonograph.engine.kernels.tuning import STREAMED, Choice
 
 
 @triton.jit
@@ -54,6 +54,50 @@ def _prefetch_rows(weight_ptr, row, inside, width: tl.constexpr, lines: tl.const
 
 
 @triton.jit
+def _tile(weight_ptr, tile, num_out, first_row, width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr):
+    """A tile of whole rows; zeros behind the last."""
+    row, column = tile * rows + tl.arange(0, rows), tl.arange(0, block)[None, :]
+    mask = (row < num_out)[:, None] & (column < width)
+    at = (first_row + row).to(tl.int64)[:, None] * width + column
+    return tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _streamed(
+    x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_out, eps,
+    width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
+    has_norm: tl.constexpr, has_delta: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
+    overlap: tl.constexpr, lines: tl.constexpr, per_line: tl.constexpr,
+):  # fmt: skip
+    """As `_whole`, with the next tile always on its way into registers: the first before x is even there."""
+    first, num_programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, block)[None, :]
+    begin(overlap)
+    weight = _tile(weight_ptr, first, num_out, 0, width, rows, block)
+    up = weight
+    if gated:
+        up = _tile(weight_ptr, first, num_out, num_out, width, rows, block)
+    wait_for_inputs(overlap)
+    x, kept = _input(x_ptr, delta_ptr, norm_ptr, sum_ptr, column, column < width, first, width, has_norm, has_delta)
+    scale = 1.0
+    if has_norm:
+        scale = tl.rsqrt(tl.sum(kept * kept) / width + eps)
+    for tile in range(first, tl.cdiv(num_out, rows), num_programs):
+        next_weight = _tile(weight_ptr, tile + num_programs, num_out, 0, width, rows, block)
+        next_up = next_weight
+        if gated:
+            next_up = _tile(weight_ptr, tile + num_programs, num_out, num_out, width, rows, block)
+        total = tl.sum(weight.to(tl.float32) * x, 1)
+        up_total = total
+        if gated:
+            up_total = tl.sum(up.to(tl.float32) * x, 1)
+        row = tile * rows + tl.arange(0, rows)
+        _finish(total, up_total, scale, bias_ptr, out_ptr, row, row < num_out, has_bias, gated)
+        weight, up = next_weight, next_up
+    nearly_done(overlap)
+
+
+@triton.jit
 def _whole(
     x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_out, eps,
     width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
@@ -76,17 +120,13 @@ def _whole(
     if has_norm:
         scale = tl.rsqrt(tl.sum(kept * kept) / width + eps)
     for tile in tl.range(first, tl.cdiv(num_out, rows), num_programs, num_stages=stages):
-        row = tile * rows + tl.arange(0, rows)
-        in_rows = row < num_out
-        at = row.to(tl.int64)[:, None] * width + column
-        mask = in_rows[:, None] & inside
-        weight = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        weight = _tile(weight_ptr, tile, num_out, 0, width, rows, block)
         total = tl.sum(weight.to(tl.float32) * x, 1)
         up_total = total
         if gated:
-            up = weight_ptr + num_out.to(tl.int64) * width + at
-            up_total = tl.sum(tl.load(up, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * x, 1)
-        _finish(total, up_total, scale, bias_ptr, out_ptr, row, in_rows, has_bias, gated)
+            up_total = tl.sum(_tile(weight_ptr, tile, num_out, num_out, width, rows, block).to(tl.float32) * x, 1)
+        row = tile * rows + tl.arange(0, rows)
+        _finish(total, up_total, scale, bias_ptr, out_ptr, row, row < num_out, has_bias, gated)
     nearly_done(overlap)
 
 
@@ -145,10 +185,11 @@ def product(
     out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(x)
     whole = choice.block >= width
+    kernel = (_streamed if choice.stages == STREAMED else _whole) if whole else _blocked
     tiles = triton.cdiv(num_out, choice.rows)
     per_line = LINE.value // weight.element_size()
     ahead = min(choice.ahead, width) // per_line
-    (_whole if whole else _blocked)[(min(choice.programs, tiles) if whole and choice.programs else tiles,)](
+    kernel[(min(choice.programs, tiles) if whole and choice.programs else tiles,)](
         x, x if delta is None else delta, weight if norm is None else norm.weight, weight,
         weight if bias is None else bias, out, total, num_out, 0.0 if norm is None else norm.eps,
         width=width, rows=choice.rows, block=choice.block, stages=choice.stages,
