@@ -37,10 +37,12 @@ from phonograph.engine.kernels.triton import rows
 from phonograph.engine.kernels.triton.layers import TritonKernels
 from phonograph.engine.kernels.triton.measuring import Trial, best, candidates, compile_all, device_us, tune
 from phonograph.engine.kernels.triton.products import Products
+from phonograph.engine.kernels.triton.sampler import TritonSampler
 from phonograph.engine.kernels.tuning import Choice, Product, Tuning
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.decoder import Decoder, LayerWeights, Weights
 from phonograph.engine.models.loading import load_weights
+from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
 
 Figures = dict[str, Any]
 Each = Callable[[int], object]
@@ -284,6 +286,40 @@ def rotations(
     )
 
 
+# -- the sampler ------------------------------------------------------------------------------------------------
+
+
+def samplers(device: Device, vocab: int, dtype: torch.dtype, counts: list[int]) -> Figures:
+    """Microseconds of a pick with each sampler, and how many tokens are the same."""
+    on, figures, pool = device.torch_device, {}, device.new_pool()
+    ours, theirs = TritonSampler(), TorchSampler()
+    for count in counts:
+        asked = SamplingRows(
+            torch.full((count,), 0.8, device=on),
+            torch.full((count,), 50, dtype=torch.int32, device=on),
+            torch.full((count,), 0.9, device=on),
+            torch.zeros(count, device=on),
+            torch.randint(0, 1 << 62, (count,), device=on),
+            torch.arange(count, device=on),
+        )
+        # Peaked like those of a language model, and flat like those of random weights.
+        flat = torch.randn(count, vocab, device=on)
+        for shape, logits in (("peaked", (flat * 3.5).to(dtype)), ("flat", flat.to(dtype))):
+            for level in (Sampling.GREEDY, Sampling.SAMPLED, Sampling.TRUNCATED):
+                one, other = ours.pick(logits, asked, level), theirs.pick(logits, asked, level)
+                figures[f"pick, {level.name.lower()}, {count} rows, {shape}"] = {
+                    "us": round(device_us(device, partial(ours.pick, logits, asked, level), pool), 1),
+                    "torch_us": round(device_us(device, partial(theirs.pick, logits, asked, level), pool), 1),
+                    "same": f"{int((one == other).sum())} of {count}",
+                }
+        tokens = ours.pick(logits, asked, Sampling.GREEDY)
+        figures[f"logprobs, {count} rows"] = {
+            "us": round(device_us(device, partial(ours.logprobs, logits, tokens, 20), pool), 1),
+            "torch_us": round(device_us(device, partial(theirs.logprobs, logits, tokens, 20), pool), 1),
+        }
+    return figures
+
+
 def whole_layers(device: Device, config: ModelConfig, weights: Weights, chosen: Tuning, tokens: list[int]) -> Figures:
     """Hidden states of two layers with reference attention: relative error of both kernels against float64."""
     on, figures = device.torch_device, {}
@@ -365,6 +401,7 @@ def main() -> None:
         figures["step"] = steps(device, config, weights, found, tokens)
         figures["two_layers"] = whole_layers(device, config, weights, found, tokens[:4])
         others = [1, 16, 64, 256, 2048] if on_gpu else [2]
+        figures["sampler"] = samplers(device, config.vocab, dtype, [1, 32, 256] if on_gpu else [2])
         figures["kernels"] = other_kernels(device, config, dtype, others, args.pdl)
     print(json.dumps({name: figures[name] for name in figures if name != "sweep"}, indent=1, ensure_ascii=False))
     print(report.write(f"kernels_{'cuda' if on_gpu else 'quick'}", figures, args.out))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 
@@ -54,6 +55,33 @@ class TopLogprobs:
     token_logprob: torch.Tensor  # [num_rows]
     top_ids: torch.Tensor  # [num_rows, MAX_LOGPROBS]
     top_logprobs: torch.Tensor
+
+
+class Sampler(Protocol):
+    """One implementation; stateless, so that graphs of all shapes share it. Logits may be of any float type."""
+
+    @property
+    def name(self) -> str: ...
+
+    def pick(self, logits: torch.Tensor, rows: SamplingRows, level: Sampling) -> torch.Tensor:
+        """The next token of every row, from logits after penalties; at a level, what it and those below it offer."""
+        ...
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:
+        """Log-probabilities of these tokens and of the `count` likeliest, from raw logits."""
+        ...
+
+
+class TorchSampler:
+    """In torch ops, for any device; truncation sorts."""
+
+    name = "torch"
+
+    def pick(self, logits: torch.Tensor, rows: SamplingRows, level: Sampling) -> torch.Tensor:
+        return pick(logits.float(), rows, level)
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:
+        return top_logprobs(logits.float(), tokens, count)
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:

@@ -138,10 +138,7 @@ def read(path: Path, hardware: str, *, same_versions: bool = False) -> tuple[dic
         if same_versions and content["versions"] != versions():
             made = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
             return {}, f"not used: {path} was measured with {made}. Measure again."
-        ours = [entry for entry in content["entries"] if entry["hardware"] == hardware]
-        found = {_product(entry): Choice(**entry["choice"]) for entry in ours}
-        for product, choice in found.items():
-            check(product, choice)
+        found = dict(_parsed(entry) for entry in content["entries"] if entry["hardware"] == hardware)
     except FileNotFoundError:
         return {}, f"nothing measured on this machine ({path})"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -191,13 +188,25 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     """What a file has that can be kept; nothing where its format or versions are others."""
     try:
         content = json.loads(path.read_text())
-        is_kept = content["format"] == FORMAT and content["versions"] == versions()
-        entries: list[dict[str, Any]] = content["entries"] if is_kept else []
-        for entry in entries:
-            _product(entry)
+        if content["format"] != FORMAT or content["versions"] != versions():
+            return []
+        return [entry for entry in content["entries"] if _is_sound(entry)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    return entries
+
+
+def _is_sound(entry: Mapping[str, Any]) -> bool:
+    try:
+        _parsed(entry)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return "hardware" in entry
+
+
+def _parsed(entry: Mapping[str, Any]) -> tuple[Product, Choice]:
+    product, choice = _product(entry), Choice(**entry["choice"])
+    check(product, choice)
+    return product, choice
 
 
 def _product(entry: Mapping[str, Any]) -> Product:

@@ -47,13 +47,13 @@ class Trial:
     def of(product: Product, device: torch.device, num_weights: int | None = None) -> Trial:
         rows = product.outputs * (2 if product.op == "norm_gated" else 1)
         size = rows * product.inputs * product.dtype.itemsize
-        count = num_weights or max(2, min(36, -(-BYTES_IN_A_CYCLE // size)))
+        cycle = 2 if device.type == "cpu" else max(2, min(36, -(-BYTES_IN_A_CYCLE // size)))
 
         def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return torch.randn(shape, device=device, dtype=product.dtype) * scale
 
         x, delta = random(product.tokens, product.inputs), random(product.tokens, product.inputs)
-        weights = tuple(random(rows, product.inputs, scale=product.inputs**-0.5) for _ in range(count))
+        weights = tuple(random(rows, product.inputs, scale=product.inputs**-0.5) for _ in range(num_weights or cycle))
         return Trial(product, x, delta, Norm(random(product.inputs), 1e-6), weights)
 
     def run(self, products: Products, choice: Choice, weight: torch.Tensor) -> torch.Tensor:
@@ -95,6 +95,9 @@ def _whole_vectors(product: Product, multiprocessors: int) -> Iterator[Choice]:
     warps = max(4, min(16, block // 512))
     scale = max(1, 4096 // block)  # narrower weights: more rows, for as many bytes
     for rows, stages in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (2, 4), (4, 3)):
+        gated = 2 if product.op == "norm_gated" else 1
+        if stages > 1 and stages * gated * rows * scale * block * product.dtype.itemsize > SHARED_BYTES:
+            continue
         plain = Choice("vector", rows=rows * scale, block=block, warps=warps, stages=stages)
         for each in (2, 3, 4, 6, 8):
             yield replace(plain, programs=each * multiprocessors)
@@ -148,7 +151,7 @@ def _matrices(product: Product, multiprocessors: int) -> Iterator[Choice]:
                 yield replace(tile, split=split)
         if product.op != "linear" and product.tokens <= 16:
             deep = min(stages, SHARED_BYTES // (stage + 2 * tokens * block * product.dtype.itemsize))
-            if deep >= 2:
+            if deep >= 2 and block < 512:  # wider ones do not fit into registers
                 yield replace(tile, stages=deep, fused=True)
 
 
