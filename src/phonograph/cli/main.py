@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from phonograph.cli import bench
 from phonograph.errors import PhonographError
 from phonograph.graphs.flags import add_flags, asked_from
 
@@ -51,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="print the result as JSON")
             command.add_argument("--report", action="store_true", help="say what ran: model, plan, graphs, speed")
         add_flags(command)
+    measured = commands.add_parser("bench", help=bench.HELP, description=bench.HELP, allow_abbrev=False)
+    bench.add_flags(measured)
+    measured.set_defaults(run=bench.run)
     return parser
 
 

@@ -10,6 +10,7 @@ from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.kernels.base import Kernels
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.sampler import Sampler, TorchSampler
 from phonograph.errors import DeviceError
 
 
@@ -38,6 +39,17 @@ def kernels_for(device: Device, options: EngineOptions) -> Kernels:
     except ImportError:
         raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
     return TritonKernels(device.torch_device, tuning.load(hardware(device)))
+
+
+def sampler_for(device: Device, options: EngineOptions) -> Sampler:
+    """The sampler that goes with the kernels."""
+    if (options.kernels or _default(device)) == "reference":
+        return TorchSampler()
+    try:
+        from phonograph.engine.kernels.triton.sampler import TritonSampler
+    except ImportError:
+        raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
+    return TritonSampler()
 
 
 def hardware(device: Device) -> str:

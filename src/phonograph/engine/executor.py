@@ -16,6 +16,7 @@ from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.passes import Passes
 from phonograph.engine.penalties import is_penalised
 from phonograph.engine.readback import Pending, Picked, Readback, Sampled
+from phonograph.engine.sampler import Sampler
 from phonograph.engine.step import Step
 from phonograph.engine.tables import TableUpdates
 from phonograph.graphs.capture import CaptureReport
@@ -45,6 +46,7 @@ class Executor:
     def __init__(
         self,
         model: Decoder,
+        sampler: Sampler,
         device: Device,
         plan: Plan,
         limits: Limits,
@@ -58,7 +60,7 @@ class Executor:
         self.model = model
         self.vocab = model.config.vocab
         self.cache = new_cache(model, limits.num_pages, limits.page_size, device)
-        self.passes = Passes(model, device, limits, self.cache)
+        self.passes = Passes(model, sampler, device, limits, self.cache)
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
         pool, memory = BufferPool(device), device.new_pool()

@@ -15,7 +15,7 @@ from phonograph.devices import Device, open_device
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.choices import attention_for, kernels_for
+from phonograph.engine.choices import attention_for, kernels_for, sampler_for
 from phonograph.engine.core import EngineCore
 from phonograph.engine.executor import Executor
 from phonograph.engine.models.decoder import Decoder
@@ -103,9 +103,12 @@ class LLM:
         limits = limits_for(options, self.device, config.max_len, eos_ids)
         weights = load_weights(self.checkpoint, dtype, on, progress)
         decoder = Decoder(config, weights, attention, kernels_for(self.device, options), limits.max_len)
-        self.cache_size = cache_size(decoder, self.device, self.plan, limits, options, progress)
+        sampler = sampler_for(self.device, options)
+        self.cache_size = cache_size(decoder, sampler, self.device, self.plan, limits, options, progress)
         self.limits = replace(limits, num_pages=self.cache_size.num_pages)
-        self.executor = Executor(decoder, self.device, self.plan, self.limits, eager_copies=options.eager_copies)
+        self.executor = Executor(
+            decoder, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
+        )
         self.reports = self.executor.capture(progress)
         scheduler = Scheduler(self.limits, prefix_cache=options.prefix_cache, mixed=options.mixed)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None

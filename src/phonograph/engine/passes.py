@@ -20,7 +20,7 @@ from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.penalties import PenaltyTables
 from phonograph.engine.readback import Picked
 from phonograph.engine.request import MAX_LOGPROBS
-from phonograph.engine.sampler import Sampling, penalise, pick, top_logprobs
+from phonograph.engine.sampler import Sampler, Sampling, penalise
 from phonograph.engine.tables import RequestTables
 from phonograph.engine.trials import Trials
 from phonograph.graphs.breaks import graph_break
@@ -74,13 +74,14 @@ class _BrokenAttention:
 class Passes:
     """The bodies: they gather from the request tables, run the model, pick tokens, and note them in the tables."""
 
-    def __init__(self, model: Decoder, device: Device, limits: Limits, cache: PagedCache) -> None:
+    def __init__(self, model: Decoder, sampler: Sampler, device: Device, limits: Limits, cache: PagedCache) -> None:
         self.limits = limits
         self.cache = cache
         self.vocab = model.config.vocab
         self.tables = RequestTables(device, limits.max_seqs, -(-limits.max_len // limits.page_size))
         self._device = device
         self._decoder = model
+        self._sampler = sampler
         self._prefiller = Decoder(
             model.config, model.weights, _SpanAttention(model.attention), model.kernels, limits.max_len
         )
@@ -185,14 +186,14 @@ class Passes:
     def _next_tokens(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, wants: Wants) -> Picked:
         """Pick a token for every row and note it in the tables."""
         penalised = wants.level is Sampling.PENALISED
-        changed = penalise(logits, self.penalties.rows(rows)) if penalised else logits
+        changed = penalise(logits.float(), self.penalties.rows(rows)) if penalised else logits
         if wants.constrained:
             changed = self.masks.apply(changed, rows)
-        tokens = pick(changed, self.tables.sampling(rows, lengths), wants.level)
+        tokens = self._sampler.pick(changed, self.tables.sampling(rows, lengths), wants.level)
         self.tables.advance(rows, tokens, lengths)
         if penalised:
             self.penalties.count(rows, tokens)
-        return Picked(tokens, top_logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None)
+        return Picked(tokens, self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None)
 
 
 def _nobody(extent: Extent, seed: int) -> DecodeBatch:

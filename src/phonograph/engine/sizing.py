@@ -11,6 +11,7 @@ from phonograph.engine.executor import Executor
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.sampler import Sampler
 from phonograph.errors import DeviceError
 from phonograph.graphs.config import Ask, Asked, Measured
 from phonograph.graphs.progress import Progress, silent
@@ -76,6 +77,7 @@ class CacheSize:
 
 def cache_size(
     model: Decoder,
+    sampler: Sampler,
     device: Device,
     plan: Plan,
     limits: Limits,
@@ -87,7 +89,7 @@ def cache_size(
         return CacheSize(limits.num_pages, f"{options.cache_tokens:,} tokens were asked for")
     if device.torch_device.type == "cpu":
         return CacheSize(limits.num_pages, f"a default on the CPU, for {limits.max_seqs} sequences")
-    needed, num_recordings = _rehearsed(model, device, plan, limits, progress)
+    needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, progress)
     memory = device.memory()
     allowed = int(memory.total * options.memory) - memory.used
     page = _page_bytes(model, limits.page_size)
@@ -108,7 +110,9 @@ def cache_size(
     return CacheSize(num_pages, reason)
 
 
-def _rehearsed(model: Decoder, device: Device, plan: Plan, limits: Limits, progress: Progress) -> tuple[int, int]:
+def _rehearsed(
+    model: Decoder, sampler: Sampler, device: Device, plan: Plan, limits: Limits, progress: Progress
+) -> tuple[int, int]:
     """Bytes that graphs and activations take, found by recording the largest of every phase over a tiny cache.
 
     Captured addresses are never repointed, so the cache must be there before the recordings that serve; smaller
@@ -116,7 +120,7 @@ def _rehearsed(model: Decoder, device: Device, plan: Plan, limits: Limits, progr
     """
     _settle(device)
     before = device.memory().used
-    trial = Executor(model, device, plan, replace(limits, num_pages=2), largest_only=True)
+    trial = Executor(model, sampler, device, plan, replace(limits, num_pages=2), largest_only=True)
     trial.capture(progress)
     needed = device.memory().used - before
     num_recordings = trial.num_recordings

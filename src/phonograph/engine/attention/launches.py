@@ -40,15 +40,15 @@ _ANY = 1 << 30
 
 HOPPER = Launches(
     decode=(
-        Launch(max_tokens=4, block_m=16, block_n=32, num_warps=4, num_stages=3, programs=264),
-        Launch(max_tokens=32, block_m=16, block_n=64, num_warps=4, num_stages=3, programs=528),
-        Launch(max_tokens=_ANY, block_m=16, block_n=64, num_warps=4, num_stages=3, programs=528),
+        Launch(max_tokens=1, block_m=16, block_n=32, num_warps=2, num_stages=4, programs=128),
+        Launch(max_tokens=16, block_m=16, block_n=32, num_warps=2, num_stages=4, programs=256),
+        Launch(max_tokens=_ANY, block_m=16, block_n=128, num_warps=4, num_stages=2, programs=256),
     ),
     prefill=(
-        Launch(max_tokens=64, block_m=32, block_n=64, num_warps=4, num_stages=3, programs=264),
-        Launch(max_tokens=256, block_m=64, block_n=64, num_warps=4, num_stages=3, programs=132),
+        Launch(max_tokens=64, block_m=64, block_n=32, num_warps=4, num_stages=3, programs=512),
+        Launch(max_tokens=256, block_m=64, block_n=32, num_warps=4, num_stages=3, programs=1),
         Launch(max_tokens=1024, block_m=64, block_n=64, num_warps=4, num_stages=3, programs=1),
-        Launch(max_tokens=_ANY, block_m=128, block_n=64, num_warps=8, num_stages=3, programs=1),
+        Launch(max_tokens=_ANY, block_m=128, block_n=32, num_warps=8, num_stages=4, programs=1),
     ),
 )
 """For an H200 with 8 KV heads of 128 in bfloat16; `bench/attention.py --sweep` finds them."""

@@ -38,7 +38,8 @@ class TritonAttention:
             tiles = list_tiles(rows, queries.positions, block_m // group_rows, queries.table.shape[0] - 1)
         num_tiles = rows.shape[0] if tiles is None else tiles.shape[0]
         splits = launch.splits(num_tiles, kv_heads)
-        arrived = torch.zeros(num_tiles * kv_heads if splits > 1 else 1, dtype=torch.int32, device=rows.device)
+        # Where nothing is split, nobody counts.
+        arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device) if splits > 1 else rows
         return _TritonStep(cache, queries, launch, block_m, group_rows, splits, num_tiles, tiles, arrived)
 
 

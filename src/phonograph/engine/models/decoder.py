@@ -67,5 +67,5 @@ class Decoder:
         return kernels.add_norm(x, delta, self.weights.norm)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in float32 of these rows."""
-        return self.kernels.linear(hidden, self.weights.head).float()
+        """Logits of these rows, in the model's precision."""
+        return self.kernels.linear(hidden, self.weights.head)

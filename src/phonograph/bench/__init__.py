@@ -1,0 +1,5 @@
+"""Measurements that anybody can repeat: floors, eager, every backend and peers in one run."""
+
+from phonograph.bench.commands import add_commands
+
+__all__ = ["add_commands"]

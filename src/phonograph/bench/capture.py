@@ -1,0 +1,89 @@
+"""Seconds and bytes to record all default buckets, by phase and variant, warm-up and capture apart."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from phonograph.bench.figures import rounded
+from phonograph.bench.report import Subject
+from phonograph.bench.setup import Bench, row_of, settle
+from phonograph.engine.llm import LLM
+from phonograph.engine.options import EngineOptions
+from phonograph.graphs.capture import CaptureReport
+from phonograph.graphs.progress import silent
+from phonograph.graphs.runner import Runner
+
+SUBJECT = Subject(
+    "capture",
+    "Recording all default buckets",
+    "s",
+    how="Seconds of warm-up and capture of a phase when kernels are loaded already; `first` is what the same took when "
+    "the process had just started. Bytes are what the device's memory grew by.",
+)
+
+
+def measure(bench: Bench) -> None:
+    """Decode as `full`, prefill on every backend."""
+    for index, backend in enumerate(bench.backends("full", "breakable")):
+        if backend != "disabled" and bench.has_time(f"capture, {backend}"):
+            _measure_backend(bench, backend, with_decode=index == 0)
+
+
+def _measure_backend(bench: Bench, backend: str, *, with_decode: bool) -> None:
+    # The KV cache has no part in it; as asked, it needs no rehearsal, and so the first capture is the first.
+    options = EngineOptions(cache_tokens=4096)
+    if bench.setup.quick:
+        options = EngineOptions(max_seqs=4, max_tokens=16, max_len=64, cache_tokens=256)
+    begin = time.perf_counter()
+    llm = bench.open(options, {"decode": "full" if with_decode else "disabled", "prefill": backend})
+    bench.report.fact(f"engine_open_s_{backend}", time.perf_counter() - begin)
+    first = dict(zip(llm.executor.runners, llm.reports, strict=True))
+    for phase in ("decode", "prefill") if with_decode else ("prefill",):
+        again, num_bytes = _again(bench, llm, phase)
+        _add_phase(bench, llm.executor.runners[phase], first[phase], again, num_bytes)
+    _add_totals(bench)
+
+
+def _again(bench: Bench, llm: LLM, phase: str) -> tuple[CaptureReport, int]:
+    """Record a phase once more; returns the report and by how much the device's memory grew."""
+    runner = llm.executor.runners[phase]
+    runner.release()
+    settle(bench.device)
+    before = bench.device.memory().used
+    report = runner.capture(silent)
+    bench.device.synchronize()
+    return report, bench.device.memory().used - before
+
+
+def _add_phase(bench: Bench, runner: Runner, first: CaptureReport, again: CaptureReport, num_bytes: int) -> None:
+    variants: defaultdict[str, list[float]] = defaultdict(list)
+    memory: defaultdict[str, int] = defaultdict(int)
+    for row in again.rows:
+        variants[row.key.variant or "plain"].append(row.seconds)
+        memory[row.key.variant or "plain"] += row.num_bytes
+    figures = {
+        "first_s": rounded(first.seconds),
+        "warm_up_s": rounded(again.warm_seconds),
+        "first_warm_up_s": rounded(first.warm_seconds),
+        "recordings": len(again.rows),
+        "graphs": sum(row.num_graphs for row in again.rows),
+        "failed": len(again.failures),
+        "mb": rounded(num_bytes / 1e6),
+        "slowest_ms": rounded(max((row.seconds for row in again.rows), default=0.0) * 1e3),
+        "variants": {
+            name: {"recordings": len(times), "seconds": rounded(sum(times)), "mb": rounded(memory[name] / 1e6)}
+            for name, times in variants.items()
+        },
+    }
+    bench.report.add(row_of(runner.plan.backend, {"phase": runner.phase.name}, again.seconds, figures))
+
+
+def _add_totals(bench: Bench) -> None:
+    """Decode and prefill of one engine together, for every backend of prefill."""
+    rows = {(row.case["phase"], row.series): row for row in bench.report.rows}
+    decode = rows.get(("decode", "full"))
+    for (phase, series), row in rows.items():
+        if phase == "prefill" and decode is not None:
+            total = {n: rounded(decode.figures[n] + row.figures[n]) for n in ("first_s", "recordings", "mb")}
+            bench.report.fact(f"all_{series}", {"seconds": rounded(decode.value + row.value), **total})

@@ -1,0 +1,116 @@
+"""One measurement under way: what was asked for, the device, the time that is left, and engines to measure."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from phonograph.bench.report import Report, Row
+from phonograph.bench.timing import Deadline
+from phonograph.devices import Device
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.llm import LLM
+from phonograph.engine.models.config import SHAPES, ModelConfig
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.request import SamplingParams
+from phonograph.errors import PlanError
+from phonograph.graphs.config import ask
+
+T = TypeVar("T")
+EAGER = "eager"
+"""The series of the backend `disabled`."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What was asked for on the command line."""
+
+    shape: str
+    quick: bool = False
+    backends: tuple[str, ...] = ()
+    """Empty for those that the measurement is about."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Engine options by name, for every engine that is opened."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """The measurement's own flags; None where one was not given."""
+    out: Path | None = None
+
+
+class Bench:
+    """What a measurement works with."""
+
+    def __init__(self, setup: Setup, device: Device, report: Report, deadline: Deadline) -> None:
+        self.setup = setup
+        self.device = device
+        self.report = report
+        self.deadline = deadline
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return SHAPES[self.setup.shape]
+
+    def choose(self, flag: str, usual: T, quick: T) -> T:
+        """The flag's value, or what stands for it."""
+        given: T | None = self.setup.flags.get(flag)
+        if given is not None:
+            return given
+        return quick if self.setup.quick else usual
+
+    def backends(self, *usual: str) -> tuple[str, ...]:
+        """The backends to measure, the one that matters most first."""
+        return self.setup.backends or usual
+
+    def has_time(self, what: str) -> bool:
+        """Whether there is time left; what is left out is noted."""
+        if self.deadline.is_past:
+            self.report.note(f"not measured, out of time: {what}")
+            return False
+        return True
+
+    def open(
+        self,
+        options: EngineOptions,
+        backends: Mapping[str, str],
+        buckets: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> LLM:
+        """An engine with random weights; `backends` and `buckets` by phase. Options on the command line go first."""
+        settle(self.device)
+        asked = [ask(f"{phase}.backend", backend, origin="bench") for phase, backend in backends.items()]
+        for phase, sizes in buckets.items():
+            if backends.get(phase) != "disabled":
+                asked.append(ask(f"{phase}.buckets", tuple(sorted(set(sizes))), origin="bench"))
+        chosen = replace(options, **self.setup.options)
+        return LLM(RandomCheckpoint(self.config), device=self.device, options=chosen, asked=asked)
+
+
+def settle(device: Device) -> None:
+    """Let go of what the last engine left."""
+    gc.collect()
+    device.synchronize()
+    device.free_unused()
+
+
+def row_of(
+    backend: str, case: Mapping[str, int | str], value: float, figures: Mapping[str, Any] = MappingProxyType({})
+) -> Row:
+    """What was found for a backend; `disabled` is eager, which the others are compared with."""
+    if backend == "disabled":
+        return Row(case, EAGER, "eager", value, dict(figures))
+    return Row(case, backend, "ours", value, dict(figures))
+
+
+def greedy(new_tokens: int) -> SamplingParams:
+    """So many tokens, whatever they are."""
+    return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+
+
+def shape_named(name: str) -> str:
+    """The name, if there is a shape of it."""
+    if name not in SHAPES:
+        raise PlanError(f"--shape {name!r} is unknown (known: {', '.join(SHAPES)}).")
+    return name

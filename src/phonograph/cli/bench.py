@@ -1,0 +1,21 @@
+"""`phonograph bench`: measurements that anybody can repeat."""
+
+from __future__ import annotations
+
+import argparse
+
+from phonograph import bench
+
+HELP = "measure steps, throughput, capture and start"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What can be measured."""
+    subparsers = parser.add_subparsers(required=True, metavar="NAME")
+    bench.add_commands(subparsers)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark that was named."""
+    status: int = args.benchmark(args)
+    return status
