@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
@@ -11,14 +12,18 @@ from phonograph.engine.attention.base import PagedCache, Queries, Span, StepAtte
 
 
 class ReferenceAttention:
-    """Graph-native where no spans are given: every token gathers its own pages. With spans, one call per sequence."""
+    """Graph-native where no spans are given: every token gathers its own pages. With spans, one call per prompt."""
 
     name = "reference"
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
-        if queries.spans is not None and not queries.one_per_sequence:
-            return _BySpan(cache, queries, queries.spans)
-        return _ByToken(cache, queries.positions, queries.table[queries.rows].long())
+        if queries.spans is None or queries.one_per_sequence:
+            return _ByToken.gathering(cache, queries.positions, queries.table[queries.rows])
+        single = next((i for i, span in enumerate(queries.spans) if span.count > 1), len(queries.spans))
+        prompts = tuple(_Prompt.of(cache, queries, span) for span in queries.spans[single:])
+        width = _num_pages(queries.spans[:single], cache.page_size)
+        decodes = _ByToken.gathering(cache, queries.positions[:single], queries.table[queries.rows[:single], :width])
+        return _BySpan(decodes if single else None, prompts)
 
 
 @dataclass(frozen=True)
@@ -26,58 +31,109 @@ class _ByToken:
     """Every token looks at all pages of its row; what lies behind its position is masked."""
 
     cache: PagedCache
-    positions: torch.Tensor
-    pages: torch.Tensor  # [num_tokens, width]
+    positions: torch.Tensor  # [num_tokens]
+    pages: torch.Tensor  # [num_tokens * width]
+    keys: torch.Tensor  # [num_tokens * width, page_size, kv_heads, head_dim], gathered anew by every layer
+    values: torch.Tensor
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    """By window."""
+
+    @staticmethod
+    def gathering(cache: PagedCache, positions: torch.Tensor, pages: torch.Tensor) -> _ByToken:
+        """Memory for the pages of all tokens, taken once for all layers: the system maps large pieces anew each time."""
+        shape = (pages.numel(), *cache.keys.shape[2:])
+        return _ByToken(
+            cache, positions, pages.flatten().long(), cache.keys.new_empty(shape), cache.values.new_empty(shape)
+        )
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
-        num_tokens, width = self.pages.shape
-        keys = self.cache.keys[layer][self.pages]  # [num_tokens, width, page_size, kv_heads, head_dim]
-        values = self.cache.values[layer][self.pages]
-        length = width * self.cache.page_size
-        keys = keys.view(num_tokens, length, *keys.shape[3:]).transpose(1, 2)
-        values = values.view(num_tokens, length, *values.shape[3:]).transpose(1, 2)
-        places = torch.arange(length, device=q.device)[None]
-        seen = _seen(places, self.positions[:, None], window)
-        mixed = functional.scaled_dot_product_attention(
-            q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
-        )
-        return mixed[:, :, 0]
+        num_tokens, num_heads, head_dim = q.shape
+        kv_heads = self.keys.shape[2]
+        sides = []
+        for pages, gathered in ((self.cache.keys[layer], self.keys), (self.cache.values[layer], self.values)):
+            torch.index_select(pages, 0, self.pages, out=gathered)
+            sides.append(gathered.view(num_tokens, -1, kv_heads, head_dim).transpose(1, 2))
+        # The query heads that share a key head are queries of one sequence: nothing is repeated for them.
+        grouped = q.view(num_tokens, kv_heads, num_heads // kv_heads, head_dim)
+        mixed = functional.scaled_dot_product_attention(grouped, *sides, attn_mask=self._mask(q.dtype, window))
+        return mixed.reshape(q.shape)
+
+    def _mask(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:
+        """[num_tokens, 1, 1, length]"""
+        found = self.masks.get(window)
+        if found is None:
+            length = self.pages.shape[0] // max(1, self.positions.shape[0]) * self.cache.page_size
+            places = torch.arange(length, device=self.positions.device)[None]
+            found = self.masks[window] = _mask(places, self.positions[:, None], window, dtype)[:, None, None]
+        return found
 
 
 @dataclass(frozen=True)
 class _BySpan:
-    """One call per sequence, over the pages that it fills."""
+    """The sequences that decode together, which stand first; a call for every prompt, over the pages that it fills."""
 
-    cache: PagedCache
-    queries: Queries
-    spans: tuple[Span, ...]
+    decodes: _ByToken | None
+    prompts: tuple[_Prompt, ...]
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
         mixed = torch.zeros_like(q)
-        size = self.cache.page_size
-        for span in self.spans:
-            end = span.start + span.count
-            pages = self.queries.table[span.row, : -(-end // size)].long()
-            keys = self.cache.keys[layer][pages].flatten(0, 1)[:end].transpose(0, 1)  # [kv_heads, end, head_dim]
-            values = self.cache.values[layer][pages].flatten(0, 1)[:end].transpose(0, 1)
-            rows = slice(span.first, span.first + span.count)
-            part = q[rows].transpose(0, 1)
-            if span.start == 0 and window is None:
-                out = functional.scaled_dot_product_attention(
-                    part[None], keys[None], values[None], is_causal=True, enable_gqa=True
-                )
-            else:
-                places = torch.arange(end, device=q.device)[None]
-                asked = torch.arange(span.start, end, device=q.device)[:, None]
-                mask = _seen(places, asked, window)
-                out = functional.scaled_dot_product_attention(
-                    part[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
-                )
-            mixed[rows] = out[0].transpose(0, 1)
+        if self.decodes is not None:
+            count = self.decodes.positions.shape[0]
+            mixed[:count] = self.decodes.attend(layer, q[:count], window)
+        for prompt in self.prompts:
+            prompt.attend(layer, q, window, mixed)
         return mixed
 
 
-def _seen(places: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which places a query at each position may look at."""
+@dataclass(frozen=True)
+class _Prompt:
+    """A span of one sequence."""
+
+    cache: PagedCache
+    span: Span
+    pages: torch.Tensor  # [those that it fills up to its end]
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(cache: PagedCache, queries: Queries, span: Span) -> _Prompt:
+        width = _num_pages([span], cache.page_size)
+        return _Prompt(cache, span, queries.table[span.row, :width].long())
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, mixed: torch.Tensor) -> None:
+        """Write what the queries of the span see to their rows of `mixed`."""
+        first, end = self.span.first, self.span.start + self.span.count
+        rows = slice(first, first + self.span.count)
+        keys, values = (
+            pages[layer].index_select(0, self.pages).flatten(0, 1)[:end].transpose(0, 1)[None]  # [1, kv_heads, end, …]
+            for pages in (self.cache.keys, self.cache.values)
+        )
+        causal = self.span.start == 0 and window is None
+        out = functional.scaled_dot_product_attention(
+            q[rows].transpose(0, 1)[None],
+            keys,
+            values,
+            attn_mask=None if causal else self._mask(q, window),
+            is_causal=causal,
+            enable_gqa=True,
+        )
+        mixed[rows] = out[0].transpose(0, 1)
+
+    def _mask(self, q: torch.Tensor, window: int | None) -> torch.Tensor:
+        found = self.masks.get(window)
+        if found is None:
+            end = self.span.start + self.span.count
+            places = torch.arange(end, device=q.device)
+            found = self.masks[window] = _mask(places[None], places[self.span.start :, None], window, q.dtype)
+        return found
+
+
+def _num_pages(spans: Sequence[Span], page_size: int) -> int:
+    """Pages that the longest of these sequences fills."""
+    return -(-max((span.start + span.count for span in spans), default=0) // page_size)
+
+
+def _mask(places: torch.Tensor, positions: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """What to add to scores: nothing where a query at a position may look, and what hides the rest."""
     seen = places <= positions
-    return seen if window is None else seen & (places > positions - window)
+    seen = seen if window is None else seen & (places > positions - window)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

@@ -53,11 +53,9 @@ class ReferenceKernels:
 
 def store(cache: PagedCache, layer: int, queries: Queries, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write keys and values ([num_tokens, num_kv_heads, head_dim]) into the pages of their tokens."""
-    size = cache.page_size
-    page = queries.table[queries.rows, queries.positions // size].long()
-    place = (queries.positions % size).long()
-    cache.keys[layer].index_put_((page, place), k)
-    cache.values[layer].index_put_((page, place), v)
+    slots = queries.slots(cache.page_size)
+    cache.keys[layer].flatten(0, 1).index_put_((slots,), k)
+    cache.values[layer].flatten(0, 1).index_put_((slots,), v)
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
