@@ -125,7 +125,7 @@ class Case:
         tokens = (torch.tensor(rows, device=device), torch.tensor(places, device=device))
         self.queries = Queries(*tokens, self.table.to(device), work.is_decode)
         layer_bytes = num_pages * page_size * heads.token_bytes
-        self.num_layers = max(2, min(128, total_bytes // layer_bytes))
+        self.num_layers = max(2, min(128, total_bytes // layer_bytes, int(8000 / work.floor_us(heads))))
         shape = (self.num_layers, num_pages, page_size, heads.kv, heads.dim)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.cache = PagedCache(*(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)))
