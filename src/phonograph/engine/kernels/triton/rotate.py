@@ -42,10 +42,11 @@ def _rotate_and_store(
     wait_for_inputs(overlap)
     position = tl.load(positions_ptr + token).to(tl.int64)
     row = tl.load(rows_ptr + token).to(tl.int64)
-    page = tl.load(table_ptr + row * table_row + position // page_size).to(tl.int64)
     at = qkv_ptr + token * qkv_row + head[:, None] * head_dim + half[None, :]
     kept_low = tl.load(at, mask=mask, other=0.0)
     kept_high = tl.load(at + head_dim // 2, mask=mask, other=0.0)
+    # The first use of the position waits for it: everything that does not need it is on its way by then.
+    page = tl.load(table_ptr + row * table_row + position // page_size).to(tl.int64)
     low, high = kept_low.to(tl.float32), kept_high.to(tl.float32)
     if has_norm:
         q_low, q_high = _scaled(low, high, q_weight_ptr, half, inside, q_eps, head_dim)
