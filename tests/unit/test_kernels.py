@@ -87,9 +87,9 @@ def test_rotate_and_store(shape: tuple[int, int, int], num_tokens: int, with_nor
     queries = queries_of(num_tokens)
     caches = [PagedCache.empty(2, 140, PAGE, kv_heads, head_dim, dtype=torch.float32, device=DEVICE) for _ in "rt"]
     wanted = REFERENCE.rotate_and_store(
-        qkv.contiguous(), heads, REFERENCE.angles(table, queries.positions), queries, caches[0], 1
+        qkv.contiguous(), heads, REFERENCE.places(table, queries, caches[0].page_size), caches[0], 1
     )
-    found = TRITON.rotate_and_store(qkv, heads, TRITON.angles(table, queries.positions), queries, caches[1], 1)
+    found = TRITON.rotate_and_store(qkv, heads, TRITON.places(table, queries, caches[1].page_size), caches[1], 1)
     near(found, wanted)
     for cache in caches:  # two padding tokens may share the null page's first place: either may win
         cache.keys[:, 0], cache.values[:, 0] = 0, 0

@@ -189,7 +189,8 @@ class Passes:
         changed = penalise(logits.float(), self.penalties.rows(rows)) if penalised else logits
         if wants.constrained:
             changed = self.masks.apply(changed, rows)
-        tokens = self._sampler.pick(changed, self.tables.sampling(rows, lengths), wants.level)
+        sampling = self.tables.sampling(rows, lengths) if wants.level > Sampling.GREEDY else None
+        tokens = self._sampler.pick(changed, sampling, wants.level)
         self.tables.advance(rows, tokens, lengths)
         if penalised:
             self.penalties.count(rows, tokens)

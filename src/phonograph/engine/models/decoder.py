@@ -55,11 +55,11 @@ class Decoder:
         """Normed hidden states of every token, [num_tokens, hidden]; the cache gets their keys and values."""
         kernels = self.kernels
         x, delta = functional.embedding(tokens, self.weights.embedding), None
-        angles = kernels.angles(self.rope, queries.positions)
+        places = kernels.places(self.rope, queries, cache.page_size)
         attention = self.attention.prepare(cache, queries, self.config.num_heads)
         for index, layer in enumerate(self.weights.layers):
             qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
-            q = kernels.rotate_and_store(qkv, layer.heads, angles, queries, cache, index)
+            q = kernels.rotate_and_store(qkv, layer.heads, places, cache, index)
             mixed = attention.attend(index, q, layer.window)
             delta = kernels.linear(mixed.flatten(1), layer.out)
             gated, x = kernels.norm_gated(x, delta, layer.mlp_norm, layer.gate_up)
