@@ -1,4 +1,4 @@
-"""What the engine knows about itself, as plain values that another process can be sent: counts, phases, recordings, reasons."""
+"""What the engine knows about itself, as plain values that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class RecordingStats(msgspec.Struct, frozen=True):
     """The shape key, e.g. `decode[seqs=8, sampled]`."""
     size: int
     variant: str
+    """What its batches have in particular, and which inputs they lack; empty for the plain ones."""
     num_graphs: int
     num_bytes: int
     replays: int
@@ -152,4 +153,5 @@ def _phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], floa
 
 def _recording_stats(key: ShapeKey, stats: Stats, num_graphs: int, num_bytes: int, error: str) -> RecordingStats:
     replays, used = stats.replays[key], stats.used_rows[key]
-    return RecordingStats(str(key), key.size, key.variant, num_graphs, num_bytes, replays, used, error)
+    variant = ", ".join([*filter(None, [key.variant]), *(f"no {name}" for name in sorted(key.absent))])
+    return RecordingStats(str(key), key.size, variant, num_graphs, num_bytes, replays, used, error)
