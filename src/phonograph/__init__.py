@@ -5,6 +5,7 @@ from phonograph.errors import (
     BreakError,
     CaptureError,
     CheckpointError,
+    CoreError,
     CoverageError,
     DataDependentShapeError,
     DeclarationError,
@@ -15,6 +16,7 @@ from phonograph.errors import (
     PhonographError,
     PlanError,
     RequestError,
+    UnavailableError,
     VerifyError,
 )
 from phonograph.graphs.breaks import break_graph, graph_break
@@ -41,6 +43,7 @@ __all__ = [
     "CaptureError",
     "CaptureReport",
     "CheckpointError",
+    "CoreError",
     "CoverageError",
     "DataDependentShapeError",
     "DeclarationError",
@@ -71,6 +74,7 @@ __all__ = [
     "ShapeKey",
     "Slot",
     "Stage",
+    "UnavailableError",
     "Variant",
     "VerifyError",
     "VerifyReport",

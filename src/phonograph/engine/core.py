@@ -7,6 +7,7 @@ from collections import deque
 
 import torch
 
+from phonograph.engine.admission import refuse_unknown_tokens
 from phonograph.engine.executor import Executor, Launched
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.scheduler import Scheduler
@@ -30,13 +31,7 @@ class EngineCore:
         """Take a request in; refused with the reason if it can't be served."""
         if request.params.logprobs is not None:
             raise RequestError(f"request {request.id}: logprobs can't be served yet. Leave it out.")
-        vocab = self.executor.vocab
-        outside = [token for token in (*request.prompt, *request.params.logit_bias) if not 0 <= token < vocab]
-        if outside:
-            raise RequestError(
-                f"request {request.id}: token {outside[0]} is not in the vocabulary of {vocab}. "
-                "Encode the text with the model's own tokenizer."
-            )
+        refuse_unknown_tokens(request, self.executor.vocab)
         return self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:

@@ -26,7 +26,7 @@ class Observer(Protocol):
         """A sequence ended, so long after its request arrived; `cached_tokens` of its prompt were not computed."""
 
     def rejected(self, reason: str) -> None:
-        """A request never ran: `queue_full`, `draining`, `down`, `invalid`, …; a small set of words, fit for a label."""
+        """A request never ran: `queue_full`, `draining`, `down`, `invalid`, …: few words, fit for a label."""
 
 
 class Observers:
