@@ -19,6 +19,7 @@ from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoin
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from phonograph.engine.async_llm import Health
 from phonograph.engine.metrics import EagerStats, EngineStats, PhaseStats, RecordingStats
 from phonograph.engine.request import FinishReason
 from phonograph.graphs.buckets import Buckets
@@ -26,7 +27,7 @@ from phonograph.server.exposition import Exposition
 from phonograph.server.incidents import Incidents
 from phonograph.server.metrics import Metrics
 from phonograph.server.pages import PUBLIC_PATHS, routes
-from phonograph.server.status import Facts, Health, StatusKeeper
+from phonograph.server.status import Facts, StatusKeeper
 
 FACTS = Facts(
     version="0.1.0",
@@ -64,8 +65,10 @@ def stats(second: int = 0, **changes: object) -> EngineStats:
         failed = "capturing prefill[tokens=4]: aten.item reads the device from the host (model.py:41, in forward)."
         prefill[0] = msgspec.structs.replace(prefill[0], error=failed, num_graphs=0, replays=0, used_rows=0)
     late = EagerStats("feature not captured", second // 7, "no recordings for penalised")
-    eager = (EagerStats("capture failed", second // 3, "the capture of prefill[tokens=4] failed"),)
-    eager += (EagerStats("too large", second // 11, "611 tokens, the largest bucket is 512"),)
+    eager = (
+        EagerStats("capture failed", second // 3, "the capture of prefill[tokens=4] failed"),
+        EagerStats("too large", second // 11, "611 tokens, the largest bucket is 512"),
+    )
     found = EngineStats(
         clock=float(second),
         running=int(34 + 18 * math.sin(second / 40)),
@@ -103,7 +106,7 @@ class Busy:
     def __init__(self, facts: Facts = FACTS) -> None:
         self.metrics = Metrics()
         self.incidents = Incidents()
-        self.health = Health("serving")
+        self.health = Health("ready")
         self.now = time.time() - 600
         self.keeper = StatusKeeper(self.metrics, facts, lambda: self.health, self.incidents, lambda: self.now)
         self.second = 0

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from statuses import Busy, app, serving
 
-from phonograph.server.status import Health
+from phonograph.engine.async_llm import Health
+from statuses import Busy, app, serving
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("chromium", "chromium-browser", "google-chrome", str(ROOT / ".venv" / "browser" / "chromium"))
 CONTRAST = """() => {
-  const channel = (value) => { value /= 255; return value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4; };
+  const linear = (share) => (share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4);
+  const channel = (value) => linear(value / 255);
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
   const behind = (node) => {
@@ -92,7 +93,7 @@ def test_it_shows_what_the_server_says_and_follows(tab: Tab, busy: Busy) -> None
     busy.warn("<b>the engine core</b> runs again")
     with serving(app(busy)) as url:
         tab.page.goto(url)
-        tab.until("#state", "serving")
+        tab.until("#state", "ready")
         assert tab.text("#model") == "SmolLM2-135M-Instruct"
         assert "bfloat16" in tab.text("#facts")
         assert tab.text("#tile-output strong").replace(",", "").isdigit()
@@ -132,7 +133,7 @@ def test_phases_show_reasons_and_buckets(tab: Tab, busy: Busy) -> None:
 def test_pointing_at_a_plot_reads_it(tab: Tab, busy: Busy) -> None:
     with serving(app(busy)) as url:
         tab.page.goto(url)
-        tab.until("#state", "serving")
+        tab.until("#state", "ready")
         box = tab.page.locator("#tile-output svg").bounding_box()
         tab.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 20)
         assert "/s" in tab.text("#tile-output figcaption .key-0")
@@ -149,9 +150,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(tab: Tab, busy: Busy) -> None:
         assert not tab.page.is_visible("#main")
         tab.page.get_by_label("API key").fill("secret")
         tab.page.keyboard.press("Enter")
-        tab.until("#state", "serving")
+        tab.until("#state", "ready")
         tab.page.reload()
-        tab.until("#state", "serving")
+        tab.until("#state", "ready")
         assert tab.page.evaluate("[localStorage.length, sessionStorage.length]") == [0, 1]
         assert all("401" in problem for problem in tab.problems), "the browser itself notes a refused request"
 
@@ -159,12 +160,12 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(tab: Tab, busy: Busy) -> None:
 def test_a_server_that_is_gone_is_told_and_taken_up_again(tab: Tab, busy: Busy) -> None:
     with serving(app(busy)) as url:
         tab.page.goto(url)
-        tab.until("#state", "serving")
+        tab.until("#state", "ready")
         tab.page.route("**/status.json*", lambda route: route.abort())
         tab.until("#state", "not reachable")
         assert "No answer from the server" in tab.text("#notice")
         tab.page.unroute("**/status.json*")
-        tab.until("#state", "serving")
+        tab.until("#state", "ready")
         assert not tab.page.is_visible("#notice")
 
 
@@ -175,7 +176,7 @@ def test_it_fits_and_can_be_read(browser: Any, busy: Busy, width: int, scheme: s
     busy.warn("a" * 300)
     with serving(app(busy)) as url:
         tab.page.goto(url)
-        tab.until("#state", "serving")
+        tab.until("#state", "ready")
         tab.page.wait_for_timeout(200)
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
         assert tab.page.evaluate(CONTRAST) == []

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import statuses
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+import statuses
 from phonograph import Reason
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM, EngineOptions

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import re
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from http.client import HTTPMessage
+from email.message import Message
 from importlib.resources import files
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from statuses import FACTS, Busy, app, serving
 
+from phonograph.engine.async_llm import Health
 from phonograph.server.history import Sample
 from phonograph.server.pages import PUBLIC_PATHS
-from phonograph.server.status import Health, Status
+from phonograph.server.status import Status
+from statuses import FACTS, Busy, app, serving
 
 PAGE = files("phonograph.server") / "page"
 
@@ -37,7 +39,7 @@ def url(busy: Busy) -> Iterator[str]:
         yield found
 
 
-def fetch(url: str, **headers: str) -> tuple[int, HTTPMessage, bytes]:
+def fetch(url: str, **headers: str) -> tuple[int, Message, bytes]:
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
             return answer.status, answer.headers, answer.read()
@@ -80,7 +82,7 @@ def test_the_document_has_its_schema(url: str, busy: Busy) -> None:
     assert (code, headers["Content-Type"], headers["Cache-Control"]) == (200, "application/json", "no-store")
     status = msgspec.json.decode(body, type=Status, strict=True)
     assert status.facts == FACTS
-    assert status.health == Health("serving")
+    assert status.health == Health("ready")
     assert status.uptime == 30
     assert status.totals.rejected == {"queue_full": 1}
     assert status.incidents[0].text == "the engine core runs again"
@@ -100,7 +102,7 @@ def test_samples_come_as_columns_and_from_where_they_are_asked(url: str) -> None
 
 @pytest.mark.parametrize("since", ["", "-1", "x", "1e9", "²", "9" * 400])
 def test_a_wrong_number_is_no_number(url: str, since: str) -> None:
-    code, _, body = fetch(f"{url}/status.json?since={urllib.request.quote(since)}")
+    code, _, body = fetch(f"{url}/status.json?since={urllib.parse.quote(since)}")
     assert code == 200
     assert len(json.loads(body)["history"]["rows"]) == 30
 

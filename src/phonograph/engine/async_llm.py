@@ -17,13 +17,16 @@ from phonograph.engine.admission import refuse_misfits, refuse_unknown_tokens
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core_client import CoreClient, Restarts
 from phonograph.engine.generation import Delta, Generation
-from phonograph.engine.messages import Add, Cancel, Check, Checked, Finish, Ready, StepOutput
+from phonograph.engine.messages import Add, Cancel, Check, Checked, Finish, Ready, Report, Reported, StepOutput
+from phonograph.engine.metrics import EngineStats
 from phonograph.engine.observe import Observer, Observers
 from phonograph.engine.request import Request, SamplingParams
 from phonograph.engine.spec import EngineSpec
 from phonograph.engine.text import ChatTemplate, Tokenizer
 from phonograph.errors import CheckpointError, CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
+
+log = logging.getLogger("phonograph")
 
 T = TypeVar("T")
 
@@ -70,6 +73,11 @@ class AsyncLLM:
         self.num_active = 0
         """Sequences that run or wait."""
         self._checks: deque[asyncio.Future[Checked]] = deque()
+        self.stats: EngineStats | None = None
+        """The newest that the core that runs has reported; see `ask_stats`."""
+        self.num_lives = 0
+        """How many cores have taken requests, one after the other."""
+        self._is_stats_asked = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._ends: deque[float] = deque(maxlen=64)
@@ -126,6 +134,12 @@ class AsyncLLM:
         if found.problem:
             raise PhonographError(found.problem)
         return found
+
+    def ask_stats(self) -> None:
+        """Have the core report its stats; they are there as soon as it has finished its step."""
+        if not self._is_stats_asked and self.health.state != "down":
+            self._is_stats_asked = True
+            self._core.send(Report())
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -269,6 +283,8 @@ class AsyncLLM:
 
     def ready(self, found: Ready) -> None:
         self._ready = found
+        self.num_lives += 1
+        self._is_stats_asked = False
         if self.health.state in ("starting", "down"):
             self.health = Health("ready")
 
@@ -279,6 +295,8 @@ class AsyncLLM:
             if generation is None:
                 continue
             num_left = generation.num_left
+            if one.error and not one.refused:
+                log.warning("request %s failed: %s", one.request_id, one.error)
             if one.refused:
                 generation.fail(RequestError(one.error), now)
             elif generation.put(one, now):
@@ -292,7 +310,12 @@ class AsyncLLM:
         if not answer.done():
             answer.set_result(found)
 
+    def reported(self, found: Reported) -> None:
+        self.stats = found.stats
+        self._is_stats_asked = False
+
     def down(self, reason: str, *, final: bool) -> None:
+        self.stats = None
         if self.health.state in ("starting", "ready", "down"):
             hope = "it is not started again" if final else "it is being started again"
             self.health = Health("down", f"the engine core is down ({reason}); {hope}")

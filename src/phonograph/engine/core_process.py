@@ -28,10 +28,13 @@ from phonograph.engine.messages import (
     Output,
     Progress,
     Ready,
+    Report,
+    Reported,
     Shutdown,
     StepOutput,
     ToCore,
 )
+from phonograph.engine.metrics import engine_stats
 from phonograph.engine.request import FinishReason
 from phonograph.engine.sequence import Sequence
 from phonograph.engine.spec import EngineSpec
@@ -89,6 +92,8 @@ class CoreLoop:
                     self._forget(sequence)
             case Check():
                 self.send(self._checked())
+            case Report():
+                self.send(Reported(engine_stats(self._core)))
             case Shutdown():
                 self._is_over = True
 

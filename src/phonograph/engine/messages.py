@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from phonograph.engine.limits import Limits
+from phonograph.engine.metrics import EngineStats
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.scheduler import Counts
 
@@ -36,11 +37,15 @@ class Check(_ToCore, frozen=True):
     """Look for lost rows, pages and sequences; answered by `Checked`."""
 
 
+class Report(_ToCore, frozen=True):
+    """Say how it goes; answered by `Reported`."""
+
+
 class Shutdown(_ToCore, frozen=True):
     """End the process; what still runs is dropped."""
 
 
-ToCore = Add | Cancel | Finish | Check | Shutdown
+ToCore = Add | Cancel | Finish | Check | Report | Shutdown
 
 
 class _FromCore(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -104,10 +109,16 @@ class Checked(_FromCore, frozen=True):
     """Pages that can be given out."""
 
 
+class Reported(_FromCore, frozen=True):
+    """The answer to `Report`."""
+
+    stats: EngineStats
+
+
 class Failed(_FromCore, frozen=True):
     """The last words of a core that can't go on."""
 
     reason: str
 
 
-FromCore = Progress | Ready | StepOutput | Checked | Failed
+FromCore = Progress | Ready | StepOutput | Checked | Reported | Failed

@@ -52,8 +52,8 @@ class Exposition:
     def text(self) -> bytes:
         """The metrics in Prometheus' classic format.
 
-        Never in OpenMetrics, whatever a scraper prefers: the client library then writes `phonograph_` for `phonograph:`,
-        and the names would depend on who asks.
+        Never in OpenMetrics, whatever a scraper prefers: the client library then writes `phonograph_` for
+        `phonograph:`, and the names would depend on who asks.
         """
         return generate_latest(self._registry)
 

@@ -40,7 +40,7 @@ class Lives:
         return self._life or 0
 
     def take(self, stats: EngineStats, life: int) -> None:
-        """The newest stats of the core of this life; lives are numbered from 0, and what an old one says late is dropped."""
+        """The newest stats of the core of this life, numbered from 0; what an older one says late is dropped."""
         if self._life is not None and life < self._life:
             return
         if self._life is not None and life > self._life:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
+from phonograph.engine.async_llm import Health
 from phonograph.engine.metrics import EngineStats, PhaseStats
 from phonograph.server.history import History, Samples, Spread
 from phonograph.server.incidents import Incident, Incidents
 from phonograph.server.metrics import Metrics
-
-State = Literal["loading", "serving", "draining", "down"]
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -31,13 +29,6 @@ class Facts(msgspec.Struct, frozen=True):
     max_tokens: int
     """Tokens of one step."""
     max_len: int
-
-
-class Health(msgspec.Struct, frozen=True):
-    """Whether requests are served, and if not, why."""
-
-    state: State
-    detail: str = ""
 
 
 class Latencies(msgspec.Struct, frozen=True):

@@ -169,7 +169,7 @@ function showTop({ facts, health, uptime }) {
   write($("uptime"), duration(uptime));
   write($("version"), `phonograph ${facts.version}`);
   showState(health.state);
-  notice(health.detail);
+  notice(health.reason);
 }
 
 function showState(state) {

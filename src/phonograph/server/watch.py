@@ -1,0 +1,86 @@
+"""Watches a running engine: once a second it asks the core how it goes, and keeps what metrics and status page show."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from starlette.routing import Route
+
+import phonograph
+from phonograph.engine.async_llm import AsyncLLM
+from phonograph.server.exposition import Exposition
+from phonograph.server.incidents import Incidents
+from phonograph.server.metrics import Metrics
+from phonograph.server.pages import routes
+from phonograph.server.status import Facts, StatusKeeper
+
+_EVERY = 1.0
+_ANSWER = 0.2
+"""Seconds that the core usually needs to answer; what comes later goes into the next sample."""
+
+
+class Watch:
+    """Made for an engine that is ready and has `metrics` among its observers; runs while it is entered."""
+
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, model: str) -> None:
+        self._llm = llm
+        self._metrics = metrics
+        self._incidents = Incidents()
+        facts = facts_of(llm, model)
+        self._keeper = StatusKeeper(metrics, facts, lambda: llm.health, self._incidents)
+        self._exposition = Exposition(metrics, model, {"version": facts.version, "device": facts.device})
+        self._task: asyncio.Task[None] | None = None
+
+    def routes(self) -> list[Route]:
+        """The status page, `/status.json` and `/metrics`."""
+        return routes(self._keeper, self._exposition)
+
+    async def __aenter__(self) -> Watch:
+        logging.getLogger("phonograph").addHandler(self._incidents)
+        self._task = asyncio.create_task(self._run(), name="watch")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        logging.getLogger("phonograph").removeHandler(self._incidents)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            self._llm.ask_stats()
+            await asyncio.sleep(_ANSWER)
+            self.sample()
+            due = max(due + _EVERY, loop.time())
+            await asyncio.sleep(due - loop.time())
+
+    def sample(self) -> None:
+        """Take in what the core said last, and add a second to the history."""
+        life = self._llm.num_lives - 1
+        if self._llm.stats is not None:
+            self._metrics.take(self._llm.stats, life)
+        elif self._llm.health.state == "down":
+            self._metrics.lives.ended(life)
+        self._keeper.tick()
+
+
+def facts_of(llm: AsyncLLM, model: str) -> Facts:
+    """What an engine is, as its core said when it was ready."""
+    about = llm.about
+    return Facts(
+        version=phonograph.__version__,
+        model=model,
+        source=about.source,
+        architecture=about.architecture,
+        num_layers=about.num_layers,
+        dtype=about.dtype,
+        device=about.device,
+        max_seqs=about.limits.max_seqs,
+        max_tokens=about.limits.max_tokens,
+        max_len=about.limits.max_len,
+    )
