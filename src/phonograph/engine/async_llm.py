@@ -18,6 +18,7 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core_client import CoreClient, Restarts
 from phonograph.engine.generation import Delta, Generation
 from phonograph.engine.messages import Add, Cancel, Check, Checked, Finish, Ready, StepOutput
+from phonograph.engine.metrics import EngineStats
 from phonograph.engine.observe import Observer, Observers
 from phonograph.engine.request import Request, SamplingParams
 from phonograph.engine.spec import EngineSpec
@@ -63,6 +64,10 @@ class AsyncLLM:
         self._template = None if self.tokenizer is None else self.checkpoint.chat_template()
         self.observer = Observers(observers)
         self.health = Health("starting")
+        self.stats: EngineStats | None = None
+        """The newest that the core has told, in its present life."""
+        self.life = -1
+        """How often a core was started, from 0: counters of `stats` begin again with each."""
         self._core = CoreClient(spec, self, restarts, log_level)
         self._ready: Ready | None = None
         self._live: dict[str, Generation] = {}
@@ -268,12 +273,14 @@ class AsyncLLM:
     # -- what the core says -----------------------------------------------------------------------------------------
 
     def ready(self, found: Ready) -> None:
-        self._ready = found
+        self._ready, self.stats = found, None
+        self.life += 1
         if self.health.state in ("starting", "down"):
             self.health = Health("ready")
 
     def stepped(self, output: StepOutput) -> None:
         now = time.monotonic()
+        self.stats = output.stats or self.stats
         for one in output.outputs:
             generation = self._live.get(one.request_id)
             if generation is None:

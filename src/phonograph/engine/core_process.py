@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import msgspec
 
@@ -32,6 +33,7 @@ from phonograph.engine.messages import (
     StepOutput,
     ToCore,
 )
+from phonograph.engine.metrics import engine_stats
 from phonograph.engine.request import FinishReason
 from phonograph.engine.sequence import Sequence
 from phonograph.engine.spec import EngineSpec
@@ -39,6 +41,9 @@ from phonograph.engine.step import Update
 from phonograph.errors import PhonographError, RequestError
 
 log = logging.getLogger("phonograph")
+
+STATS_SECONDS = 0.25
+"""How often figures are sent while there is something to do."""
 
 
 class CoreLoop:
@@ -52,11 +57,13 @@ class CoreLoop:
         self._live: dict[str, dict[int, Sequence]] = {}
         """The sequences of every request whose end the front does not know."""
         self._outputs: list[Output] = []
+        self._stats_due = 0.0
         self._is_over = False
 
     def run(self) -> None:
         """Serve until the front says that it is over; EOFError if it is gone without a word."""
         while True:
+            self._report()
             for data in self._channel.receive(wait=self._core.is_idle):
                 for message in self._decode(data):
                     self._handle(message)
@@ -64,9 +71,16 @@ class CoreLoop:
                 return
             for update in self._core.step():
                 self._note(update)
-            if self._outputs:
-                self.send(StepOutput(tuple(self._outputs)))
-                self._outputs.clear()
+
+    def _report(self) -> None:
+        """One message for the step; figures every now and then, and before going to sleep."""
+        now = time.monotonic()
+        outputs, self._outputs = self._outputs, []
+        stats = engine_stats(self._core) if now >= self._stats_due or self._core.is_idle else None
+        if stats is not None:
+            self._stats_due = now + STATS_SECONDS
+        if outputs or stats is not None:
+            self.send(StepOutput(tuple(outputs), stats))
 
     def send(self, message: FromCore) -> None:
         self._channel.send(self._encode(message))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from phonograph.engine.limits import Limits
+from phonograph.engine.metrics import EngineStats
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.scheduler import Counts
 
@@ -73,6 +74,15 @@ class Ready(_FromCore, frozen=True):
     """What every phase has captured and counted."""
 
 
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was, and what else would have been."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token, logprob), the likeliest first."""
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence."""
 
@@ -84,6 +94,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """What went wrong, for FinishReason.ERROR."""
     cached: int = 0
     """Prompt tokens that were not computed, since their pages were cached."""
+    logprobs: tuple[Logprob, ...] = ()
+    """One for each token, where the request asked for them."""
     refused: bool = False
     """The whole request was not taken, for `error`."""
 
@@ -92,6 +104,8 @@ class StepOutput(_FromCore, frozen=True):
     """What one step brought."""
 
     outputs: tuple[Output, ...]
+    stats: EngineStats | None = None
+    """Now and then, and when there is nothing to do."""
 
 
 class Checked(_FromCore, frozen=True):
