@@ -1,4 +1,4 @@
-"""AsyncLLM: the core in a process of its own gives offline's tokens, loses nothing, and comes back when it is killed."""
+"""AsyncLLM: a core in a process of its own gives offline's tokens, loses nothing, and comes back when killed."""
 
 from __future__ import annotations
 
@@ -107,6 +107,12 @@ async def all_tokens(generation: Generation) -> list[list[int]]:
 
 async def tokens_of(llm: AsyncLLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     return await all_tokens(llm.submit(prompts, params))
+
+
+async def back(llm: AsyncLLM) -> None:
+    """Wait until requests are taken again."""
+    while llm.health.state != "ready":
+        await asyncio.sleep(0.05)
 
 
 async def pages_return(llm: AsyncLLM) -> Checked:
@@ -263,16 +269,14 @@ def test_a_killed_core_is_noticed_and_comes_back(served: Served, offline: list[l
         os.kill(pid, signal.SIGKILL)
         for generation in running:
             with pytest.raises(CoreError, match="SIGKILL"):
-                while await generation.take():
-                    pass
+                await all_tokens(generation)
         assert llm.health.state == "down"
         assert "SIGKILL" in llm.health.reason
         assert llm.num_active == 0
         with pytest.raises(UnavailableError, match="being started again") as refused:
             llm.submit([PROMPTS[0]], GREEDY)
         assert refused.value.reason == "down"
-        while llm.health.state != "ready":
-            await asyncio.sleep(0.05)
+        await back(llm)
         assert llm.core_pid != pid
         assert await tokens_of(llm, PROMPTS) == offline
 
@@ -312,8 +316,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(offline: list[list[i
         assert not await llm.drain(0)
         await llm.stop()
         with pytest.raises(CoreError, match="shut down"):
-            while await late.take():
-                pass
+            await all_tokens(late)
 
     asyncio.run(asyncio.wait_for(work(), 60))
 

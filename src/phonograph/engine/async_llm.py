@@ -17,7 +17,7 @@ from phonograph.engine.admission import refuse_misfits, refuse_unknown_tokens
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core_client import CoreClient, Restarts
 from phonograph.engine.generation import Delta, Generation
-from phonograph.engine.messages import Add, Cancel, Check, Checked, Finish, Ready, Report, Reported, StepOutput
+from phonograph.engine.messages import Add, Cancel, Check, Checked, Finish, Ready, StepOutput
 from phonograph.engine.metrics import EngineStats
 from phonograph.engine.observe import Observer, Observers
 from phonograph.engine.request import Request, SamplingParams
@@ -25,8 +25,6 @@ from phonograph.engine.spec import EngineSpec
 from phonograph.engine.text import ChatTemplate, Tokenizer
 from phonograph.errors import CheckpointError, CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
-
-log = logging.getLogger("phonograph")
 
 T = TypeVar("T")
 
@@ -66,6 +64,10 @@ class AsyncLLM:
         self._template = None if self.tokenizer is None else self.checkpoint.chat_template()
         self.observer = Observers(observers)
         self.health = Health("starting")
+        self.stats: EngineStats | None = None
+        """The newest that the core has told, in its present life."""
+        self.life = -1
+        """How often a core was started, from 0: counters of `stats` begin again with each."""
         self._core = CoreClient(spec, self, restarts, log_level)
         self._ready: Ready | None = None
         self._live: dict[str, Generation] = {}
@@ -73,11 +75,6 @@ class AsyncLLM:
         self.num_active = 0
         """Sequences that run or wait."""
         self._checks: deque[asyncio.Future[Checked]] = deque()
-        self.stats: EngineStats | None = None
-        """The newest that the core that runs has reported; see `ask_stats`."""
-        self.num_lives = 0
-        """How many cores have taken requests, one after the other."""
-        self._is_stats_asked = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._ends: deque[float] = deque(maxlen=64)
@@ -134,12 +131,6 @@ class AsyncLLM:
         if found.problem:
             raise PhonographError(found.problem)
         return found
-
-    def ask_stats(self) -> None:
-        """Have the core report its stats; they are there as soon as it has finished its step."""
-        if not self._is_stats_asked and self.health.state != "down":
-            self._is_stats_asked = True
-            self._core.send(Report())
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -282,21 +273,19 @@ class AsyncLLM:
     # -- what the core says -----------------------------------------------------------------------------------------
 
     def ready(self, found: Ready) -> None:
-        self._ready = found
-        self.num_lives += 1
-        self._is_stats_asked = False
+        self._ready, self.stats = found, None
+        self.life += 1
         if self.health.state in ("starting", "down"):
             self.health = Health("ready")
 
     def stepped(self, output: StepOutput) -> None:
         now = time.monotonic()
+        self.stats = output.stats or self.stats
         for one in output.outputs:
             generation = self._live.get(one.request_id)
             if generation is None:
                 continue
             num_left = generation.num_left
-            if one.error and not one.refused:
-                log.warning("request %s failed: %s", one.request_id, one.error)
             if one.refused:
                 generation.fail(RequestError(one.error), now)
             elif generation.put(one, now):
@@ -310,12 +299,7 @@ class AsyncLLM:
         if not answer.done():
             answer.set_result(found)
 
-    def reported(self, found: Reported) -> None:
-        self.stats = found.stats
-        self._is_stats_asked = False
-
     def down(self, reason: str, *, final: bool) -> None:
-        self.stats = None
         if self.health.state in ("starting", "ready", "down"):
             hope = "it is not started again" if final else "it is being started again"
             self.health = Health("down", f"the engine core is down ({reason}); {hope}")

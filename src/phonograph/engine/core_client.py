@@ -15,17 +15,7 @@ from typing import Protocol
 import msgspec
 
 from phonograph.engine.channel import Frames, frame
-from phonograph.engine.messages import (
-    Checked,
-    Failed,
-    FromCore,
-    Progress,
-    Ready,
-    Reported,
-    Shutdown,
-    StepOutput,
-    ToCore,
-)
+from phonograph.engine.messages import Checked, Failed, FromCore, Progress, Ready, Shutdown, StepOutput, ToCore
 from phonograph.engine.spec import EngineSpec
 from phonograph.errors import CoreError
 from phonograph.graphs import progress as shown
@@ -57,8 +47,6 @@ class Listener(Protocol):
     def stepped(self, output: StepOutput) -> None: ...
 
     def checked(self, found: Checked) -> None: ...
-
-    def reported(self, found: Reported) -> None: ...
 
     def down(self, reason: str, *, final: bool) -> None:
         """The core is gone, and all that it knew; `final` if it will not be started again."""
@@ -94,8 +82,6 @@ class _Wire(asyncio.Protocol):
                 self.ready.set_result(message)
             case Checked():
                 self._listener.checked(message)
-            case Reported():
-                self._listener.reported(message)
             case Failed():
                 self.failure = message
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import msgspec
 
@@ -28,8 +29,6 @@ from phonograph.engine.messages import (
     Output,
     Progress,
     Ready,
-    Report,
-    Reported,
     Shutdown,
     StepOutput,
     ToCore,
@@ -43,6 +42,9 @@ from phonograph.errors import PhonographError, RequestError
 
 log = logging.getLogger("phonograph")
 
+STATS_SECONDS = 0.25
+"""How often figures are sent while there is something to do."""
+
 
 class CoreLoop:
     """Runs an engine core for a front at the other end of a channel."""
@@ -55,11 +57,13 @@ class CoreLoop:
         self._live: dict[str, dict[int, Sequence]] = {}
         """The sequences of every request whose end the front does not know."""
         self._outputs: list[Output] = []
+        self._stats_due = 0.0
         self._is_over = False
 
     def run(self) -> None:
         """Serve until the front says that it is over; EOFError if it is gone without a word."""
         while True:
+            self._report()
             for data in self._channel.receive(wait=self._core.is_idle):
                 for message in self._decode(data):
                     self._handle(message)
@@ -67,9 +71,16 @@ class CoreLoop:
                 return
             for update in self._core.step():
                 self._note(update)
-            if self._outputs:
-                self.send(StepOutput(tuple(self._outputs)))
-                self._outputs.clear()
+
+    def _report(self) -> None:
+        """One message for the step; figures every now and then, and before going to sleep."""
+        now = time.monotonic()
+        outputs, self._outputs = self._outputs, []
+        stats = engine_stats(self._core) if now >= self._stats_due or self._core.is_idle else None
+        if stats is not None:
+            self._stats_due = now + STATS_SECONDS
+        if outputs or stats is not None:
+            self.send(StepOutput(tuple(outputs), stats))
 
     def send(self, message: FromCore) -> None:
         self._channel.send(self._encode(message))
@@ -92,8 +103,6 @@ class CoreLoop:
                     self._forget(sequence)
             case Check():
                 self.send(self._checked())
-            case Report():
-                self.send(Reported(engine_stats(self._core)))
             case Shutdown():
                 self._is_over = True
 

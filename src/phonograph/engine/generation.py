@@ -22,6 +22,7 @@ class Delta:
     """Which prompt and which of its n sequences: `prompt * n + index`."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[messages.Logprob] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
     """What went wrong, for FinishReason.ERROR."""
@@ -115,12 +116,13 @@ class Generation:
         return found
 
     def close(self) -> None:
-        """Give up what has not ended."""
+        """Give up what has not ended; whoever waits gets nothing more."""
         num_left = self._left
         if num_left:
             for choice in self._choices:
                 self._end(choice, FinishReason.CANCELLED)
             self._on_close(self, num_left)
+            self._wake()
 
     def __aiter__(self) -> Generation:
         return self
@@ -159,6 +161,7 @@ class Generation:
             delta = self._pending[choice.number] = Delta(choice.number)
         delta.text += text
         delta.tokens += output.tokens
+        delta.logprobs += output.logprobs
         if finish is not None:
             delta.finish, delta.error = finish, output.error
             self._end(choice, finish, now)

@@ -37,15 +37,11 @@ class Check(_ToCore, frozen=True):
     """Look for lost rows, pages and sequences; answered by `Checked`."""
 
 
-class Report(_ToCore, frozen=True):
-    """Say how it goes; answered by `Reported`."""
-
-
 class Shutdown(_ToCore, frozen=True):
     """End the process; what still runs is dropped."""
 
 
-ToCore = Add | Cancel | Finish | Check | Report | Shutdown
+ToCore = Add | Cancel | Finish | Check | Shutdown
 
 
 class _FromCore(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,6 +74,15 @@ class Ready(_FromCore, frozen=True):
     """What every phase has captured and counted."""
 
 
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was, and what else would have been."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token, logprob), the likeliest first."""
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence."""
 
@@ -89,6 +94,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """What went wrong, for FinishReason.ERROR."""
     cached: int = 0
     """Prompt tokens that were not computed, since their pages were cached."""
+    logprobs: tuple[Logprob, ...] = ()
+    """One for each token, where the request asked for them."""
     refused: bool = False
     """The whole request was not taken, for `error`."""
 
@@ -97,6 +104,8 @@ class StepOutput(_FromCore, frozen=True):
     """What one step brought."""
 
     outputs: tuple[Output, ...]
+    stats: EngineStats | None = None
+    """Now and then, and when there is nothing to do."""
 
 
 class Checked(_FromCore, frozen=True):
@@ -109,16 +118,10 @@ class Checked(_FromCore, frozen=True):
     """Pages that can be given out."""
 
 
-class Reported(_FromCore, frozen=True):
-    """The answer to `Report`."""
-
-    stats: EngineStats
-
-
 class Failed(_FromCore, frozen=True):
     """The last words of a core that can't go on."""
 
     reason: str
 
 
-FromCore = Progress | Ready | StepOutput | Checked | Reported | Failed
+FromCore = Progress | Ready | StepOutput | Checked | Failed
