@@ -299,6 +299,16 @@ def test_a_sample_has_the_rates_of_its_second() -> None:
     assert (first.token_gap_p50, third.token_gap_p50, second.first_token_p50) == (None, None, None)
 
 
+def test_after_a_sleep_only_the_time_awake_counts() -> None:
+    metrics = Metrics()
+    history = History(metrics)
+    metrics.take(statuses.stats(0, clock=10.0, generated_tokens=100, running=0, waiting=0), life=0)
+    history.tick(1000.0)
+    metrics.take(statuses.stats(0, clock=70.0, generated_tokens=150), life=0)
+    history.tick(1001.0)
+    assert history.since(1).rows[0].output_rate == 50
+
+
 def test_history_is_bounded_and_numbered() -> None:
     history = History(Metrics())
     for second in range(SAMPLES + 50):

@@ -70,7 +70,7 @@ class History:
         stats = self._metrics.stats
         before = self._marks[-1] if self._marks else [[], [], []]
         first_token, token_gap, _ = zip(self._timed, before, strict=True)
-        output_rate, prompt_rate = _rates(self._last, stats)
+        output_rate, prompt_rate = _rates(self._last, stats, now - self._rows[-1].at if self._rows else 0.0)
         sample = Sample(
             at=round(now, 2),
             running=stats.running if stats else 0,
@@ -102,11 +102,14 @@ class History:
         return first_token, token_gap, whole
 
 
-def _rates(before: EngineStats | None, now: EngineStats | None) -> tuple[float, float]:
+def _rates(before: EngineStats | None, now: EngineStats | None, interval: float) -> tuple[float, float]:
     """Output and prompt tokens per second of the core's own clock; nothing new means nothing done."""
     if before is None or now is None or now.clock <= before.clock:
         return 0.0, 0.0
     seconds = now.clock - before.clock
+    if not before.running and not before.waiting:
+        # The core has slept since, and said nothing: what it did, it did after the last sample.
+        seconds = min(seconds, interval)
     outputs, prompts = now.generated_tokens - before.generated_tokens, now.prompt_tokens - before.prompt_tokens
     return round(outputs / seconds, 1), round(prompts / seconds, 1)
 

@@ -1,4 +1,4 @@
-"""Watches a running engine: once a second it asks the core how it goes, and keeps what metrics and status page show."""
+"""Watches a running engine: takes in what the core says of itself, and keeps what metrics and status page show."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from phonograph.server.pages import routes
 from phonograph.server.status import Facts, StatusKeeper
 
 _EVERY = 1.0
-_ANSWER = 0.2
-"""Seconds that the core usually needs to answer; what comes later goes into the next sample."""
+"""Seconds between samples."""
 
 
 class Watch:
@@ -53,20 +52,21 @@ class Watch:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            self._llm.ask_stats()
-            await asyncio.sleep(_ANSWER)
             self.sample()
             due = max(due + _EVERY, loop.time())
             await asyncio.sleep(due - loop.time())
 
     def sample(self) -> None:
         """Take in what the core said last, and add a second to the history."""
-        life = self._llm.num_lives - 1
-        if self._llm.stats is not None:
-            self._metrics.take(self._llm.stats, life)
-        elif self._llm.health.state == "down":
-            self._metrics.lives.ended(life)
+        self._take()
         self._keeper.tick()
+
+    def _take(self) -> None:
+        llm = self._llm
+        if llm.health.state == "down":
+            self._metrics.lives.ended(llm.life)
+        elif llm.stats is not None:
+            self._metrics.take(llm.stats, llm.life)
 
 
 def facts_of(llm: AsyncLLM, model: str) -> Facts:

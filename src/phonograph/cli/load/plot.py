@@ -16,7 +16,7 @@ from phonograph.errors import PlanError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BLUE, _AMBER, _GREY = "#2f62d9", "#b45309", "#566074"
+_BLUE, _AMBER, _GREY, _RED = "#2f62d9", "#b45309", "#566074", "#b3261e"
 _BINS = 120
 
 
@@ -65,7 +65,7 @@ def _draw_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     ]
     rates = np.histogram(times, edges, weights=tokens)[0] / width
     axes.stairs(rates, edges, color=_BLUE, fill=True, alpha=0.25)
-    axes.stairs(rates, edges, color=_BLUE, label="output tokens/s")
+    axes.stairs(rates, edges, color=_BLUE, linewidth=1.2)
     axes.set_ylabel("output tokens/s", color=_BLUE)
     axes.set_xlabel("seconds")
     axes.set_xlim(0, end)
@@ -75,9 +75,10 @@ def _draw_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     running.step(moments, counts, where="post", color=_AMBER, linewidth=1.2)
     running.set_ylabel("requests running", color=_AMBER)
     running.set_ylim(bottom=0)
-    for one in outcomes:
-        if one.error:
-            axes.axvline(one.end, color="#b3261e", linewidth=0.6, alpha=0.5)
+    failed = [one.end for one in outcomes if one.error]
+    if failed:
+        axes.plot(failed, [0] * len(failed), "x", color=_RED, markersize=5, clip_on=False, label=f"{len(failed)} failed")
+        axes.legend(loc="upper right", frameon=False, fontsize=9)
     _tidy(axes)
     running.spines[["top", "left"]].set_visible(False)
 
@@ -94,8 +95,9 @@ def _draw_share(
     axes: Axes, name: str, values: NDArray[np.float64], weights: Sequence[float] | None, found: Spread | None
 ) -> None:
     """The share of values that are not above x, with the percentiles marked."""
-    axes.set_title(name, fontsize=10, color=_GREY, loc="left")
+    axes.set_title(name, fontsize=9, color=_GREY, loc="left")
     axes.set_ylim(0, 1.02)
+    axes.set_ylabel("share not above", fontsize=9, color=_GREY)
     _tidy(axes)
     if found is None:
         axes.text(0.5, 0.5, "nothing", ha="center", transform=axes.transAxes, color=_GREY)
@@ -108,10 +110,11 @@ def _draw_share(
     axes.step(values[order] * scale, reached, where="post", color=_BLUE)
     axes.set_xlim(0, max(found.p99 * 1.25, found.highest if found.highest < 2 * found.p99 else 0) * scale)
     axes.set_xlabel(unit)
-    for label, share, value in (("p50", 0.5, found.p50), ("p95", 0.95, found.p95), ("p99", 0.99, found.p99)):
+    for share, value in ((0.5, found.p50), (0.95, found.p95), (0.99, found.p99)):
         axes.plot([value * scale] * 2, [0, share], color=_GREY, linewidth=0.8, linestyle=":")
-        axes.plot([value * scale], [share], "o", color=_AMBER, markersize=4, label=f"{label} {shown(value)}")
-    axes.legend(loc="lower right", frameon=False, fontsize=8, handletextpad=0.2)
+        axes.plot([value * scale], [share], "o", color=_AMBER, markersize=4)
+    figures = f"p50 {shown(found.p50)}, p95 {shown(found.p95)}, p99 {shown(found.p99)}"
+    axes.set_title(f"{name}\n{figures}", fontsize=9, color=_GREY, loc="left")
 
 
 def _tidy(axes: Axes) -> None:

@@ -423,8 +423,9 @@ async function poll() {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   try {
+    // Without credentials the browser does not ask for a password of its own when the key is refused.
     const since = serverStarted === null ? 0 : nextSample;
-    const answer = await fetch(`/status.json?since=${since}`, { headers, cache: "no-store", signal: AbortSignal.timeout(SLOWEST) });
+    const answer = await fetch(`/status.json?since=${since}`, { headers, credentials: "omit", cache: "no-store", signal: AbortSignal.timeout(SLOWEST) });
     if (answer.status === 401 || answer.status === 403) return askForKey(key !== null);
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     const status = await answer.json();
