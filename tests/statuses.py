@@ -103,12 +103,12 @@ def stats(second: int = 0, **changes: object) -> EngineStats:
 class Busy:
     """A keeper whose clock we turn: seconds of load in no time."""
 
-    def __init__(self, facts: Facts = FACTS) -> None:
+    def __init__(self, facts: Facts | None = FACTS) -> None:
         self.metrics = Metrics()
         self.incidents = Incidents()
         self.health = Health("ready")
         self.now = time.time() - 600
-        self.keeper = StatusKeeper(self.metrics, facts, lambda: self.health, self.incidents, lambda: self.now)
+        self.keeper = StatusKeeper(self.metrics, lambda: facts, lambda: self.health, self.incidents, lambda: self.now)
         self.second = 0
         self._random = random.Random(7)
 
@@ -145,7 +145,7 @@ class _Key(BaseHTTPMiddleware):
 
 def app(busy: Busy, *, locked: bool = False) -> Starlette:
     """The routes alone, behind a key if asked."""
-    exposition = Exposition(busy.metrics, FACTS.model, {"version": FACTS.version})
+    exposition = Exposition(busy.metrics, FACTS.model, lambda: {"version": FACTS.version})
     middleware = [Middleware(_Key)] if locked else []
     return Starlette(routes=routes(busy.keeper, exposition), middleware=middleware)
 

@@ -110,6 +110,18 @@ def test_it_shows_what_the_server_says_and_follows(tab: Tab, busy: Busy) -> None
         assert tab.problems == []
 
 
+def test_a_server_that_has_done_nothing_has_a_page_too(tab: Tab) -> None:
+    empty = Busy(facts=None)
+    empty.health = Health("starting")
+    with serving(app(empty)) as url:
+        tab.page.goto(url)
+        tab.until("#state", "starting")
+        empty.keeper.tick()
+        tab.page.wait_for_timeout(1300)
+        assert tab.text("#tile-first .more") == "nothing in the last minute"
+        assert tab.problems == []
+
+
 def test_phases_show_reasons_and_buckets(tab: Tab, busy: Busy) -> None:
     with serving(app(busy)) as url:
         tab.page.goto(url)

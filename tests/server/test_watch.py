@@ -82,6 +82,7 @@ def test_a_core_is_watched_through_its_lives() -> None:
 
             await until(lambda: has_generated(10))
             status, before = await status_of(app), await counters(app)
+            assert status.facts is not None
             assert (status.facts.model, status.health.state, status.facts.max_seqs) == ("tiny", "ready", 2)
             assert (status.totals.requests, status.totals.finished["length"]) == (1, 1)
             assert (status.latencies.first_token.count, status.latencies.token_gap.count) == (1, 9)

@@ -37,9 +37,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-def make(backend: str = "full") -> LLM:
-    options = EngineOptions(max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32)
-    asked = [ask(f"{phase}.backend", backend, origin="test") for phase in ("decode", "prefill")]
+def make(decode: str = "full", prefill: str = "full") -> LLM:
+    options = EngineOptions(max_seqs=4, max_tokens=24, max_len=96, page_size=8, dtype=torch.float32)
+    asked = [ask("decode.backend", decode, origin="test"), ask("prefill.backend", prefill, origin="test")]
     return LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
 
 
@@ -79,7 +79,7 @@ def test_an_eager_step_has_its_reason_and_detail(llm: LLM) -> None:
 
 
 def test_a_phase_without_graphs_says_so() -> None:
-    llm = make("disabled")
+    llm = make("disabled", "disabled")
     llm.generate([[5, 9]], GREEDY)
     decode = engine_stats(llm.core).phases[0]
     assert (decode.backend, decode.recordings) == ("disabled", ())
@@ -87,7 +87,7 @@ def test_a_phase_without_graphs_says_so() -> None:
 
 
 def test_a_failed_capture_is_a_recording_with_an_error() -> None:
-    llm = make()
+    llm = make(prefill="disabled")
     runner = llm.executor.runners["decode"]
     body = runner.phase.body
 
@@ -209,7 +209,7 @@ def busy_metrics() -> Metrics:
 
 
 def exposed(metrics: Metrics, model: str = "tiny") -> str:
-    return Exposition(metrics, model, {"version": "1"}).text().decode()
+    return Exposition(metrics, model, lambda: {"version": "1"}).text().decode()
 
 
 def values(families: Iterable[Metric]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

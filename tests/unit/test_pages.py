@@ -108,9 +108,9 @@ def test_a_wrong_number_is_no_number(url: str, since: str) -> None:
 
 
 def test_an_empty_server_has_a_status_too() -> None:
-    with serving(app(Busy())) as empty:
+    with serving(app(Busy(facts=None))) as empty:
         status = msgspec.json.decode(fetch(f"{empty}/status.json")[2], type=Status)
-        assert (status.cache, status.phases, status.history.rows) == (None, (), ())
+        assert (status.facts, status.cache, status.phases, status.history.rows) == (None, None, (), ())
         assert fetch(f"{empty}/metrics")[0] == 200
 
 

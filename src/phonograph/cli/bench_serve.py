@@ -27,7 +27,7 @@ def add_command(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add `serve` to the commands of `phonograph bench`."""
     text = "put load on an OpenAI endpoint: throughput, time to first token, inter-token latency"
     parser = subparsers.add_parser("serve", help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(run=run)
+    parser.set_defaults(benchmark=run)
     where = parser.add_argument_group("endpoint")
     where.add_argument("--url", default="http://127.0.0.1:8000", help="where it is, with or without /v1")
     where.add_argument("--model", help="default: the first that the endpoint lists")

@@ -41,10 +41,10 @@ _COUNTERS: tuple[tuple[str, str, _Figure], ...] = (
 class Exposition:
     """Turns metrics into text for Prometheus; every metric carries the model's name."""
 
-    def __init__(self, metrics: Metrics, model: str, facts: Mapping[str, str]) -> None:
+    def __init__(self, metrics: Metrics, model: str, facts: Callable[[], Mapping[str, str]]) -> None:
         self._metrics = metrics
         self._model = model
-        self._facts = dict(facts)
+        self._facts = facts
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -68,7 +68,7 @@ class Exposition:
 
     def _info(self) -> Metric:
         family = InfoMetricFamily(f"{_PREFIX}build", "What is served, and by what.", labels=["model_name"])
-        family.add_metric([self._model], self._facts)
+        family.add_metric([self._model], dict(self._facts()))
         return family
 
     def _requests(self) -> Iterator[Metric]:

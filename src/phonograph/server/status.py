@@ -67,7 +67,8 @@ class Totals(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """All that the status page shows."""
 
-    facts: Facts
+    facts: Facts | None
+    """None until the engine core is ready for the first time."""
     health: Health
     started: float
     """Unix time; another one means that another server answers, and samples are numbered from 0 again."""
@@ -88,7 +89,7 @@ class StatusKeeper:
     def __init__(
         self,
         metrics: Metrics,
-        facts: Facts,
+        facts: Callable[[], Facts | None],
         health: Callable[[], Health],
         incidents: Incidents,
         clock: Callable[[], float] = time.time,
@@ -109,7 +110,7 @@ class StatusKeeper:
         """The status, with samples from this number on."""
         stats = self._metrics.stats
         return Status(
-            facts=self._facts,
+            facts=self._facts(),
             health=self._health(),
             started=round(self._started, 3),
             uptime=round(self._clock() - self._started, 1),

@@ -21,15 +21,15 @@ _EVERY = 1.0
 
 
 class Watch:
-    """Made for an engine that is ready and has `metrics` among its observers; runs while it is entered."""
+    """For an engine that has `metrics` among its observers; runs while it is entered."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, model: str) -> None:
         self._llm = llm
         self._metrics = metrics
+        self._model = model
         self._incidents = Incidents()
-        facts = facts_of(llm, model)
-        self._keeper = StatusKeeper(metrics, facts, lambda: llm.health, self._incidents)
-        self._exposition = Exposition(metrics, model, {"version": facts.version, "device": facts.device})
+        self._keeper = StatusKeeper(metrics, self.facts, lambda: llm.health, self._incidents)
+        self._exposition = Exposition(metrics, model, self._labels)
         self._task: asyncio.Task[None] | None = None
 
     def routes(self) -> list[Route]:
@@ -68,19 +68,24 @@ class Watch:
         elif llm.stats is not None:
             self._metrics.take(llm.stats, llm.life)
 
+    def facts(self) -> Facts | None:
+        """What the engine is, as its core said when it was ready; None before."""
+        if self._llm.life < 0:
+            return None
+        about = self._llm.about
+        return Facts(
+            version=phonograph.__version__,
+            model=self._model,
+            source=about.source,
+            architecture=about.architecture,
+            num_layers=about.num_layers,
+            dtype=about.dtype,
+            device=about.device,
+            max_seqs=about.limits.max_seqs,
+            max_tokens=about.limits.max_tokens,
+            max_len=about.limits.max_len,
+        )
 
-def facts_of(llm: AsyncLLM, model: str) -> Facts:
-    """What an engine is, as its core said when it was ready."""
-    about = llm.about
-    return Facts(
-        version=phonograph.__version__,
-        model=model,
-        source=about.source,
-        architecture=about.architecture,
-        num_layers=about.num_layers,
-        dtype=about.dtype,
-        device=about.device,
-        max_seqs=about.limits.max_seqs,
-        max_tokens=about.limits.max_tokens,
-        max_len=about.limits.max_len,
-    )
+    def _labels(self) -> dict[str, str]:
+        facts = self.facts()
+        return {"version": phonograph.__version__, "device": facts.device if facts else ""}

@@ -77,7 +77,9 @@ def _draw_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     running.set_ylim(bottom=0)
     failed = [one.end for one in outcomes if one.error]
     if failed:
-        axes.plot(failed, [0] * len(failed), "x", color=_RED, markersize=5, clip_on=False, label=f"{len(failed)} failed")
+        axes.plot(
+            failed, [0] * len(failed), "x", color=_RED, markersize=5, clip_on=False, label=f"{len(failed)} failed"
+        )
         axes.legend(loc="upper right", frameon=False, fontsize=9)
     _tidy(axes)
     running.spines[["top", "left"]].set_visible(False)

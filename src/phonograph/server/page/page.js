@@ -161,15 +161,16 @@ function takeHistory(status) {
 }
 
 function showTop({ facts, health, uptime }) {
+  write($("uptime"), duration(uptime));
+  showState(health.state);
+  notice(health.reason);
+  if (!facts) return;
   write($("model"), facts.model);
   document.title = `${facts.model} · phonograph`;
   const parts = [facts.device, facts.dtype, `${facts.architecture}, ${facts.num_layers} layers`];
   parts.push(`up to ${whole.format(facts.max_seqs)} sequences of ${whole.format(facts.max_len)} tokens`);
   write($("facts"), parts.join(" · "));
-  write($("uptime"), duration(uptime));
   write($("version"), `phonograph ${facts.version}`);
-  showState(health.state);
-  notice(health.reason);
 }
 
 function showState(state) {
@@ -206,7 +207,7 @@ function showTiles(status) {
 function showRequests({ running, waiting, totals, facts }) {
   const rejected = Object.values(totals.rejected).reduce((sum, value) => sum + value, 0);
   tiles.requests.show(count(running), "running", `${count(totals.requests)} in all   ${count(rejected)} rejected`);
-  const free = Math.max(0, facts.max_seqs - running);
+  const free = facts ? Math.max(0, facts.max_seqs - running) : 0;
   tiles.requests.bar.show([
     ["used", running, `${count(running)} running`],
     ["free", free, `${count(free)} rows free`],
