@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,20 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phonograph.engine.async_llm import AsyncLLM
-from phonograph.engine.generation import Generation
 from phonograph.engine.request import SamplingParams
-from phonograph.server import delivery
 from phonograph.server.answers import Detokenized, Error, HealthBody, Model, Models, Tokenized
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
 from phonograph.server.bodies import BodyReader
+from phonograph.server.delivery import Delivery
 from phonograph.server.failures import SERVER, ApiError
 from phonograph.server.logprobs import LogprobWriter
 from phonograph.server.options import ServerOptions
+from phonograph.server.request_log import RequestLog
 from phonograph.server.sampling import chat_params, completion_params
 from phonograph.server.tool_calls import for_template
-from phonograph.server.writers import ChatWriter, CompletionWriter, Head, Writer
-
-log = logging.getLogger("phonograph.requests")
+from phonograph.server.writers import ChatWriter, CompletionWriter, Head
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -61,8 +58,7 @@ class Api:
         for prompt in prompts:
             self._check_context(prompt, "prompt")
         writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None)
-        generation = self._submit(prompts, params, head.id, continues=True)
-        return await self._answer(request, ask, generation, writer)
+        return await self._answer(request, ask, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -78,7 +74,7 @@ class Api:
         )
         self._check_context(prompt, "messages")
         writer = ChatWriter(head, self._logprobs if ask.logprobs else None, tools)
-        return await self._answer(request, ask, self._submit([prompt], params, head.id), writer)
+        return await self._answer(request, ask, [prompt], params, writer)
 
     def _head(self, kind: str, ask: Sampling) -> Head:
         with_usage = bool(ask.stream and ask.stream_options and ask.stream_options.include_usage)
@@ -101,7 +97,7 @@ class Api:
         if len(prompt) > most:
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} tokens, and a context of {most + 1} leaves room for {most} and an answer. "
+                f"the prompt has {len(prompt)} tokens; a context of {most + 1} has room for {most} and an answer. "
                 "Shorten it.",
                 param=param,
                 code="context_length_exceeded",
@@ -115,23 +111,30 @@ class Api:
             raise ApiError(400, message, param="tools", code="unsupported")
         return names
 
-    def _submit(
-        self, prompts: list[list[int]], params: SamplingParams, name: str, *, continues: bool = False
-    ) -> Generation:
+    async def _answer(
+        self,
+        request: Request,
+        ask: Sampling,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        writer: ChatWriter | CompletionWriter,
+    ) -> Response:
+        """Run the prompts and deliver what comes of them."""
+        log = RequestLog(writer.id, with_texts=self._options.log_prompts)
         if self._options.log_prompts:
             for prompt in prompts:
-                text = self._llm.decode(prompt, skip_special=False) if self._llm.tokenizer is not None else prompt
-                log.info("%s prompt: %r", name, text)
-        return self._llm.submit(
-            prompts, params, request_id=name, timeout=self._options.request_timeout, continues=continues
-        )
-
-    async def _answer(self, request: Request, ask: Sampling, generation: Generation, writer: Writer) -> Response:
+                log.prompt(self._llm.decode(prompt, skip_special=False) if self._llm.tokenizer is not None else prompt)
         timeout = self._options.request_timeout
-        if ask.stream:
-            with_usage = bool(ask.stream_options and ask.stream_options.include_usage)
-            return await delivery.stream(request, generation, writer, timeout, with_usage=with_usage)
-        return await delivery.whole(request, generation, writer, timeout)
+        generation = self._llm.submit(
+            prompts,
+            params,
+            request_id=writer.id,
+            timeout=timeout,
+            continues=isinstance(writer, CompletionWriter),
+        )
+        with_usage = bool(ask.stream_options and ask.stream_options.include_usage)
+        delivery = Delivery(generation, writer, log, timeout, with_usage)
+        return await (delivery.stream(request) if ask.stream else delivery.whole(request))
 
     # -- text -------------------------------------------------------------------------------------------------------
 

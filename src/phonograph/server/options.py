@@ -9,30 +9,30 @@ from phonograph.errors import PlanError
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The settings of the HTTP side; those of the engine are in its spec. A field's text is its flag's help."""
+    """The settings of the HTTP side; those of the engine are in its spec."""
 
     host: str = "127.0.0.1"
-    """where to listen; 0.0.0.0 lets other machines in: then set an API key"""
+    """Where to listen; 0.0.0.0 lets other machines in."""
     port: int = 8000
-    """where to listen; 0 takes a free one"""
+    """0 takes a free one."""
     names: tuple[str, ...] = ()
-    """what the model is called in requests; may be repeated (default: the name of its file or folder)"""
+    """What the model is called in requests; default: the name of its file or folder."""
     api_keys: tuple[str, ...] = ()
-    """keys of which a request must carry one"""
+    """Of which a request must carry one; none lets everybody in."""
     max_queue: int = 1024
-    """sequences that may wait for a place; with more, requests get a 429"""
+    """Sequences that may wait for a place; with more, requests get a 429."""
     max_body_bytes: int = 8 << 20
-    """the largest body of a request; a larger one gets a 413"""
+    """A larger body gets a 413."""
     body_timeout: float = 30.0
-    """seconds in which a request's body must arrive; else a 408"""
+    """Seconds in which a body must arrive; else a 408."""
     request_timeout: float | None = None
-    """seconds in which a request must be finished; else a 504, or an error event in a stream (default: no limit)"""
+    """Seconds in which a request must be finished; else a 504, or an error event in a stream that has begun."""
     stall_timeout: float = 60.0
-    """seconds for which a client may read nothing of what was sent; then its connection is dropped"""
+    """Seconds for which a client may take nothing of what was sent; then its connection is dropped (on Linux)."""
     drain_timeout: float = 30.0
-    """seconds that running requests have to finish after SIGTERM or SIGINT"""
+    """Seconds that running requests have to finish after SIGTERM or SIGINT."""
     log_prompts: bool = False
-    """write prompts and answers to the log"""
+    """Write prompts and answers to the log."""
 
     def __post_init__(self) -> None:
         for name, least in (("port", 0), ("max_queue", 0), ("max_body_bytes", 1)):
