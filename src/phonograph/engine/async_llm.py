@@ -23,7 +23,7 @@ from phonograph.engine.observe import Observer, Observers
 from phonograph.engine.request import Request, SamplingParams
 from phonograph.engine.spec import EngineSpec
 from phonograph.engine.text import ChatTemplate, Tokenizer
-from phonograph.errors import CheckpointError, CoreError, PhonographError, RequestError, UnavailableError
+from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class AsyncLLM:
         spec: EngineSpec = EngineSpec(),
         *,
         max_queue: int = 1024,
+        chat_template: str | None = None,
         restarts: Restarts = Restarts(),
         observers: Sequence[Observer] = (),
         log_level: int = logging.WARNING,
@@ -61,7 +62,7 @@ class AsyncLLM:
         self.max_queue = max_queue
         self.checkpoint = spec.checkpoint()
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
-        self._template = None if self.tokenizer is None else self.checkpoint.chat_template()
+        self._template = self._opened_template(chat_template)
         self.observer = Observers(observers)
         self.health = Health("starting")
         self.stats: EngineStats | None = None
@@ -231,9 +232,9 @@ class AsyncLLM:
         tokenizer = self._text()
         return await self._off_loop(len(text), lambda: tokenizer.encode(text, add_special=add_special))
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids."""
-        return self._text().decode(tokens)
+        return self._text().decode(tokens, skip_special=skip_special)
 
     async def render(
         self,
@@ -245,7 +246,7 @@ class AsyncLLM:
         size: int = _INLINE,
     ) -> list[int]:
         """The token ids of a conversation; `size` is about how many characters it has."""
-        tokenizer, template = self._text(), self._chat()
+        tokenizer, template = self._text(), self.template
 
         def work() -> list[int]:
             text = template.render(
@@ -265,10 +266,19 @@ class AsyncLLM:
             raise RequestError(f"{self.checkpoint.source} has no tokenizer. Send token ids.")
         return self.tokenizer
 
-    def _chat(self) -> ChatTemplate:
+    @property
+    def template(self) -> ChatTemplate:
+        """How conversations are written out."""
         if self._template is None:
-            raise CheckpointError(f"{self.checkpoint.source} has no chat template.")
+            raise RequestError(f"{self.checkpoint.source} has no chat template. Send a prompt of token ids.")
         return self._template
+
+    def _opened_template(self, given: str | None) -> ChatTemplate | None:
+        if self.tokenizer is None:
+            return None
+        if given is None:
+            return self.checkpoint.chat_template()
+        return ChatTemplate(given, self.tokenizer.special_tokens, "the server's own --chat-template")
 
     # -- what the core says -----------------------------------------------------------------------------------------
 

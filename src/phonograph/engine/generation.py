@@ -76,6 +76,7 @@ class Generation:
         ]
         self._left = len(self._choices)
         self._pending: dict[int, Delta] = {}
+        self._wants_all = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._observer = observer
@@ -109,11 +110,23 @@ class Generation:
                 raise self._error
             if not self._left:
                 return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._news()
         found = list(self._pending.values())
         self._pending.clear()
         return found
+
+    async def whole(self) -> list[Delta]:
+        """Every choice as one delta, once all have ended; without those that were closed before a token came."""
+        self._wants_all = True
+        while self._left:
+            await self._news()
+        if self._error is not None:
+            raise self._error
+        return [self._pending[number] for number in sorted(self._pending)]
+
+    async def _news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
     def close(self) -> None:
         """Give up what has not ended; whoever waits gets nothing more."""
@@ -165,7 +178,8 @@ class Generation:
         if finish is not None:
             delta.finish, delta.error = finish, output.error
             self._end(choice, finish, now)
-        self._wake()
+        if not self._wants_all or not self._left:
+            self._wake()
         return hit and output.finish is None
 
     def fail(self, error: Exception, now: float) -> None:
