@@ -39,6 +39,7 @@ class Model:
     takes_ids: bool = True
     takes_ignore_eos: bool = True
     reports_usage: bool = True
+    has_text: bool = True
     failure: str = ""
     every: int = 3
     """Which requests the failure is for."""
@@ -83,7 +84,7 @@ class Model:
             if failure == "cut" and index == 1:
                 return
             count = min(self.tokens_per_event, wanted - made)
-            yield event(self._piece(body, "token " * count))
+            yield event(self._piece(body, "token " * count if self.has_text else ""))
         yield event(self._piece(body, "", finish="length"))
         if "stream_options" in body:
             size = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 5
@@ -160,6 +161,13 @@ def test_an_endpoint_gets_what_it_takes_and_no_more(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert "events were counted as tokens" in shown
     assert "does not take ignore_eos" in shown
+
+
+def test_tokens_without_text_are_timed_by_their_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = measured(Model(has_text=False), tmp_path, "--num-requests", "2")["summary"]
+    assert (found["completed"], found["output_tokens"], found["without_text"]) == (2, 18, 2)
+    assert 0.95 * FIRST <= found["first_token"]["p50"] <= FIRST + 0.15
+    assert "tokens and no text" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,8 @@ def _notes(args: argparse.Namespace, test: LoadTest, summary: Summary) -> list[s
         notes.append("the endpoint does not take ignore_eos: answers may end before the length that was asked for")
     if summary.counts_events:
         notes.append("the endpoint reports no usage: events were counted as tokens")
+    if summary.without_text:
+        notes.append(f"{summary.without_text:,} answers had tokens and no text: whatever events they had were timed")
     lag = spread(test.lags)
     if lag is not None and lag.p99 > _LAG:
         notes.append(f"this client was busy itself (its event loop was {shown(lag.p99)} late, p99): run it elsewhere")

@@ -27,12 +27,15 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    token_ids: list[int] | None = None
     finish_reason: str | None = None
 
     @property
     def has_output(self) -> bool:
         delta = self.delta
-        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.tool_calls)))
+        if self.text or self.token_ids:
+            return True
+        return delta is not None and bool(delta.content or delta.reasoning_content or delta.tool_calls)
 
 
 class _Usage(msgspec.Struct):
@@ -176,17 +179,24 @@ async def _stream(session: aiohttp.ClientSession, endpoint: Endpoint, job: Job, 
             outcome.error, outcome.detail = f"http {answer.status}", _message(await answer.read())
             return
         lines, is_done = Lines(), False
+        any_choices: list[tuple[float, int]] = []
         async for data in answer.content.iter_any():
-            now, num_outputs = time.perf_counter() - start, 0
+            now, num_outputs, num_choices = time.perf_counter() - start, 0, 0
             for payload in lines.add(data):
                 if payload == b"[DONE]":
                     is_done = True
                 elif payload:
                     event = _decode(payload)
                     num_outputs += _note(event, outcome)
+                    num_choices += bool(event.choices)
                     is_done = is_done or any(choice.finish_reason for choice in event.choices)
             if num_outputs:
                 outcome.arrivals.append((now, num_outputs))
+            if num_choices:
+                any_choices.append((now, num_choices))
+        if not outcome.arrivals and outcome.usage_tokens:
+            # A model without a tokenizer, or nothing but special tokens: there is output, and none of it is text.
+            outcome.arrivals, outcome.has_text = any_choices, False
         if not outcome.error and not is_done:
             outcome.error = "stream cut off"
         if not outcome.error and not outcome.arrivals:

@@ -18,6 +18,8 @@ class Outcome:
     prompt_tokens: int = 0
     usage_tokens: int | None = None
     """Output tokens as the endpoint counts them; None if it does not say."""
+    has_text: bool = True
+    """Whether `arrivals` are of events with output; else of all, since none had any, and yet there are tokens."""
     error: str = ""
     """The kind of error, a few words; empty for success."""
     detail: str = ""

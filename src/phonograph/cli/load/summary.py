@@ -50,6 +50,8 @@ class Summary:
     tokens_per_event: float
     counts_events: bool
     """Whether events stand for tokens, since the endpoint reports no usage."""
+    without_text: int
+    """Requests with tokens and no text: they are timed by whatever events came."""
     late: float
     """How late the client itself sent a request, 99th percentile: its own load, not the server's."""
     errors: dict[str, int]
@@ -98,6 +100,7 @@ def summarise(outcomes: Sequence[Outcome]) -> Summary:
         request=spread([one.seconds for one in done]),
         tokens_per_event=tokens / events if events else 0.0,
         counts_events=any(one.usage_tokens is None for one in done),
+        without_text=sum(not one.has_text for one in done),
         late=late.p99 if late else 0.0,
         errors=dict(Counter(one.error for one in failed).most_common()),
         examples={one.error: one.detail for one in reversed(failed) if one.detail},
