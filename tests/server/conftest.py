@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -17,14 +16,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from phonograph.engine.checkpoints.default import default_model
 from phonograph.engine.llm import LLM, EngineOptions
 from phonograph.errors import CheckpointError
 from server import tiny
-
-# The cores that these tests start are tiny: a second thread each would only take turns with the tests themselves.
-os.environ["OMP_NUM_THREADS"] = "1"
 
 TINY_FLAGS = ("--device", "cpu", "--max-seqs", "8", "--port", "0", "--log-level", "info")
 
@@ -102,6 +99,17 @@ def serving(*flags: str) -> Iterator[Server]:
             server.stop(signal.SIGKILL)
 
 
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread_each() -> Iterator[None]:
+    """What these tests start is tiny: further threads would only take turns with those of the other processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +119,7 @@ def tiny_model() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def offline(tiny_model: Path) -> LLM:
     """The same model in this process: what servers must equal."""
-    return LLM(tiny_model, device="cpu", options=EngineOptions(max_seqs=8))
+    return LLM(tiny_model, device="cpu", options=EngineOptions(max_seqs=32))
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, real_serve
     assert one.choices[0].text == " four, five,"
     assert one.choices[0].finish_reason == "length"
     for prompt in ([text, text], [ids, ids]):
-        both = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=4, n=2)  # type: ignore[arg-type]
+        both = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=4, n=2)
         assert [(choice.index, choice.text) for choice in both.choices] == [(i, " four, five,") for i in range(4)]
         assert both.usage is not None
         assert both.usage.prompt_tokens == 2 * len(ids)

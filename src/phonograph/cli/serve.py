@@ -134,7 +134,10 @@ def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
     url = f"http://{host}:{port}"
     key = ' -H "Authorization: Bearer KEY"' if options.api_keys else ""
     route, body = (
-        ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}')
+        (
+            "/v1/chat/completions",
+            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}',
+        )
         if llm.tokenizer is not None
         else ("/v1/completions", '{"prompt": [1, 2, 3]}')
     )

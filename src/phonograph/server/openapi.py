@@ -64,7 +64,10 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
 def _described(operation: Operation, schemas: dict[type[Any], Any]) -> dict[str, Any]:
     content = {"application/json": {"schema": schemas[operation.answer]}}
     if operation.event is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        name = operation.event.__name__
+        data = {"type": "string", "description": f"JSON of a {name} or of an ErrorBody; in the last event [DONE]"}
+        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
     responses: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
     for status in sorted({401, *operation.statuses}):
         failed = {"application/json": {"schema": schemas[ErrorBody]}}

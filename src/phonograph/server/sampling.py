@@ -55,7 +55,7 @@ def _params(ask: Sampling, max_tokens: int, logprobs: int | None) -> SamplingPar
 
 def refuse_constraints(ask: Sampling) -> None:
     """Output that must fit a grammar can't be served."""
-    kind = (ask.response_format or {}).get("type", "text")
+    kind = "text" if ask.response_format is None else ask.response_format.get("type")
     if kind != "text":
         raise _refusal("response_format", f"constrained output ({kind!r}) needs an extra that is not there")
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
