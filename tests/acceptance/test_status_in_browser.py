@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browsers import Tab, open_browser
 from phonograph.engine.async_llm import Health
 from statuses import Busy, app, serving
 
-ROOT = Path(__file__).parents[2]
-NAMES = ("chromium", "chromium-browser", "google-chrome", str(ROOT / ".venv" / "browser" / "chromium"))
 CONTRAST = """() => {
   const linear = (share) => (share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4);
   const channel = (value) => linear(value / 255);
@@ -41,38 +38,8 @@ CONTRAST = """() => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright. Run: pip install playwright")
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.skip("needs a Chromium. Run: scripts/browser .venv/browser, or install the package chromium")
-    with sync_api.sync_playwright() as playwright:
-        # The sandbox needs rights that a container may not give; nothing but our own page is opened.
-        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    with open_browser() as opened:
         yield opened
-        opened.close()
-
-
-class Tab:
-    """A page of its own, with everything that went wrong in it."""
-
-    def __init__(self, browser: Any, width: int = 1280, scheme: str = "light") -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        self.page = self.context.new_page()
-        self.problems: list[str] = []
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("console", self._heard)
-
-    def _heard(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
-            self.problems.append(message.text)
-
-    def text(self, selector: str) -> str:
-        found: str = self.page.inner_text(selector)
-        return found
-
-    def until(self, selector: str, text: str) -> None:
-        """Wait until an element has this text in it."""
-        self.page.locator(selector).filter(has_text=text).first.wait_for(timeout=10_000)
 
 
 @pytest.fixture

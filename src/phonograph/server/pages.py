@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.resources import files
 
 import msgspec
@@ -34,17 +35,19 @@ _HEADERS = {
 _FAR = 2**53
 
 
-def routes(keeper: StatusKeeper, exposition: Exposition) -> list[Route]:
-    """`/` with its files, `/status.json` and `/metrics`."""
+def routes(keeper: StatusKeeper, exposition: Exposition, refresh: Callable[[], None] = lambda: None) -> list[Route]:
+    """`/` with its files, `/status.json` and `/metrics`; `refresh` is called before figures are read."""
     encode = msgspec.json.Encoder().encode
 
     async def status(request: Request) -> Response:
         since = request.query_params.get("since", "0")
         number = min(int(since), _FAR) if since.isascii() and since.isdigit() and len(since) < 20 else 0
+        refresh()
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         return Response(encode(keeper.status(number)), media_type="application/json", headers=headers)
 
     async def metrics(request: Request) -> Response:
+        refresh()
         return Response(exposition.text(), headers={"Content-Type": CONTENT_TYPE})
 
     return [

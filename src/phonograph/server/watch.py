@@ -34,7 +34,7 @@ class Watch:
 
     def routes(self) -> list[Route]:
         """The status page, `/status.json` and `/metrics`."""
-        return routes(self._keeper, self._exposition)
+        return routes(self._keeper, self._exposition, self._take)
 
     async def __aenter__(self) -> Watch:
         logging.getLogger("phonograph").addHandler(self._incidents)

@@ -118,12 +118,13 @@ export class Plot {
     const y = (value) => floor - (Math.min(value, top) / top) * (floor - TOP);
     this.drawGrid(top, y);
     this.shapes.replaceChildren();
-    columns.forEach((values, index) => {
+    // The first series is the one that matters most: it lies on top.
+    for (let index = columns.length - 1; index >= 0; index--) {
       if (this.series[index].area) {
-        element("path", { class: `area area-${index}`, d: areaPath(values, x, y) }, this.shapes);
+        element("path", { class: `area area-${index}`, d: areaPath(columns[index], x, y) }, this.shapes);
       }
-      element("path", { class: `series series-${index}`, d: linePath(values, x, y) }, this.shapes);
-    });
+      element("path", { class: `series series-${index}`, d: linePath(columns[index], x, y) }, this.shapes);
+    }
     this.svg.setAttribute("aria-label", this.describe(columns));
     this.read();
   }
