@@ -22,7 +22,7 @@ import statuses
 from phonograph import Reason
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM, EngineOptions
-from phonograph.engine.metrics import EngineStats, engine_stats
+from phonograph.engine.metrics import EngineStats, PhaseStats, engine_stats
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.graphs.config import ask
@@ -37,10 +37,15 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-def make(decode: str = "full", prefill: str = "full") -> LLM:
+def make(decode: str = "full", prefill: str = "full", limit: int = 4) -> LLM:
     options = EngineOptions(max_seqs=4, max_tokens=24, max_len=96, page_size=8, dtype=torch.float32)
-    asked = [ask("decode.backend", decode, origin="test"), ask("prefill.backend", prefill, origin="test")]
+    settings = {"decode.backend": decode, "prefill.backend": prefill, "decode.limit": limit}
+    asked = [ask(name, value, origin="test") for name, value in settings.items()]
     return LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
+
+
+def phases(llm: LLM) -> dict[str, PhaseStats]:
+    return {phase.name: phase for phase in engine_stats(llm.core).phases}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def test_stats_say_what_ran(llm: LLM) -> None:
     assert stats.steps - before.steps == 6
     assert (stats.running, stats.waiting, stats.used_pages) == (0, 0, 0)
     assert stats.free_pages + stats.cached_pages == stats.total_pages
-    decode, prefill = stats.phases
+    decode, prefill = stats.phases[:2]
     assert (decode.name, decode.backend, decode.dim) == ("decode", "full", "seqs")
     assert [made.size for made in decode.recordings if not made.variant] == [1, 2, 4]
     four = next(made for made in decode.recordings if made.label == "decode[seqs=4]")
@@ -69,19 +74,20 @@ def test_stats_say_what_ran(llm: LLM) -> None:
     assert four.num_bytes > 0
 
 
-def test_an_eager_step_has_its_reason_and_detail(llm: LLM) -> None:
-    llm.generate([[5, 9]], SamplingParams(max_tokens=3, frequency_penalty=1.0, ignore_eos=True))
-    decode = engine_stats(llm.core).phases[0]
+def test_an_eager_step_has_its_reason_and_detail() -> None:
+    llm = make(prefill="disabled", limit=2)
+    llm.generate([[5, 9], [7], [8]], GREEDY)
+    decode = phases(llm)["decode"]
     (why,) = decode.eager
-    assert (why.reason, why.calls) == (Reason.FEATURE_NOT_CAPTURED.value, 2)
-    assert "penalised" in why.detail
-    assert decode.eager_calls == 2
+    assert (why.reason, why.calls) == (Reason.TOO_LARGE.value, 5)
+    assert why.detail == "3 seqs, the largest bucket is 2"
+    assert (decode.eager_calls, decode.replays) == (5, 0)
 
 
 def test_a_phase_without_graphs_says_so() -> None:
     llm = make("disabled", "disabled")
     llm.generate([[5, 9]], GREEDY)
-    decode = engine_stats(llm.core).phases[0]
+    decode = phases(llm)["decode"]
     assert (decode.backend, decode.recordings) == ("disabled", ())
     assert [(why.reason, why.calls) for why in decode.eager] == [("disabled", 5)]
 
@@ -98,17 +104,16 @@ def test_a_failed_capture_is_a_recording_with_an_error() -> None:
 
     object.__setattr__(runner.phase, "body", reads_the_host)
     runner.capture()
-    failed = [made for made in engine_stats(llm.core).phases[0].recordings if made.error]
-    assert [made.size for made in failed] == [2, 2]
+    failed = [made for made in phases(llm)["decode"].recordings if made.error]
+    assert {made.size for made in failed} == {2}
     assert all("reads the device from the host" in made.error and not made.num_graphs for made in failed)
 
 
 def test_device_seconds_go_to_their_phase(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {("decode", "replay"): 1.5, ("decode", "eager"): 0.25, ("prefill", "replay"): 2.0}
     monkeypatch.setattr(llm.executor, "device_seconds", seconds, raising=False)
-    decode, prefill = engine_stats(llm.core).phases
-    assert decode.device_seconds == {"replay": 1.5, "eager": 0.25}
-    assert prefill.device_seconds == {"replay": 2.0}
+    assert phases(llm)["decode"].device_seconds == {"replay": 1.5, "eager": 0.25}
+    assert phases(llm)["prefill"].device_seconds == {"replay": 2.0}
 
 
 def test_stats_can_be_sent(llm: LLM) -> None:

@@ -364,8 +364,11 @@ function fillBucket(row, made, most) {
 
 const cards = new Map();
 
+/** The idle phase keeps ranks together; where there is one rank it does nothing worth showing. */
+const isShown = (phase) => phase.name !== "idle" || phase.eager.length > 0 || phase.recordings.some((made) => made.replays);
+
 function showPhases(phases) {
-  sync($("phases"), phases, (phase) => phase.name, (phase) => {
+  sync($("phases"), phases.filter(isShown), (phase) => phase.name, (phase) => {
     cards.set(phase.name, new PhaseCard(phase));
     return cards.get(phase.name).node;
   }, (node, phase) => cards.get(phase.name).show(phase));
