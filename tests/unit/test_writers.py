@@ -30,7 +30,8 @@ def events(data: bytes) -> list[Any]:
 def read(text: str, size: int) -> tuple[str, list[FunctionCall]]:
     """An answer in pieces of this size."""
     reader = ToolCallReader(["now"])
-    shown, calls = "", []
+    shown = ""
+    calls: list[FunctionCall] = []
     for start in range(0, len(text), size):
         more, found = reader.add(text[start : start + size])
         shown, calls = shown + more, calls + found

@@ -32,7 +32,7 @@ class ToolCallReader:
         """The text that can be given out, and the calls that are complete."""
         self._held += text
         shown, calls = "", []
-        while not (self._at_start and not self._begin()) and not self._in_json:
+        while self._has_begun() and not self._in_json:
             if self._skips_space:
                 self._held = self._held.lstrip()
                 self._skips_space = not self._held
@@ -67,13 +67,12 @@ class ToolCallReader:
             return ("", calls) if calls else (held, [])
         return held, []
 
-    def _begin(self) -> bool:
-        """Look at the first character that is no space; whether there is one."""
-        first = self._held.lstrip()[:1]
-        if first:
+    def _has_begun(self) -> bool:
+        """Whether there was a character that is no space; the first tells an answer in JSON."""
+        if self._at_start and (first := self._held.lstrip()[:1]):
             self._at_start = False
             self._in_json = first in "{["
-        return bool(first)
+        return not self._at_start
 
 
 def _overlap(text: str, tag: str) -> int:
