@@ -25,22 +25,24 @@ class ToolCallReader:
         self._at_start = True
         self._in_call = False
         self._in_json = False
+        self._skips_space = False
+        """Behind a call: what stands between calls is no text."""
 
     def add(self, text: str) -> tuple[str, list[FunctionCall]]:
         """The text that can be given out, and the calls that are complete."""
         self._held += text
         shown, calls = "", []
-        while True:
-            if self._at_start and not self._begin():
-                break
-            if self._in_json:
-                break
+        while self._has_begun() and not self._in_json:
+            if self._skips_space:
+                self._held = self._held.lstrip()
+                self._skips_space = not self._held
             if self._in_call:
                 inside, closed, rest = self._held.partition(_CLOSE)
                 if not closed:
                     break
-                self._held, self._in_call = rest.lstrip(), False
+                self._held, self._in_call = rest, False
                 call = _tagged(inside)
+                self._skips_space = call is not None
                 calls += [call] if call is not None else []
                 shown += "" if call is not None else _OPEN + inside + _CLOSE
                 continue
@@ -65,13 +67,12 @@ class ToolCallReader:
             return ("", calls) if calls else (held, [])
         return held, []
 
-    def _begin(self) -> bool:
-        """Look at the first character that is no space; whether there is one."""
-        first = self._held.lstrip()[:1]
-        if first:
+    def _has_begun(self) -> bool:
+        """Whether there was a character that is no space; the first tells an answer in JSON."""
+        if self._at_start and (first := self._held.lstrip()[:1]):
             self._at_start = False
             self._in_json = first in "{["
-        return bool(first)
+        return not self._at_start
 
 
 def _overlap(text: str, tag: str) -> int:
