@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from phonograph.cli.load.workload import WORKLOADS, Fixed, LogNormal, Uniform, l
 from phonograph.errors import PlanError
 from statuses import serving
 
+DOCS = Path(__file__).parents[2] / "docs" / "bench-serve.md"
 FIRST, GAP = 0.12, 0.03
 
 
@@ -315,3 +317,13 @@ def test_a_seed_gives_the_same_jobs_and_a_rate_only_their_times() -> None:
     assert [(job.prompt, job.max_tokens) for job in slow] == [(job.prompt, job.max_tokens) for job in fast]
     assert slow[5].due == pytest.approx(100 * fast[5].due)
     assert {job.due for job in make_jobs(WORKLOADS["mix"], 5, float("inf"), 3, "ids")} == {0.0}
+
+
+def test_every_flag_is_documented_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    bench_command.add_flags(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["serve", "--help"])
+    shown = capsys.readouterr().out
+    flags = set(re.findall(r"^ +(--[\w-]+)", shown, re.M)) - {"--quiet"}
+    assert set(re.findall(r"`(--[\w-]+)`", DOCS.read_text())) == flags
