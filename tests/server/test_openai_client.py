@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 
 import openai
 import pytest
@@ -47,6 +49,13 @@ def test_chat_as_a_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens == 45
+
+
+def test_the_lines_of_the_readme(real_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "OpenAI(" in block)
+    exec(compile(code.replace("http://127.0.0.1:8000", real_server.url), "README.md", "exec"), {})
+    assert capsys.readouterr().out == ANSWER
 
 
 def test_the_clients_own_stream_helper(client: openai.OpenAI) -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phonograph.engine.generation import Delta, Usage
-from phonograph.engine.messages import Logprob
 from phonograph.engine.request import FinishReason
+from phonograph.engine.sequence import TokenLogprob as Logprob
 from phonograph.server.answers import FunctionCall
 from phonograph.server.logprobs import LogprobWriter
 from phonograph.server.tool_calls import ToolCallReader, for_template

@@ -17,17 +17,30 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a checkpoint folder or GGUF file; default: the embedded SmolLM2-135M-Instruct")
     parser.add_argument("--shape", help="random weights of a named shape instead of a model, e.g. qwen3-8b")
     parser.add_argument("--device", help="cuda, cpu or emulated; default: the accelerator present, else the CPU")
-    parser.add_argument("--max-seqs", type=int, default=16, help="sequences that run at the same time")
+    parser.add_argument("--max-seqs", type=int, help="sequences that run at the same time; default: by memory")
     parser.add_argument("--max-len", type=int, help="the longest sequence, prompt and answer together")
+    parser.add_argument("--max-step-tokens", type=int, help="tokens of one step; default: by memory")
+    parser.add_argument("--cache-tokens", type=int, help="tokens of the KV cache; default: what memory leaves")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory to use (default 0.9)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU")
     graph_flags.add_flags(parser)
 
 
 def spec_from(args: argparse.Namespace) -> EngineSpec:
     """The engine that the flags ask for."""
+    import torch
+
     from phonograph.engine.options import EngineOptions
     from phonograph.engine.spec import EngineSpec
 
-    options = EngineOptions(max_seqs=args.max_seqs, max_len=args.max_len)
+    options = EngineOptions(
+        max_seqs=args.max_seqs,
+        max_tokens=args.max_step_tokens,
+        max_len=args.max_len,
+        cache_tokens=args.cache_tokens,
+        memory=args.memory,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+    )
     return EngineSpec(args.model, args.shape, args.device, options, graph_flags.asked_from(args))
 
 

@@ -112,7 +112,8 @@ class CoreLoop:
         request_id, index = sequence.request.id, sequence.index
         if index not in self._live.get(request_id, {}):
             return
-        self._outputs.append(Output(request_id, index, tokens, finish, sequence.error, sequence.num_cached))
+        logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
+        self._outputs.append(Output(request_id, index, tokens, finish, sequence.error, sequence.num_cached, logprobs))
         if finish is not None:
             self._forget(sequence)
 

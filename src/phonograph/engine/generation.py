@@ -11,6 +11,7 @@ from types import TracebackType
 from phonograph.engine import messages
 from phonograph.engine.observe import Observer
 from phonograph.engine.request import FinishReason, Request
+from phonograph.engine.sequence import TokenLogprob
 from phonograph.engine.text import TextReader, Tokenizer
 
 
@@ -22,7 +23,7 @@ class Delta:
     """Which prompt and which of its n sequences: `prompt * n + index`."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[messages.Logprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
     """What went wrong, for FinishReason.ERROR."""

@@ -8,6 +8,7 @@ from phonograph.engine.limits import Limits
 from phonograph.engine.metrics import EngineStats
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.scheduler import Counts
+from phonograph.engine.sequence import TokenLogprob
 
 
 class _ToCore(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -74,15 +75,6 @@ class Ready(_FromCore, frozen=True):
     """What every phase has captured and counted."""
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """How likely a token was, and what else would have been."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """(token, logprob), the likeliest first."""
-
-
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence."""
 
@@ -94,7 +86,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """What went wrong, for FinishReason.ERROR."""
     cached: int = 0
     """Prompt tokens that were not computed, since their pages were cached."""
-    logprobs: tuple[Logprob, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     """One for each token, where the request asked for them."""
     refused: bool = False
     """The whole request was not taken, for `error`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phonograph.engine.messages import Logprob
+from phonograph.engine.sequence import TokenLogprob as Told
 from phonograph.engine.text import Tokenizer
 from phonograph.server.answers import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
 
@@ -15,11 +15,11 @@ class LogprobWriter:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
-    def chat(self, found: Sequence[Logprob]) -> ChatLogprobs:
+    def chat(self, found: Sequence[Told]) -> ChatLogprobs:
         """For /v1/chat/completions."""
         return ChatLogprobs([self._token(one) for one in found])
 
-    def text(self, found: Sequence[Logprob], offset: int) -> tuple[TextLogprobs, int]:
+    def text(self, found: Sequence[Told], offset: int) -> tuple[TextLogprobs, int]:
         """For /v1/completions, and the offset in the answer's text after these tokens."""
         tokens = [self._shown(one.token) for one in found]
         offsets = []
@@ -29,7 +29,7 @@ class LogprobWriter:
         top = [{self._shown(token): logprob for token, logprob in one.top} for one in found]
         return TextLogprobs(tokens, [one.logprob for one in found], top, offsets), offset
 
-    def _token(self, found: Logprob) -> TokenLogprob:
+    def _token(self, found: Told) -> TokenLogprob:
         top = [TopLogprob(self._shown(token), logprob, list(self._bytes(token))) for token, logprob in found.top]
         return TokenLogprob(self._shown(found.token), found.logprob, list(self._bytes(found.token)), top)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from phonograph.engine.request import SamplingParams
+import json
+from typing import Any
+
+from phonograph.engine.request import GrammarSpec, SamplingParams
 from phonograph.server.asks import ChatAsk, CompletionAsk, Sampling
 from phonograph.server.failures import ApiError
 
@@ -30,7 +33,6 @@ def chat_params(ask: ChatAsk, max_len: int) -> SamplingParams:
 
 
 def _params(ask: Sampling, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    refuse_constraints(ask)
     if ask.stream_options is not None and not ask.stream:
         raise ApiError(400, "`stream_options` needs `stream`: true.", param="stream_options", code="invalid_value")
     stop = (ask.stop,) if isinstance(ask.stop, str) else tuple(ask.stop or ())
@@ -50,16 +52,46 @@ def _params(ask: Sampling, max_tokens: int, logprobs: int | None) -> SamplingPar
         ignore_eos=bool(ask.ignore_eos),
         n=ask.n or 1,
         logprobs=logprobs,
+        grammar=grammar_of(ask),
     )
 
 
-def refuse_constraints(ask: Sampling) -> None:
-    """Output that must fit a grammar can't be served."""
+def grammar_of(ask: Sampling) -> GrammarSpec | None:
+    """What the output must look like: OpenAI's `response_format`, or one of the `guided_` fields."""
+    found: dict[str, GrammarSpec] = {}
     kind = "text" if ask.response_format is None else ask.response_format.get("type")
-    if kind != "text":
-        raise _refusal("response_format", f"constrained output ({kind!r}) needs an extra that is not there")
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        _refuse(getattr(ask, name), name, "constrained output needs an extra that is not there")
+    if kind in ("json_object", "json_schema"):
+        found["response_format"] = GrammarSpec("json_schema", _schema_of(ask.response_format or {}))
+    elif kind != "text":
+        raise _refusal("response_format", f"its type is {kind!r}, not text, json_object or json_schema")
+    if ask.guided_json is not None:
+        given = ask.guided_json
+        found["guided_json"] = GrammarSpec("json_schema", given if isinstance(given, str) else json.dumps(given))
+    if ask.guided_regex is not None:
+        found["guided_regex"] = GrammarSpec("regex", ask.guided_regex)
+    if ask.guided_choice is not None:
+        found["guided_choice"] = GrammarSpec("choice", json.dumps(ask.guided_choice))
+    if ask.guided_grammar is not None:
+        found["guided_grammar"] = GrammarSpec("lark", ask.guided_grammar)
+    if len(found) > 1:
+        *others, last = found
+        raise _refusal(last, f"the output can follow one grammar, and {others[0]} names another")
+    return next(iter(found.values()), None)
+
+
+def _schema_of(response_format: dict[str, Any]) -> str:
+    if response_format.get("type") == "json_object":
+        return '{"type": "object"}'
+    described = response_format.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        raise ApiError(
+            400,
+            "`response_format` of type json_schema needs `json_schema`: {`name`: …, `schema`: {…}}.",
+            param="response_format",
+            code="invalid_value",
+        )
+    return json.dumps(schema)
 
 
 def _or(value: float | None, default: float) -> float:
