@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -158,5 +159,39 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model=MODEL, messages=QUESTION, tools=[{"type": "function", "function": {"name": "now"}}]
         )
-    with pytest.raises(openai.BadRequestError, match="constrained output"):
-        client.chat.completions.create(model=MODEL, messages=QUESTION, response_format={"type": "json_object"})
+
+
+def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "capital", "schema": schema}}
+    done = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=40,
+        extra_body={"response_format": wanted},
+    )
+    assert list(json.loads(done.choices[0].message.content or "")) == ["city"]
+
+
+def test_logprobs_come_with_the_answer(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=8, logprobs=True, top_logprobs=2
+    )
+    told = done.choices[0].logprobs
+    assert told is not None
+    assert told.content is not None
+    assert "".join(one.token for one in told.content) == done.choices[0].message.content
+    for one in told.content:
+        assert len(one.top_logprobs) == 2
+        assert one.top_logprobs[0].token == one.token  # greedy
+        assert one.logprob == one.top_logprobs[0].logprob <= 0
+    texts = client.completions.create(model=MODEL, prompt="Once", temperature=0, max_tokens=4, logprobs=3)
+    assert texts.choices[0].logprobs is not None
+    assert len(texts.choices[0].logprobs.token_logprobs or []) == 4

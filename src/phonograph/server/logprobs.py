@@ -17,10 +17,11 @@ class LogprobWriter:
 
     def chat(self, found: Sequence[Told]) -> ChatLogprobs:
         """For /v1/chat/completions."""
-        return ChatLogprobs([self._token(one) for one in found])
+        return ChatLogprobs([self._token(one) for one in self._said(found)])
 
     def text(self, found: Sequence[Told], offset: int) -> tuple[TextLogprobs, int]:
         """For /v1/completions, and the offset in the answer's text after these tokens."""
+        found = self._said(found)
         tokens = [self._shown(one.token) for one in found]
         offsets = []
         for token in tokens:
@@ -28,6 +29,11 @@ class LogprobWriter:
             offset += len(token)
         top = [{self._shown(token): logprob for token, logprob in one.top} for one in found]
         return TextLogprobs(tokens, [one.logprob for one in found], top, offsets), offset
+
+    def _said(self, found: Sequence[Told]) -> list[Told]:
+        """Without the tokens that are no text, as the one that ends an answer: they are not in it."""
+        special = self._tokenizer.special_ids if self._tokenizer is not None else frozenset[int]()
+        return [one for one in found if one.token not in special]
 
     def _token(self, found: Told) -> TokenLogprob:
         top = [TopLogprob(self._shown(token), logprob, list(self._bytes(token))) for token, logprob in found.top]
