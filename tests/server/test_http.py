@@ -169,6 +169,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "n": 0}, ">= 1", "n"),
     (TEXT, {"prompt": "x", "n": 10**30}, "<= 128", "n"),
     (TEXT, {"prompt": ["x"] * 128, "n": 128}, "16384 sequences; 1 to 308 can run", None),
+    (TEXT, {"prompt": ["x"] * 309}, "309 prompts are more than the 308", "prompt"),
     (TEXT, {"prompt": "x", "seed": -1}, ">= 0", "seed"),
     (TEXT, {"prompt": "x", "presence_penalty": 3}, "<= 2", "presence_penalty"),
     (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, "expected `int`, got `str`", "logit_bias"),

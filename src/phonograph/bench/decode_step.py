@@ -144,6 +144,6 @@ def _profile_backend(bench: Bench, backend: str, batches: tuple[int, ...]) -> No
         length = max(1, _context(bench) - 1 - _WARM_UPS)
         sequences = driver.seat([prompts.one(length) for _ in range(num_seqs)], _steps(bench))
         driver.steady(_WARM_UPS)
-        found[str(num_seqs)] = profiled(lambda: driver.steady(_PROFILED_STEPS), bench.device).as_json()
+        found[str(num_seqs)] = profiled(driver.steady, _PROFILED_STEPS, bench.device).as_json()
         driver.drain(sequences)
         bench.report.fact("profile", dict(found))

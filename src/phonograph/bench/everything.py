@@ -64,8 +64,9 @@ def _common(args: argparse.Namespace) -> list[str]:
 
 
 def _run_peers(args: argparse.Namespace, deadline: Deadline, progress: Progress) -> None:
-    for problem in measure_peers(args, args.shape or ("tiny" if args.quick else "qwen3-8b"), args.out, deadline.left):
-        progress.note("peers", "failed", 0.0, problem)
+    shape = args.shape or ("tiny" if args.quick else "qwen3-8b")
+    for name, problem in measure_peers(args, shape, args.out, deadline.left).items():
+        progress.note(name, "failed", 0.0, problem)
     if results_in(args.out):
         for report in reports_in(args.out).values():
             report.write()

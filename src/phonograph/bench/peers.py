@@ -42,8 +42,8 @@ PEERS = (
 )
 
 
-def measure_peers(args: argparse.Namespace, shape: str, out: Path, seconds: float) -> list[str]:
-    """Measure the peers that flags ask for and that have no result in `out` yet; returns what went wrong."""
+def measure_peers(args: argparse.Namespace, shape: str, out: Path, seconds: float) -> dict[str, str]:
+    """Measure the peers that flags ask for and that have no result in `out` yet; returns what went wrong, by name."""
     out, deadline = out.resolve(), Deadline(seconds)
     runs: dict[str, Callable[[float], Done]] = {}
     if args.peers is not None:
@@ -55,17 +55,17 @@ def measure_peers(args: argparse.Namespace, shape: str, out: Path, seconds: floa
     for what, name in (("batching", "transformers"), ("compile", "compile")):
         if getattr(args, name):
             runs[name] = partial(_run_transformers, what, name, shape, out)
-    problems = []
+    problems: dict[str, str] = {}
     for name, run in runs.items():
         if _result_path(out, name).exists():
             continue
         if deadline.is_past:
-            problems.append(f"{name}: not measured, out of time")
+            problems[name] = "not measured, out of time"
             continue
         try:
             _keep(out, name, run(min(deadline.left, _SECONDS)))
         except PhonographError as error:
-            problems.append(f"{name}: {error}")
+            problems[name] = str(error)
     return problems
 
 

@@ -18,7 +18,7 @@ _COLORS: dict[Kind, tuple[str, ...]] = {
     "peer": ("#b45309", "#5b7f1b", "#8c4a7f", "#444b57"),
 }
 _ORDER: tuple[Kind, ...] = ("floor", "eager", "ours", "peer")
-_COLUMNS = 3
+_COLUMNS = 4
 _LOG_RATIO = 8
 """Sizes and values that are further apart than this are drawn on logarithmic axes."""
 
@@ -31,7 +31,7 @@ def draw(report: Report, path: Path) -> None:
     except ImportError:
         raise PlanError("drawing a plot needs matplotlib. Run: pip install 'phonograph[bench]'") from None
     panels = _panels(report)
-    columns = min(_COLUMNS, len(panels))
+    columns = len(panels) if len(panels) < 3 else 2 if len(panels) <= 4 else _COLUMNS
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(4.6 * columns + 0.6, 3.4 * lines + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -41,6 +41,7 @@ def draw(report: Report, path: Path) -> None:
     for one in axes[len(panels) :]:
         one.set_visible(False)
     where = report.where["accelerator"]
+    where = "no accelerator" if where == "none" else where
     figure.suptitle(f"{report.subject.title}: {report.settings.get('shape', '')}, {where}", fontsize=11)
     figure.savefig(path, dpi=130)
 
@@ -86,7 +87,7 @@ def _draw_lines(axes: Axes, rows: list[Row], series: list[str], colors: dict[str
     key = next(iter(rows[0].case))
     for name in series:
         points = sorted((int(row.case[key]), row.value) for row in rows if row.series == name)
-        style = "--" if name == "floor" else "-"
+        style = "--" if any(row.series == name and row.kind == "floor" for row in rows) else "-"
         axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3.5, color=colors[name], label=name)
     sizes, values = [int(row.case[key]) for row in rows], [row.value for row in rows if row.value > 0]
     if max(sizes) / max(1, min(sizes)) > _LOG_RATIO:
@@ -99,13 +100,27 @@ def _draw_lines(axes: Axes, rows: list[Row], series: list[str], colors: dict[str
         axes.set_ylim(bottom=0)
 
 
+def _case(row: Row) -> str:
+    return str(next(iter(row.case.values())))
+
+
 def _draw_bars(axes: Axes, rows: list[Row], series: list[str], colors: dict[str, str]) -> None:
-    names = list(dict.fromkeys(str(next(iter(row.case.values()))) for row in rows))
-    width = 0.8 / len(series)
-    for index, name in enumerate(series):
-        found = {str(next(iter(row.case.values()))): row.value for row in rows if row.series == name}
-        places = [place + (index - (len(series) - 1) / 2) * width for place, case in enumerate(names) if case in found]
-        axes.bar(places, [found[case] for case in names if case in found], width, color=colors[name], label=name)
+    names = list(dict.fromkeys(_case(row) for row in rows))
+    present = {
+        name: [s for s in series if any(_case(row) == name and row.series == s for row in rows)] for name in names
+    }
+    width = 0.8 / max(len(shown) for shown in present.values())
+    for name in series:
+        found = {_case(row): row.value for row in rows if row.series == name}
+        # The bars of a case stand together around its place, however many series it has.
+        places = {case: present[case].index(name) - (len(present[case]) - 1) / 2 for case in found}
+        axes.bar(
+            [names.index(case) + place * width for case, place in places.items()],
+            list(found.values()),
+            width,
+            color=colors[name],
+            label=name,
+        )
     axes.set_xticks(range(len(names)), names, fontsize=8, rotation=20 if len(names) > 3 else 0, ha="center")
     values = [row.value for row in rows if row.value > 0]
     if values and max(values) / min(values) > 10 * _LOG_RATIO:

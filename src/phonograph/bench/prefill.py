@@ -39,7 +39,7 @@ def measure(bench: Bench) -> None:
 
 
 def _measure_backend(bench: Bench, backend: str, prefix: int, *, with_floors: bool) -> None:
-    sizes = bench.choose("tokens", (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (8, 16))
+    sizes = bench.choose("tokens", (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (8,))
     counts = bench.choose("requests", (1, 8), (1, 2))
     llm = open_prefill(bench, backend, prefix, sizes, counts)
     floors = Floors(bench.device, bench.config, llm.executor.model.weights)
@@ -59,11 +59,13 @@ def _measure_backend(bench: Bench, backend: str, prefix: int, *, with_floors: bo
 def open_prefill(bench: Bench, backend: str, prefix: int, sizes: tuple[int, ...], counts: tuple[int, ...]) -> LLM:
     """An engine for prefill steps of these sizes, by so many requests each; decode is never run."""
     longest = prefix + max(sizes) + 16
+    # Steps in flight, and one row more: as many rows as a bucket has tokens could not be told from them.
+    max_seqs = 4 * max(counts) + 1
     options = EngineOptions(
-        max_seqs=4 * max(counts),
-        max_tokens=max(*sizes, 4 * max(counts)),
+        max_seqs=max_seqs,
+        max_tokens=max(*sizes, max_seqs),
         max_len=longest,
-        cache_tokens=6 * longest + 4 * max(counts) * 16,
+        cache_tokens=6 * longest + max_seqs * 16,
         prefix_cache=prefix > 0,
     )
     return bench.open(options, {"decode": "disabled", "prefill": backend}, {"prefill": sizes})

@@ -48,7 +48,8 @@ def run_measurement(args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     _compare(args, setup, bench)
     left_out = any(note.startswith("not measured") for note in report.notes)
     report.finish("partial" if left_out else "complete")
-    _draw(report)
+    if not setup.quick:
+        _draw(report)
     print(printed(report))
     return 0
 
@@ -97,8 +98,8 @@ def _compare(args: argparse.Namespace, setup: Setup, bench: Bench) -> None:
     """Measure the peers that were asked for, and put all that the folder has beside our figures."""
     with tempfile.TemporaryDirectory() as temporary:
         out = setup.out or Path(temporary)
-        for problem in measure_peers(args, setup.shape, out, bench.deadline.left):
-            bench.report.note(f"peer {problem}")
+        for name, problem in measure_peers(args, setup.shape, out, bench.deadline.left).items():
+            bench.report.note(f"{name} was not measured: {problem}")
         join(bench.report, results_in(out))
 
 

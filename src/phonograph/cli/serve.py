@@ -41,6 +41,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for what runs to finish on SIGTERM")
     limits.add_argument("--max-restarts", type=int, default=5, help="how often in a row a dead core is started again")
+    limits.add_argument(
+        "--core-timeout", type=float, default=300.0, help="a core that has work and is silent for so long is restarted"
+    )
     log = parser.add_argument_group("log")
     log.add_argument("--log-level", choices=_LEVELS, default="info", help="info has a line for each request")
     log.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         observers=[metrics],
         max_queue=options.max_queue,
         chat_template=_read(args.chat_template) if args.chat_template is not None else None,
-        restarts=Restarts(most=args.max_restarts),
+        restarts=Restarts(most=args.max_restarts, silence=args.core_timeout),
         log_level=max(level, logging.WARNING),
     )
 

@@ -75,6 +75,7 @@ class AsyncLLM:
         """By the ids of their requests."""
         self.num_active = 0
         """Sequences that run or wait."""
+        self.busy_since: float | None = None
         self._checks: deque[asyncio.Future[Checked]] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -120,11 +121,18 @@ class AsyncLLM:
         return self._ready
 
     @property
+    def max_active(self) -> int:
+        """Sequences that may run or wait."""
+        return self.about.limits.max_seqs + self.max_queue
+
+    @property
     def core_pid(self) -> int | None:
         return self._core.pid
 
     async def check(self) -> Checked:
         """Raise if the core has lost a row, a page or a sequence."""
+        if self.health.state not in ("ready", "draining"):
+            raise CoreError(f"the engine core can't be asked: {self.health.reason or 'it is starting'}.")
         answer: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
         self._checks.append(answer)
         self._core.send(Check())
@@ -185,6 +193,7 @@ class AsyncLLM:
             self._core.send(Add(request))
             self.observer.started(request)
         self.num_active += generation.num_choices
+        self.busy_since = self.busy_since or now
         self._idle.clear()
         return generation
 
@@ -198,8 +207,7 @@ class AsyncLLM:
                 "draining" if draining else "down",
                 retry_after=5.0,
             )
-        about, added = self.about, sum(request.params.n for request in requests)
-        most = about.limits.max_seqs + self.max_queue
+        about, added, most = self.about, sum(request.params.n for request in requests), self.max_active
         try:
             if not requests or added > most:
                 raise RequestError(f"the request asks for {added} sequences; 1 to {most} can run or wait here.")
@@ -339,4 +347,5 @@ class AsyncLLM:
             for request in generation.requests:
                 del self._live[request.id]
             if not self._live:
+                self.busy_since = None
                 self._idle.set()

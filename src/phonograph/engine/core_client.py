@@ -9,6 +9,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,10 +37,16 @@ class Restarts:
     """Seconds before the first attempt; twice as long before each further one."""
     longest_wait: float = 30.0
     steady: float = 60.0
+    silence: float = 300.0
+    """A core that says nothing for so many seconds, though it has something to do, is killed: it hangs."""
 
 
 class Listener(Protocol):
     """Who is told what the core says; all calls come from the event loop."""
+
+    @property
+    def busy_since(self) -> float | None:
+        """Since when the core has had something to do without a pause, in seconds of `time.monotonic`."""
 
     def ready(self, found: Ready) -> None:
         """The core takes requests, for the first time or again."""
@@ -64,8 +71,10 @@ class _Wire(asyncio.Protocol):
         self.ready: asyncio.Future[Ready] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self.failure: Failed | None = None
+        self.heard = time.monotonic()
 
     def data_received(self, data: bytes) -> None:
+        self.heard = time.monotonic()
         for found in self._frames.add(data):
             self._handle(self._decode(found))
 
@@ -219,7 +228,13 @@ class CoreClient:
     async def _life(self) -> tuple[str, float]:
         """Wait until the core that runs is gone: why, and how many seconds it lasted."""
         assert self._wire is not None
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
-        await self._wire.closed
-        return await self._end(), loop.time() - begin
+        assert self._process is not None
+        begin, silence = time.monotonic(), self._restarts.silence
+        killed = ""
+        while not (await asyncio.wait([self._wire.closed], timeout=silence / 4))[0]:
+            since = self._listener.busy_since
+            if since is not None and time.monotonic() - max(since, self._wire.heard) > silence:
+                killed = f"the engine core had something to do and said nothing for {silence:g} s; it was killed"
+                self._process.kill()
+        reason = await self._end()
+        return killed or reason, time.monotonic() - begin

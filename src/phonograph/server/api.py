@@ -90,6 +90,11 @@ class Api:
             raise ApiError(400, message, param="prompt", code="invalid_value")
         if kinds == {int}:
             return [list(prompt)]
+        if len(prompt) > self._llm.max_active:
+            message = (
+                f"{len(prompt)} prompts are more than the {self._llm.max_active} that can run or wait. Send fewer."
+            )
+            raise ApiError(400, message, param="prompt", code="invalid_value")
         return [await self._llm.encode(part) if isinstance(part, str) else part for part in prompt]
 
     def _check_context(self, prompt: Sequence[int], param: str) -> None:
