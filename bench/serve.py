@@ -19,6 +19,7 @@ from typing import Any
 
 import report
 
+from phonograph.bench.report import machine
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams
 from phonograph.engine.spec import EngineSpec
@@ -139,7 +140,7 @@ def main() -> None:
     figures = measure(args)
     for name, value in figures.items():
         print(f"{name:<24} {value}")
-    device = "cpu" if report.machine()["accelerator"] == "CPU only" else "cuda"
+    device = "cpu" if machine()["accelerator"] == "CPU only" else "cuda"
     print(report.write(f"serve_{device}", figures, args.out))
 
 

@@ -10,7 +10,7 @@ from phonograph.engine.text.tokenizer import Tokenizer
 
 
 class TextReader:
-    """Detokenizes and watches for stop strings; without a tokenizer there is no text."""
+    """Detokenizes and watches for stop strings; without a tokenizer the text is the token ids."""
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), *, continues: bool = False) -> None:
         self._detokenizer = Detokenizer(tokenizer, continues=continues) if tokenizer is not None else None
@@ -19,7 +19,7 @@ class TextReader:
     def take(self, tokens: Iterable[int], *, is_last: bool) -> tuple[str, bool]:
         """The new text, and whether a stop string ends it here; with the last tokens, nothing is held back."""
         if self._detokenizer is None:
-            return "", False
+            return "".join(f"{token} " for token in tokens), False
         text, hit = self._stops.add(self._detokenizer.add(tokens))
         if hit is None and is_last:
             rest, hit = self._stops.add(self._detokenizer.finish())
