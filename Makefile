@@ -14,8 +14,12 @@ demo: setup
 	$(BIN)/phonograph generate --chat --prompt "What is the capital of France?" --report
 	$(BIN)/python examples/decoder.py
 
-test: setup
+test: setup .venv/.browser
 	$(BIN)/python -m pytest
+
+# For the tests of the status page; without a browser they are skipped, and say so.
+.venv/.browser: scripts/browser | .venv/.ready
+	scripts/browser .venv/browser && touch $@ || true
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -31,7 +31,6 @@ from attention_peer import flashinfer_call
 
 from phonograph.engine.attention.base import PagedCache, Queries
 from phonograph.engine.attention.launches import Launch, Launches, launches_for, pick
-from phonograph.engine.attention.tiles import max_tiles
 from phonograph.engine.attention.triton import TritonAttention
 
 Figures = dict[str, Any]
@@ -126,7 +125,7 @@ class Case:
         tokens = (torch.tensor(rows, device=device), torch.tensor(places, device=device))
         self.queries = Queries(*tokens, self.table.to(device), work.is_decode)
         layer_bytes = num_pages * page_size * heads.token_bytes
-        self.num_layers = max(2, min(128, total_bytes // layer_bytes))
+        self.num_layers = max(2, min(128, total_bytes // layer_bytes, int(8000 / work.floor_us(heads))))
         shape = (self.num_layers, num_pages, page_size, heads.kv, heads.dim)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.cache = PagedCache(*(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)))
@@ -230,12 +229,12 @@ def rates(work: Work, heads: Heads, us: float) -> Figures:
 # -- the sweep --------------------------------------------------------------------------------------------------
 
 # block_n, warps, stages
-_DECODE = ((32, 4, 3), (32, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3))
+_DECODE = ((32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3))
 # block_m, block_n, warps, stages
 _FEW_TOKENS = ((16, 64, 4, 3), (32, 64, 4, 3), (32, 32, 4, 4), (64, 64, 4, 3), (64, 32, 4, 3))
 _MANY_TOKENS = (
     (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3),
-    (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 4),
+    (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4),
 )  # fmt: skip
 
 
@@ -248,15 +247,15 @@ class Trial:
     num_warps: int
     num_stages: int
     splits: int
+    part_keys: int
 
     def launch(self, work: Work, heads: Heads) -> Launch:
         """The launch whose number of programs gives these splits for this step."""
         group_rows = 1 << (heads.queries // heads.kv - 1).bit_length()
-        tiles = work.num_tokens
-        if not work.is_decode:
-            tiles = max_tiles(work.num_tokens, max(self.block_m, group_rows) // group_rows, MAX_SEQS)
+        tile_tokens = 1 if work.is_decode else max(self.block_m, group_rows) // group_rows
+        programs = self.splits * -(-work.num_tokens // tile_tokens) * heads.kv
         shape = (self.block_m, self.block_n, self.num_warps, self.num_stages)
-        return Launch(1 << 30, *shape, programs=self.splits * tiles * heads.kv)
+        return Launch(work.num_tokens, *shape, programs, self.part_keys)
 
 
 def trials(work: Work, heads: Heads) -> Iterator[Trial]:
@@ -264,17 +263,19 @@ def trials(work: Work, heads: Heads) -> Iterator[Trial]:
     tokens = work.num_tokens
     if work.is_decode:
         most = max(2, 8 * 132 // (tokens * heads.kv))
-        splits = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= most][-4:]
-        yield from (Trial(16, *shape, count) for shape in _DECODE for count in splits)
+        splits = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= most][-3:]
+        for shape in _DECODE:
+            yield from (Trial(16, *shape, count, least) for count in splits for least in (64, 256, 1024))
     elif tokens <= 256:
-        yield from (Trial(*shape, count) for shape in _FEW_TOKENS for count in (1, 2, 4))
+        yield from (Trial(*shape, count, 128) for shape in _FEW_TOKENS for count in (1, 2, 4, 8))
     else:
-        yield from (Trial(*shape, 1) for shape in _MANY_TOKENS)
+        yield from (Trial(*shape, 1, 0) for shape in _MANY_TOKENS)
 
 
 def compile_all(wanted: list[Work], heads: Heads, page_size: int, workers: int) -> list[str]:
     """Compile all trials in processes of their own, into the compiler's cache on disk; returns what failed."""
-    jobs = sorted({(work.is_decode, trial) for work in wanted for trial in trials(work, heads)}, key=str)
+    every = {(work.is_decode, replace(trial, part_keys=0)) for work in wanted for trial in trials(work, heads)}
+    jobs = sorted(every, key=str)
     problems = []
     begin = time.perf_counter()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -302,6 +303,25 @@ def swept(case: Case) -> Figures:
         launch = trial.launch(case.work, case.heads)
         found.append({**asdict(trial), **attempt(case, partial(case.ours, launch))})
     return {"trials": sorted(found, key=lambda one: one.get("us", math.inf))}
+
+
+def suggestions(wanted: list[Work], figures: Figures) -> Iterator[str]:
+    """For each bucket the trial that is, on average over its cases, nearest to the best of each."""
+    buckets: dict[tuple[bool, int], list[list[Figures]]] = {}
+    for work in wanted:
+        found = [one for one in figures.get(work.name, {}).get("trials", []) if "us" in one]
+        if found:
+            buckets.setdefault((not work.is_decode, work.num_tokens), []).append(found)
+    for (is_prefill, num_tokens), cases in sorted(buckets.items()):
+        ratios: dict[Trial, list[float]] = {}
+        for found in cases:
+            for one in found:
+                trial = Trial(*(one[field.name] for field in fields(Trial)))
+                ratios.setdefault(trial, []).append(one["us"] / found[0]["us"])
+        whole = {trial: sum(all_) / len(all_) for trial, all_ in ratios.items() if len(all_) == len(cases)}
+        for trial, ratio in sorted(whole.items(), key=lambda pair: pair[1])[:3]:
+            phase = "prefill" if is_prefill else "decode"
+            yield f"{phase} of {num_tokens} tokens: {ratio:.3f} × the best of {len(cases)} cases by {trial}"
 
 
 # -- the report -------------------------------------------------------------------------------------------------
@@ -334,7 +354,7 @@ def line(name: str, figures: Figures) -> str:
     text += f", prepare {figures['prepare_us']:5.1f} us"
     if "trials" in figures:
         best = figures["trials"][0]
-        shape = [best[part] for part in ("block_m", "block_n", "num_warps", "num_stages", "splits")]
+        shape = [best[part] for part in ("block_m", "block_n", "num_warps", "num_stages", "splits", "part_keys")]
         text += f"; best {best.get('us', math.nan):9.2f} us by {shape}"
     if "flashinfer" in figures:
         peer = figures["flashinfer"]
@@ -377,6 +397,8 @@ def main() -> None:
                     ours[work.name] = measured(case, args)
                     del case
                 print(line(work.name, ours[work.name]), flush=True)
+            ours["suggested"] = list(suggestions(wanted, ours))
+            print(*ours["suggested"], sep="\n")
     finally:
         name = f"attention_{'sweep_' if args.sweep else ''}{device.type}"
         print(report.write(name, figures, args.out))

@@ -77,15 +77,17 @@ def on_gpu(new_tokens: int) -> Figures:
 
 
 def graphs_and_eager(model: RandomCheckpoint | None, dtype: torch.dtype, new_tokens: int, margin: float) -> Figures:
-    """The same requests twice; what was captured, how fast, whether verify and the tokens agree."""
+    """The same requests with graphs, without, and by torch's own ops: how fast, and whether all agree."""
     figures: Figures = {}
     found: dict[str, list[Completion]] = {}
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     given = prompts(32, 49_000, 256)
-    for name in ("graphs", "eager"):
-        asked = [ask(f"{p}.backend", "disabled", origin="bench") for p in ("decode", "prefill") if name == "eager"]
+    for name in ("graphs", "eager", "reference") if model is None else ("graphs", "eager"):
+        asked = [ask(f"{p}.backend", "disabled", origin="bench") for p in ("decode", "prefill") if name != "graphs"]
         begin = time.perf_counter()
         options = EngineOptions(max_seqs=64, max_tokens=2048, max_len=1024, dtype=dtype)
+        if name == "reference":
+            options = replace(options, attention="reference", kernels="reference", cache_tokens=65_536)
         llm = LLM(model, device="cuda", options=options, asked=asked)
         loaded = time.perf_counter() - begin
         llm.generate(given[:4], params)
@@ -109,7 +111,8 @@ def graphs_and_eager(model: RandomCheckpoint | None, dtype: torch.dtype, new_tok
         del llm
         gc.collect()
         torch.accelerator.empty_cache()
-    figures["same_greedy"] = same_greedy(found["graphs"], found["eager"], margin)
+    for name in found.keys() - {"graphs"}:
+        figures[f"same_greedy_as_{name}"] = same_greedy(found["graphs"], found[name], margin)
     return figures
 
 

@@ -7,7 +7,6 @@ the script alive and says nothing about speed.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,108 +14,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import report
 import torch
 from qwen3_shape import TINY, Decoder, Shape
 
-from phonograph import Buckets, Device, Graphed, Pad, Slot, break_graph, graphed, open_device
+from phonograph import Buckets, Device, Graphed, Pad, Slot, graphed, open_device
+from phonograph.bench.breaks import empty_breaks
+from phonograph.bench.load import host_step
+from phonograph.bench.timing import device_seconds
 from phonograph.graphs.progress import silent
 
 Figures = dict[str, Any]
 
 
-def median_us(call: Callable[[], object], device: Device, rounds: int) -> float:
-    """Median host time of a call over rounds of 20, the device drained between rounds."""
-    for _ in range(20):
-        call()
-    times = []
-    for _ in range(rounds):
-        device.synchronize()
-        begin = time.perf_counter()
-        for _ in range(20):
-            call()
-        times.append((time.perf_counter() - begin) / 20)
-    return statistics.median(times) * 1e6
-
-
 def device_us(call: Callable[[], object], device: Device, rounds: int) -> float:
-    """Median device time of a call, by events where there are any."""
-    if device.torch_device.type == "cpu":
-        return median_us(call, device, rounds)
-    times = []
-    for _ in range(rounds + 5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[5:]) * 1e3
+    """Median time of a call on the device."""
+    return device_seconds(device, call, rounds) * 1e6
 
 
-def host_step(device: Device, rounds: int) -> Figures:
-    """decide + load + replay for a decode-like phase of 8 host slots, 44 sequences in a bucket of 48."""
-    names = ["tokens", "positions", "lengths", "rows", "seeds", "top_k"]
-    slots = [Slot(name, ("seqs",), torch.int64, pad=Pad.fill(0)) for name in names]
-    slots += [Slot("temperature", ("seqs",), torch.float32), Slot("top_p", ("seqs",), torch.float32)]
-
-    def body(**inputs: torch.Tensor) -> torch.Tensor:
-        return torch.stack([value.float() for value in inputs.values()]).sum(0)
-
-    step = graphed(body, slots=slots, bucketed="seqs", buckets=Buckets.up_to(256), device=device, outputs="view")
-    step.capture(silent)
-    kinds = {name: np.float32 if name in ("temperature", "top_p") else np.int64 for name in [s.name for s in slots]}
-    arrays = {name: np.arange(44).astype(kind) for name, kind in kinds.items()}
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    placed = {name: tensor.to(device.torch_device) for name, tensor in tensors.items()}
-    figures: Figures = {}
-    for kind, batch in (("numpy", arrays), ("torch_cpu", tensors), ("torch_device", placed)):
-        counts = step.runner.registry.counts
-        before = (counts.transfers, counts.grouped, counts.plain)
-        step(**batch)
-        after = (counts.transfers, counts.grouped, counts.plain)
-        figures[f"{kind}_copies_per_load"] = dict(
-            zip(("transfers", "grouped", "plain"), (b - a for a, b in zip(before, after, strict=True)), strict=True)
-        )
-        figures[f"{kind}_us"] = round(median_us(partial(step, **batch), device, rounds), 1)
-    key = step.runner.captured[0]
-    figures["replay_alone_us"] = round(median_us(step.runner.recording(key).replay, device, rounds), 1)
-    figures["decide_alone_us"] = round(median_us(lambda: step.runner.decide(arrays), device, rounds), 2)
-    return figures
-
-
-def empty_breaks(device: Device, rounds: int) -> Figures:
+def breaks(device: Device, rounds: int) -> Figures:
     """Device time of a break with nothing in it: 370 small kernels in 1 and in 37 graphs."""
-    num_breaks = 36
-
-    def body(x: torch.Tensor, broken: bool) -> torch.Tensor:
-        for index in range(370):
-            x = x + 1.0
-            if broken and index % 10 == 9 and index < 360:
-                break_graph()
-        return x
-
-    x = torch.randn(8, 64, device=device.torch_device)
-    times = {}
-    for broken in (False, True):
-        run = graphed(
-            lambda x, broken=broken: body(x, broken),
-            slots=[Slot("x", ("seqs", 64), torch.float32)],
-            bucketed="seqs",
-            buckets=Buckets.of(8, exact=True),
-            backend="breakable",
-            device=device,
-            outputs="view",
-        )
-        run.capture(silent)
-        run(x)
-        recording = run.runner.recording(run.runner.captured[0])
-        times[broken] = device_us(recording.replay, device, rounds)
+    times = {backend: seconds * 1e6 for backend, seconds in empty_breaks(device, rounds).items()}
     return {
-        "one_graph_us": round(times[False], 1),
-        "37_graphs_us": round(times[True], 1),
-        "one_break_us": round((times[True] - times[False]) / num_breaks, 2),
+        "one_graph_us": round(times["full"], 1),
+        "37_graphs_us": round(times["breakable"], 1),
+        "one_break_us": round((times["breakable"] - times["full"]) / 36, 2),
     }
 
 
@@ -249,7 +171,7 @@ def main() -> None:
     figures: Figures = {}
     parts: list[tuple[str, Callable[[], Figures]]] = [
         ("host time of a step with 8 slots", lambda: host_step(device, rounds)),
-        ("empty break", lambda: empty_breaks(device, rounds)),
+        ("empty break", lambda: breaks(device, rounds)),
         ("decode buckets", lambda: decode_buckets(device, shape, dtype, max_seqs, rounds)),
     ]
     if not args.skip_hf:

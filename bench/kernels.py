@@ -303,10 +303,10 @@ def rotations(
     queries = Queries(torch.arange(count, device=on) + 1, torch.arange(count, device=on) % 64, table, True)
     angles = Angles(*(torch.randn(64, dim, device=on) for _ in range(2)))
     qkv = torch.randn(layers, count, (heads.num_heads + 2 * heads.num_kv_heads) * dim, device=on, dtype=dtype)
-    turned = theirs.angles(angles, queries.positions)
+    places = theirs.places(angles, queries, cache.page_size)
     return (
-        lambda i: ours.rotate_and_store(qkv[i], heads, ours.angles(angles, queries.positions), queries, cache, i),
-        lambda i: theirs.rotate_and_store(qkv[i], heads, turned, queries, cache, i),
+        lambda i: ours.rotate_and_store(qkv[i], heads, places, cache, i),
+        lambda i: theirs.rotate_and_store(qkv[i], heads, places, cache, i),
         2 * qkv[0].nbytes,
     )
 

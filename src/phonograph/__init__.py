@@ -8,6 +8,7 @@ from phonograph.errors import (
     BreakError,
     CaptureError,
     CheckpointError,
+    CoreError,
     CoverageError,
     DataDependentShapeError,
     DeclarationError,
@@ -18,6 +19,7 @@ from phonograph.errors import (
     PhonographError,
     PlanError,
     RequestError,
+    UnavailableError,
     VerifyError,
 )
 from phonograph.graphs.breaks import break_graph, graph_break
@@ -50,6 +52,7 @@ __all__ = [
     "CaptureError",
     "CaptureReport",
     "CheckpointError",
+    "CoreError",
     "CoverageError",
     "DataDependentShapeError",
     "DeclarationError",
@@ -82,6 +85,7 @@ __all__ = [
     "ShapeKey",
     "Slot",
     "Stage",
+    "UnavailableError",
     "Variant",
     "VerifyError",
     "VerifyReport",

@@ -13,12 +13,17 @@ PhonographError
 ├── PlanError             the configuration asks for something that can't be
 ├── CoverageError         strict mode: a batch has no graph
 ├── RequestError          a request that can't be served as it is
+├── UnavailableError      the engine takes no request right now
+├── CoreError             the process of the engine core could not be started, or is gone
 └── VerifyError           a replay is not what the eager path gives
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+UnavailableReason = Literal["queue_full", "draining", "down"]
 
 
 class PhonographError(Exception):
@@ -55,6 +60,19 @@ class CoverageError(PhonographError, RuntimeError):
 
 class RequestError(PhonographError, ValueError):
     """A request that can't be served as it is."""
+
+
+class UnavailableError(PhonographError, RuntimeError):
+    """The engine takes no request right now; says why, and after how many seconds to try again."""
+
+    def __init__(self, problem: str, reason: UnavailableReason, retry_after: float) -> None:
+        self.reason = reason
+        self.retry_after = retry_after
+        super().__init__(problem)
+
+
+class CoreError(PhonographError, RuntimeError):
+    """The process of the engine core could not be started, or is gone with all that it served."""
 
 
 class VerifyError(PhonographError, AssertionError):

@@ -205,6 +205,8 @@ class Simulation:
         for sequence in step.decodes:
             sampled = any(sequence in flight.step.sampling for flight in self.device.in_flight)
             assert sequence.request.run_ahead or not sampled
+        held = {page for sequence in self.told for page in sequence.pages}
+        assert self.scheduler.counts.used_pages == len(held)
         for sequence in step.sequences:
             assert sequence.finish is None
             assert sequence.num_launched_outputs <= sequence.max_outputs
@@ -230,8 +232,9 @@ class Simulation:
             assert told == tokens[: len(told)]
             if self.finished[sequence] in NATURAL and sequence not in ended_by_us:
                 assert (told, self.finished[sequence]) == (tokens, finish)
-        pool = self.scheduler.rows.reservations.pool
-        assert pool.num_held == self.scheduler.counts.cached_pages
+        pool, counts = self.scheduler.rows.reservations.pool, self.scheduler.counts
+        assert pool.num_held == counts.cached_pages
+        assert (counts.used_pages, counts.generated_tokens) == (0, sum(map(len, self.told.values())))
 
 
 LIMITS = st.builds(

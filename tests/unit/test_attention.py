@@ -10,6 +10,7 @@ import torch
 from paged import DEVICE, Heads, by_hand, case_of, spans_of
 from phonograph.engine.attention.base import Attention
 from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.kernels.base import Places
 from phonograph.engine.kernels.reference import store
 
 SPANS = {
@@ -64,7 +65,9 @@ def test_store_writes_each_token_to_its_place_and_nothing_else() -> None:
     cache, queries, size = case.cache, case.queries, case.cache.page_size
     before = cache.keys.clone()
     k, v = torch.randn(2, len(queries.positions), 2, 16, device=DEVICE).unbind(0)
-    store(cache, 1, queries, k, v)
+    pages = queries.table[queries.rows, queries.positions // size].long()
+    slots = pages * size + queries.positions % size
+    store(cache, 1, Places(torch.empty(0), torch.empty(0), slots), k, v)
     touched = torch.zeros(cache.keys.shape[:3], dtype=torch.bool, device=DEVICE)
     for token, position in enumerate(queries.positions.tolist()):
         page = int(queries.table[queries.rows[token], position // size])

@@ -13,12 +13,17 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.kernels.base import Angles, Heads, Norm
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.triton import rows
 from phonograph.engine.kernels.triton.layers import TritonKernels
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Tuning
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.loading import load_weights
 from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,9 +87,9 @@ def test_rotate_and_store(shape: tuple[int, int, int], num_tokens: int, with_nor
     queries = queries_of(num_tokens)
     caches = [PagedCache.empty(2, 140, PAGE, kv_heads, head_dim, dtype=torch.float32, device=DEVICE) for _ in "rt"]
     wanted = REFERENCE.rotate_and_store(
-        qkv.contiguous(), heads, REFERENCE.angles(table, queries.positions), queries, caches[0], 1
+        qkv.contiguous(), heads, REFERENCE.places(table, queries, caches[0].page_size), caches[0], 1
     )
-    found = TRITON.rotate_and_store(qkv, heads, TRITON.angles(table, queries.positions), queries, caches[1], 1)
+    found = TRITON.rotate_and_store(qkv, heads, TRITON.places(table, queries, caches[1].page_size), caches[1], 1)
     near(found, wanted)
     for cache in caches:  # two padding tokens may share the null page's first place: either may win
         cache.keys[:, 0], cache.values[:, 0] = 0, 0
@@ -123,14 +128,19 @@ MATRIX = {
     "fused": Choice("matrix", rows=16, block=32, fused=True),
     "fused, weights are tall": Choice("matrix", rows=16, block=16, fused=True, swap=True),
 }
-CASES = [(1, choice) for choice in VECTOR.values()] + [(n, choice) for n in (1, 3, 17) for choice in MATRIX.values()]
-IDS = [f"1-vector {name}" for name in VECTOR] + [f"{n}-matrix {name}" for n in (1, 3, 17) for name in MATRIX]
-WIDTH, OUTPUTS = 56, 42
+CASES = {
+    **{f"1, vector, {name}": (1, choice) for name, choice in VECTOR.items()},
+    **{f"3, matrix, {name}": (3, choice) for name, choice in MATRIX.items()},
+    "1, matrix": (1, MATRIX["fused, weights are tall"]),
+    "16, matrix": (16, MATRIX["split in 3"]),
+    "17, matrix": (17, MATRIX["fused"]),
+}
+WIDTH, OUTPUTS = 56, 26
 
 
-@pytest.mark.parametrize(("num_tokens", "choice"), CASES, ids=IDS)
-def test_products(num_tokens: int, choice: Choice) -> None:
-    products = Products(DEVICE)
+@pytest.mark.parametrize("name", list(CASES))
+def test_products(name: str) -> None:
+    (num_tokens, choice), products = CASES[name], Products(DEVICE)
     x, delta, norm = random(num_tokens, WIDTH), random(num_tokens, WIDTH), Norm(random(WIDTH), 1e-5)
     weight, gate_up, bias = random(OUTPUTS, WIDTH), random(2 * OUTPUTS, WIDTH), random(OUTPUTS)
     near(products.linear(choice, x, weight), REFERENCE.linear(x, weight))
@@ -167,6 +177,24 @@ def test_kernels_without_measurements_compute_any_number_of_tokens() -> None:
         near(TRITON.linear(x, weight), REFERENCE.linear(x, weight))
         near(TRITON.norm_linear(x, None, norm, weight, None)[0], REFERENCE.norm_linear(x, None, norm, weight, None)[0])
         near(TRITON.norm_gated(x, x, norm, gate_up)[0], REFERENCE.norm_gated(x, x, norm, gate_up)[0])
+
+
+def test_a_decoder_computes_the_same_with_either_kernels() -> None:
+    config = SHAPES["tiny"]
+    weights = load_weights(RandomCheckpoint(config), torch.float32, DEVICE)
+    queries = Queries(
+        torch.tensor([1, 2, 0], device=DEVICE),
+        torch.tensor([5, 2, 0], device=DEVICE),
+        torch.tensor([[0, 0], [1, 2], [3, 4]], dtype=torch.int32, device=DEVICE),
+        one_per_sequence=True,
+    )
+    found = []
+    for kernels in (REFERENCE, TRITON):
+        shape = (config.num_layers, 5, PAGE, config.num_kv_heads, config.head_dim)
+        cache = PagedCache.empty(*shape, dtype=torch.float32, device=DEVICE)
+        decoder = Decoder(config, weights, ReferenceAttention(), kernels, max_len=8)
+        found.append(decoder.logits(decoder.hidden(torch.tensor([3, 4, 0], device=DEVICE), queries, cache)[:2]))
+    near(found[1], found[0])
 
 
 def test_a_strided_weight_goes_to_the_library() -> None:

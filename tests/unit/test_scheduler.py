@@ -532,7 +532,21 @@ def test_counts_add_up() -> None:
     run(scheduler, 1)
     counts = scheduler.counts
     assert (counts.waiting, counts.running, counts.preemptions) == (1, 1, 0)
-    assert (counts.free_pages, counts.cached_pages) == (62, 2)
+    assert (counts.free_pages, counts.cached_pages, counts.used_pages) == (62, 2, 2)
+    assert (counts.steps, counts.prompt_tokens, counts.prefill_tokens, counts.generated_tokens) == (1, 8, 8, 1)
+    drained(scheduler)
+    counts = scheduler.counts
+    assert (counts.waiting, counts.running, counts.used_pages) == (0, 0, 0)
+    assert (counts.prompt_tokens, counts.generated_tokens) == (16, 8)
+
+
+def test_a_prompt_that_is_shared_counts_once_and_its_lookups_each_time() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(request("a", 9, n=3))
+    drained(scheduler)
+    counts = scheduler.counts
+    assert (counts.prompt_tokens, counts.prefix_lookup_tokens, counts.prefix_hit_tokens) == (9, 27, 16)
+    assert counts.prefill_tokens == 27 - 16
 
 
 def test_the_torch_free_half_imports_no_torch() -> None:

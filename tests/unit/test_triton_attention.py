@@ -16,9 +16,9 @@ from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.attention.triton import TritonAttention
 
 
-def attention(block_m: int = 16, block_n: int = 16, programs: int = 1) -> TritonAttention:
+def attention(block_m: int = 16, block_n: int = 16, programs: int = 1, part_keys: int = 0) -> TritonAttention:
     """With small blocks, so that short sequences have many."""
-    launch = Launch(1 << 30, block_m, block_n, num_warps=4, num_stages=2, programs=programs)
+    launch = Launch(1 << 30, block_m, block_n, num_warps=4, num_stages=2, programs=programs, part_keys=part_keys)
     return TritonAttention(Launches((launch,), (launch,)))
 
 
@@ -46,6 +46,11 @@ class TestDecode:
     def test_any_page_size(self, page_size: int) -> None:
         case = case_of(RAGGED, Heads(4, 2, 16), decode=True, page_size=page_size)
         is_right(case, case.run(attention(programs=2 * 4 * 2)))
+
+    @pytest.mark.parametrize("part_keys", [16, 32, 64, 128])
+    def test_parts_of_a_least_size(self, part_keys: int) -> None:
+        case = case_of(RAGGED, Heads(2, 1, 16), decode=True)
+        is_right(case, case.run(attention(programs=8 * 4, part_keys=part_keys)))
 
     def test_counters_are_zero_again_for_the_next_layer(self) -> None:
         case = case_of(RAGGED, Heads(4, 2, 16), decode=True)

@@ -7,8 +7,7 @@ from collections import defaultdict
 
 from phonograph.bench.figures import rounded
 from phonograph.bench.report import Subject
-from phonograph.bench.setup import Bench, row_of, settle
-from phonograph.engine.llm import LLM
+from phonograph.bench.setup import Bench, row_of
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.capture import CaptureReport
 from phonograph.graphs.progress import silent
@@ -19,7 +18,7 @@ SUBJECT = Subject(
     "Recording all default buckets",
     "s",
     how="Seconds of warm-up and capture of a phase when kernels are loaded already; `first` is what the same took when "
-    "the process had just started. Bytes are what the device's memory grew by.",
+    "the process had just started. Bytes: by how much memory in use grew with the first recordings.",
 )
 
 
@@ -40,27 +39,18 @@ def _measure_backend(bench: Bench, backend: str, *, with_decode: bool) -> None:
     bench.report.fact(f"engine_open_s_{backend}", time.perf_counter() - begin)
     first = dict(zip(llm.executor.runners, llm.reports, strict=True))
     for phase in ("decode", "prefill") if with_decode else ("prefill",):
-        again, num_bytes = _again(bench, llm, phase)
-        _add_phase(bench, llm.executor.runners[phase], first[phase], again, num_bytes)
+        _add_phase(bench, llm.executor.runners[phase], first[phase])
     _add_totals(bench)
 
 
-def _again(bench: Bench, llm: LLM, phase: str) -> tuple[CaptureReport, int]:
-    """Record a phase once more; returns the report and by how much the device's memory grew."""
-    runner = llm.executor.runners[phase]
-    runner.release()
-    settle(bench.device)
-    before = bench.device.memory().used
-    report = runner.capture(silent)
-    bench.device.synchronize()
-    return report, bench.device.memory().used - before
-
-
-def _add_phase(bench: Bench, runner: Runner, first: CaptureReport, again: CaptureReport, num_bytes: int) -> None:
+def _add_phase(bench: Bench, runner: Runner, first: CaptureReport) -> None:
+    """Record the phase once more; its graphs find the memory that the first ones left in the pool."""
+    again = runner.capture(silent)
     variants: defaultdict[str, list[float]] = defaultdict(list)
     memory: defaultdict[str, int] = defaultdict(int)
     for row in again.rows:
         variants[row.key.variant or "plain"].append(row.seconds)
+    for row in first.rows:
         memory[row.key.variant or "plain"] += row.num_bytes
     figures = {
         "first_s": rounded(first.seconds),
@@ -69,7 +59,7 @@ def _add_phase(bench: Bench, runner: Runner, first: CaptureReport, again: Captur
         "recordings": len(again.rows),
         "graphs": sum(row.num_graphs for row in again.rows),
         "failed": len(again.failures),
-        "mb": rounded(num_bytes / 1e6),
+        "mb": rounded(sum(memory.values()) / 1e6),
         "slowest_ms": rounded(max((row.seconds for row in again.rows), default=0.0) * 1e3),
         "variants": {
             name: {"recordings": len(times), "seconds": rounded(sum(times)), "mb": rounded(memory[name] / 1e6)}

@@ -1,20 +1,14 @@
-"""`phonograph bench NAME`: which measurements there are, their flags, and how one is run."""
+"""`phonograph bench NAME`: which measurements there are, and their flags."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from importlib import import_module
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from phonograph.errors import PhonographError, PlanError
-
-if TYPE_CHECKING:
-    from phonograph.bench.setup import Setup
+from phonograph.errors import PlanError
 
 _DEFAULT_SECONDS = 900.0
 
@@ -35,66 +29,36 @@ MEASUREMENTS = (
         "prefill", "a prefill step by tokens, requests and prefix", ("tokens", "requests", "prefixes", "rounds")
     ),
     Measurement("capture", "seconds and bytes to record all default buckets"),
+    Measurement("cold_start", "from process start to first token, part by part", ("cold",)),
+    Measurement("breaks", "graphs with gaps against one graph", ("tokens", "rounds")),
+    Measurement("load", "host time of a step", ("batches", "rounds")),
 )
 """The most important first."""
 BY_NAME = {measurement.name: measurement for measurement in MEASUREMENTS}
 
 
 def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add every measurement to the commands of `phonograph bench`."""
+    """Add every measurement to the commands of `phonograph bench`, and `all` and `table`."""
     for measurement in MEASUREMENTS:
-        parser = subparsers.add_parser(
-            measurement.name, help=measurement.help, description=measurement.help, allow_abbrev=False
-        )
-        parser.set_defaults(benchmark=run, measurement=measurement.name)
+        parser = _added(subparsers, measurement.name, measurement.help, _run_one)
+        parser.set_defaults(measurement=measurement.name)
         _add_common_flags(parser)
+        parser.add_argument("--out", type=Path, help="a folder for NAME.json and NAME.svg")
+        parser.add_argument(
+            "--time-limit", type=float, default=_DEFAULT_SECONDS, help="seconds after which no new case is begun"
+        )
         for flag in measurement.flags:
-            text, read = _FLAGS[flag]
-            parser.add_argument(f"--{flag}", type=read, help=text)
+            parser.add_argument(f"--{flag}", **_FLAGS[flag])
+    _add_all(subparsers)
+    _add_table(subparsers)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, write the file; status 1 if it failed."""
-    from phonograph.bench.report import Report, machine
-    from phonograph.bench.setup import Bench
-    from phonograph.bench.tables import printed
-    from phonograph.bench.timing import Deadline
-    from phonograph.devices import open_device
-
-    device = open_device(args.device)
-    setup = _setup(args, device.torch_device.type)
-    module = import_module(f"phonograph.bench.{args.measurement}")
-    report = Report(module.SUBJECT, _settings(setup, device.name), machine(device.torch_device), setup.out)
-    if setup.quick:
-        report.note("a quick run: it shows that the measurement works, and says nothing about speed")
-    bench = Bench(setup, device, report, Deadline(args.time_limit))
-    try:
-        with _threads(1 if setup.quick else None):
-            module.measure(bench)
-    except PhonographError as error:
-        report.note(f"failed: {error}")
-    except Exception as error:
-        report.note(f"failed: {type(error).__name__}: {error}")
-        report.finish("failed")
-        raise
-    failed = any(note.startswith("failed") for note in report.notes)
-    left_out = any(note.startswith("not measured") for note in report.notes)
-    report.finish("failed" if failed else "partial" if left_out else "complete")
-    print(printed(report))
-    return 1 if failed else 0
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Threads of torch's CPU ops: tiny ones are slower on many, above all on a machine that is busy."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _added(
+    subparsers: argparse._SubParsersAction[Any], name: str, text: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(benchmark=run)
+    return parser
 
 
 def _add_common_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,50 +69,49 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an engine option; may be repeated"
     )
-    parser.add_argument("--out", type=Path, help="a folder for NAME.json")
-    parser.add_argument(
-        "--time-limit", type=float, default=_DEFAULT_SECONDS, help="seconds after which no new case is begun"
-    )
+    peers = parser.add_argument_group("peers, measured in the same run where --out has no result of theirs yet")
+    peers.add_argument("--peers", type=Path, metavar="DIR", help="a folder with packs of other engines")
+    peers.add_argument("--transformers", action="store_true", help="transformers' continuous batching (minutes)")
+    peers.add_argument("--compile", action="store_true", help="transformers under torch.compile (minutes)")
 
 
-def _setup(args: argparse.Namespace, device_type: str) -> Setup:
-    from phonograph.bench.setup import Setup, shape_named
+def _add_all(subparsers: argparse._SubParsersAction[Any]) -> None:
+    parser = _added(subparsers, "all", "every measurement, the most important first, within a time limit", _run_all)
+    _add_common_flags(parser)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for all results, written as they come")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time for all together (default 25)")
+    parser.add_argument("--only", type=_words, default=(), help="just these, separated by commas, in this order")
+    parser.add_argument("--cold", action="store_true", help="start with a cold kernel cache too")
 
-    quick = args.quick or (device_type == "cpu" and args.shape is None)
-    shape = shape_named(args.shape or ("tiny" if quick else "qwen3-8b"))
+
+def _add_table(subparsers: argparse._SubParsersAction[Any]) -> None:
+    parser = _added(subparsers, "table", "tables and plots from results, as Markdown or into a page", _run_table)
+    parser.add_argument("folder", type=Path, help="where the results are")
+    parser.add_argument("--into", type=Path, metavar="PAGE.md", help="fill the sections <!-- bench: NAME --> of a page")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw a plot of each measurement into this folder")
+
+
+def _run_one(args: argparse.Namespace) -> int:
+    from phonograph.bench.running import run_measurement
+
     flags = {flag: getattr(args, flag) for flag in BY_NAME[args.measurement].flags}
-    return Setup(shape, quick, args.backends, dict(_option(text) for text in args.option), flags, args.out)
+    return run_measurement(args, flags)
 
 
-def _settings(setup: Setup, device: str) -> dict[str, Any]:
-    given = {name: value for name, value in setup.flags.items() if value is not None}
-    return {"shape": setup.shape, "device": device, **{k: str(v) for k, v in setup.options.items()}, **given}
+def _run_all(args: argparse.Namespace) -> int:
+    from phonograph.bench.everything import run_all
+
+    names = args.only or tuple(BY_NAME)
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown:
+        raise PlanError(f"--only {unknown[0]}: expected some of {', '.join(BY_NAME)}.")
+    return run_all(args, names)
 
 
-def _option(text: str) -> tuple[str, Any]:
-    """An engine option as it is written on the command line; JSON where it is JSON, else a text."""
-    from phonograph.engine.options import EngineOptions
+def _run_table(args: argparse.Namespace) -> int:
+    from phonograph.bench.pages import make_pages
 
-    name, equals, value = text.partition("=")
-    name = name.replace("-", "_")
-    known = [field.name for field in fields(EngineOptions)]
-    if not equals or name not in known:
-        raise PlanError(f"--option {text!r}: expected NAME=VALUE with one of {', '.join(known)}.")
-    if name == "dtype":
-        return name, _dtype(value)
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-def _dtype(text: str) -> Any:
-    import torch
-
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if text not in known:
-        raise PlanError(f"--option dtype={text}: expected one of {', '.join(known)}.")
-    return known[text]
+    return make_pages(args.folder, args.into, args.plots)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -157,7 +120,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(word) for word in text.split(","))
-    if not sizes or any(size < 0 for size in sizes):
+    if any(size < 0 for size in sizes):
         raise ValueError
     return sizes
 
@@ -166,15 +129,16 @@ def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(word) for word in text.split(","))
 
 
-_FLAGS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "batches": ("sequences that decode together, separated by commas", _sizes),
-    "context": ("tokens of context at the first timed step (default 462)", int),
-    "steps": ("timed steps (default 100)", int),
-    "tokens": ("tokens of a prefill step, all requests together, separated by commas", _sizes),
-    "requests": ("requests that share the step, separated by commas (default 1,8)", _sizes),
-    "prefixes": ("tokens of cached prefix, separated by commas (default 0,1024)", _sizes),
-    "rounds": ("timed steps and requests of each case (default 10)", int),
-    "rates": ("requests a second of the mix, separated by commas (default 4,16,32)", _numbers),
-    "seconds": ("seconds during which requests of the mix arrive (default 20)", float),
-    "runs": ("runs of W1, of which the last counts (default 2)", int),
+_FLAGS: dict[str, dict[str, Any]] = {
+    "batches": {"type": _sizes, "help": "sequences that decode together, separated by commas"},
+    "cold": {"action": "store_true", "default": None, "help": "also with a cold cache of compiled kernels"},
+    "context": {"type": int, "help": "tokens of context at the first timed step (default 462)"},
+    "prefixes": {"type": _sizes, "help": "tokens of cached prefix, separated by commas (default 0,1024)"},
+    "rates": {"type": _numbers, "help": "requests a second of the mix, separated by commas (default 4,16,32)"},
+    "requests": {"type": _sizes, "help": "requests that share a step, separated by commas (default 1,8)"},
+    "rounds": {"type": int, "help": "timed calls of each case"},
+    "runs": {"type": int, "help": "runs of W1, of which the last counts (default 2)"},
+    "seconds": {"type": float, "help": "seconds during which requests of the mix arrive (default 20)"},
+    "steps": {"type": int, "help": "timed steps (default 100)"},
+    "tokens": {"type": _sizes, "help": "tokens of a step, all requests together, separated by commas"},
 }

@@ -19,9 +19,11 @@ SUBJECT = Subject(
     "decode_step",
     "A decode step of a steady batch",
     "ms",
-    how="Median time on the device of consecutive steps, by events, the context growing by one token a step; floor: "
-    "the step's matrix products alone in one graph, as torch multiplies, plus keys and values at read bandwidth.",
+    how="Events: median time on the device of consecutive steps, the context growing by one token a step. Slope: from "
+    "two end-to-end runs of 4 and 132 new tokens, as peers are measured. Floor: the step's matrix products alone, in "
+    "one graph, as torch multiplies, plus keys and values at read bandwidth.",
 )
+EVENTS, SLOPE = "events", "slope"
 _WARM_UPS = 10
 _HOST_STEPS = 20
 _PROFILED_STEPS = 10
@@ -101,9 +103,9 @@ def _measure_batch(bench: Bench, llm: LLM, driver: Driver, prompts: Prompts, num
         "idle_share": rounded(1 - sum(t.device for t in times) / sum(t.wall for t in times), 3),
         "context": f"{begin:.0f} to {end:.0f}",
     }
-    if _wants_slope(bench, backend):
-        figures["slope_ms"] = rounded(_slope(llm, prompts, num_seqs) * 1e3)
-    bench.report.add(row_of(backend, {"seqs": num_seqs}, device.median, figures))
+    bench.report.add(row_of(backend, {"seqs": num_seqs, "by": EVENTS}, device.median, figures))
+    if not bench.setup.quick:
+        bench.report.add(row_of(backend, {"seqs": num_seqs, "by": SLOPE}, _slope(llm, prompts, num_seqs) * 1e3))
     return (begin + end) / 2
 
 
@@ -112,11 +114,9 @@ def _add_floor(bench: Bench, floors: Floors, num_seqs: int, context: float) -> N
         "gemms_ms": rounded(floors.gemms(num_seqs, num_seqs) * 1e3),
         "kv_ms": rounded(floors.kv_read(num_seqs * context) * 1e3),
     }
-    bench.report.add(Row({"seqs": num_seqs}, "floor", "floor", floors.decode_step(num_seqs, context) * 1e3, figures))
-
-
-def _wants_slope(bench: Bench, backend: str) -> bool:
-    return not bench.setup.quick and backend == bench.backends("full", "disabled")[0]
+    floor = floors.decode_step(num_seqs, context) * 1e3
+    for how in (EVENTS, SLOPE):
+        bench.report.add(Row({"seqs": num_seqs, "by": how}, "floor", "floor", floor, figures))
 
 
 def _slope(llm: LLM, prompts: Prompts, num_seqs: int) -> float:
@@ -144,6 +144,6 @@ def _profile_backend(bench: Bench, backend: str, batches: tuple[int, ...]) -> No
         length = max(1, _context(bench) - 1 - _WARM_UPS)
         sequences = driver.seat([prompts.one(length) for _ in range(num_seqs)], _steps(bench))
         driver.steady(_WARM_UPS)
-        found[str(num_seqs)] = profiled(lambda: driver.steady(_PROFILED_STEPS), bench.device).as_json()
+        found[str(num_seqs)] = profiled(driver.steady, _PROFILED_STEPS, bench.device).as_json()
         driver.drain(sequences)
         bench.report.fact("profile", dict(found))

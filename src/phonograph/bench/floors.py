@@ -102,7 +102,7 @@ def graph_of(device: Device, body: Callable[[], None]) -> DeviceGraph:
 def read_bandwidth(device: Device) -> float:
     """Bytes a second that a sum reads."""
     memory = device.memory()
-    num_bytes = 64 << 20 if device.torch_device.type == "cpu" else min(_SUM_BYTES, memory.free // 4)
+    num_bytes = 16 << 20 if device.torch_device.type == "cpu" else min(_SUM_BYTES, memory.free // 4)
     with torch.inference_mode():
         numbers = torch.empty(num_bytes // 4, dtype=torch.float32, device=device.torch_device).normal_()
         return numbers.nbytes / device_seconds(device, numbers.sum)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from phonograph.bench.driving import Driver
+from phonograph.bench.driving import Driver, StepTime
 from phonograph.bench.figures import Spread
 from phonograph.bench.floors import Floors
 from phonograph.bench.report import Row, Subject
@@ -17,10 +19,14 @@ SUBJECT = Subject(
     "prefill",
     "A prefill step",
     "ms",
-    how="Median time on the device of steps that follow each other, by events, sampling of the first token included; "
-    "end to end: wall time of one-token requests to an idle engine. Floor: the step's matrix products alone in one "
-    "graph, as torch multiplies, with logits for one token of each request.",
+    how="Step: median time on the device of steps that follow each other, by events, sampling included. "
+    "End to end: wall time of one-token requests to an idle engine, as peers are measured. Floor: the step's matrix "
+    "products alone in one graph, as torch multiplies, with logits for one token of each request.",
 )
+
+
+STEP, END_TO_END = "step", "end to end"
+_WARM_UPS = 2
 
 
 def measure(bench: Bench) -> None:
@@ -33,85 +39,97 @@ def measure(bench: Bench) -> None:
 
 
 def _measure_backend(bench: Bench, backend: str, prefix: int, *, with_floors: bool) -> None:
-    sizes = bench.choose("tokens", (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (8, 16))
+    sizes = bench.choose("tokens", (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (8,))
     counts = bench.choose("requests", (1, 8), (1, 2))
-    llm = _open(bench, backend, prefix, sizes, counts)
+    llm = open_prefill(bench, backend, prefix, sizes, counts)
     floors = Floors(bench.device, bench.config, llm.executor.model.weights)
-    cases = _Cases(bench, llm, backend, prefix)
+    cases = PrefillCases(bench, llm, prefix)
     for num_requests in counts:
         for num_tokens in sizes:
             if num_tokens < num_requests or not bench.has_time(f"{backend}, {num_tokens} tokens, prefix {prefix}"):
                 continue
-            cases.measure(num_tokens, num_requests)
+            case: dict[str, int | str] = {"tokens": num_tokens, "requests": num_requests, "prefix": prefix}
+            _measure_case(bench, cases, backend, case)
             if with_floors:
                 floor = floors.gemms(num_tokens, num_requests) * 1e3
-                bench.report.add(Row(_case(num_tokens, num_requests, prefix), "floor", "floor", floor))
+                for how in (STEP, END_TO_END):
+                    bench.report.add(Row({**case, "by": how}, "floor", "floor", floor))
 
 
-def _open(bench: Bench, backend: str, prefix: int, sizes: tuple[int, ...], counts: tuple[int, ...]) -> LLM:
+def open_prefill(bench: Bench, backend: str, prefix: int, sizes: tuple[int, ...], counts: tuple[int, ...]) -> LLM:
+    """An engine for prefill steps of these sizes, by so many requests each; decode is never run."""
     longest = prefix + max(sizes) + 16
+    # Steps in flight, and one row more: as many rows as a bucket has tokens could not be told from them.
+    max_seqs = 4 * max(counts) + 1
     options = EngineOptions(
-        max_seqs=4 * max(counts),
-        max_tokens=max(*sizes, 4 * max(counts)),
+        max_seqs=max_seqs,
+        max_tokens=max(*sizes, max_seqs),
         max_len=longest,
-        cache_tokens=6 * longest + 4 * max(counts) * 16,
+        cache_tokens=6 * longest + max_seqs * 16,
         prefix_cache=prefix > 0,
     )
     return bench.open(options, {"decode": "disabled", "prefill": backend}, {"prefill": sizes})
 
 
-def _case(num_tokens: int, num_requests: int, prefix: int) -> dict[str, int | str]:
-    return {"tokens": num_tokens, "requests": num_requests, "prefix": prefix}
+def _measure_case(bench: Bench, cases: PrefillCases, backend: str, case: Mapping[str, int | str]) -> None:
+    num_tokens, num_requests = int(case["tokens"]), int(case["requests"])
+    eager = cases.num_eager
+    times = cases.steps(num_tokens, num_requests)
+    device, wall = (Spread.of(values, 1e3) for values in ([t.device for t in times], [t.wall for t in times]))
+    figures = {"p10_ms": device.p10, "p90_ms": device.p90, "wall_ms": wall.median}
+    if backend != "disabled" and cases.num_eager > eager:
+        bench.report.note(f"{cases.num_eager - eager} steps of {num_tokens} tokens ran eagerly, {backend}")
+    bench.report.add(row_of(backend, {**case, "by": STEP}, device.median, figures))
+    whole = Spread.of(cases.end_to_end(num_tokens, num_requests), 1e3)
+    figures = {"p10_ms": whole.p10, "p90_ms": whole.p90}
+    bench.report.add(row_of(backend, {**case, "by": END_TO_END}, whole.median, figures))
 
 
-class _Cases:
-    """Measures one engine."""
+class PrefillCases:
+    """Times prefill steps of one engine."""
 
-    def __init__(self, bench: Bench, llm: LLM, backend: str, prefix: int) -> None:
+    def __init__(self, bench: Bench, llm: LLM, prefix: int) -> None:
         self._bench = bench
         self._llm = llm
-        self._backend = backend
         self._driver = Driver(llm)
         self._prompts = Prompts(bench.config.vocab)
-        self._num_prefix = prefix
         self._prefix: Prompt = self._prompts.one(prefix)
         self._rounds = bench.choose("rounds", 10, 2)
         if prefix:
             llm.generate([[*self._prefix, *self._prompts.one(1)]], greedy(1))
 
-    def measure(self, num_tokens: int, num_requests: int) -> None:
-        """Add a row."""
-        before, runner = self._hits, self._llm.executor.runners["prefill"]
-        eager = runner.stats.eager.total()
-        warm_ups = 2
-        # The first group is launched and not timed, and so are the warm-ups.
-        groups = (self._group(num_tokens, num_requests) for _ in range(self._rounds + warm_ups + 1))
-        times = self._driver.one_each(groups)[warm_ups:]
-        whole = [self._end_to_end(self._group(num_tokens, num_requests)) for _ in range(self._rounds + 1)][1:]
-        found = self._hits - before
-        asked = (2 * self._rounds + warm_ups + 2) * num_requests * self._num_prefix
-        if found != asked:
-            self._bench.report.note(f"prefix cache: {found} tokens found where {asked} were expected")
-        device, end_to_end = Spread.of([t.device for t in times], 1e3), Spread.of(whole, 1e3)
-        figures = {
-            "p10_ms": device.p10,
-            "p90_ms": device.p90,
-            "end_to_end_ms": end_to_end.median,
-            "end_to_end_p90_ms": end_to_end.p90,
-            "wall_ms": Spread.of([t.wall for t in times], 1e3).median,
-            "eager_steps": runner.stats.eager.total() - eager,
-        }
-        case = _case(num_tokens, num_requests, self._num_prefix)
-        self._bench.report.add(row_of(self._backend, case, device.median, figures))
-
     @property
-    def _hits(self) -> int:
-        return self._llm.core.scheduler.counts.prefix_hit_tokens
+    def num_eager(self) -> int:
+        """Steps so far that no recording served."""
+        return self._llm.executor.runners["prefill"].stats.eager.total()
+
+    def steps(self, num_tokens: int, num_requests: int) -> list[StepTime]:
+        """Steps that are launched one behind the other, so the device does not wait for the host."""
+        # The first group is launched and not timed. All are made before: the host's random numbers take their time.
+        groups = [self._group(num_tokens, num_requests) for _ in range(self._rounds + _WARM_UPS + 1)]
+        with self._all_prefixes_found(num_requests * (self._rounds + _WARM_UPS + 1)):
+            return self._driver.one_each(groups)[_WARM_UPS:]
+
+    def end_to_end(self, num_tokens: int, num_requests: int) -> list[float]:
+        """Seconds from the call to the tokens, the engine idle before."""
+        times = []
+        with self._all_prefixes_found(num_requests * (self._rounds + 1)):
+            for _ in range(self._rounds + 1):
+                group = self._group(num_tokens, num_requests)
+                begin = time.perf_counter()
+                self._llm.generate(group, greedy(1))
+                times.append(time.perf_counter() - begin)
+        return times[1:]
 
     def _group(self, num_tokens: int, num_requests: int) -> list[Prompt]:
         return [self._prefix + rest for rest in self._prompts.many(num_requests, num_tokens)]
 
-    def _end_to_end(self, group: list[Prompt]) -> float:
-        begin = time.perf_counter()
-        self._llm.generate(group, greedy(1))
-        return time.perf_counter() - begin
+    @contextmanager
+    def _all_prefixes_found(self, num_requests: int) -> Iterator[None]:
+        """Note it where the prefix cache did not have what the case is about."""
+        scheduler = self._llm.core.scheduler
+        before = scheduler.counts.prefix_hit_tokens
+        yield
+        found, expected = scheduler.counts.prefix_hit_tokens - before, num_requests * len(self._prefix)
+        if found != expected:
+            self._bench.report.note(f"prefix cache: {found} tokens found where {expected} were expected")

@@ -53,23 +53,23 @@ class StepProfile:
         return asdict(self)
 
 
-def profiled(run: Callable[[], object], device: Device) -> StepProfile:
-    """Watch steps that end in a copy to the host each."""
+def profiled(run: Callable[[int], object], num_steps: int, device: Device) -> StepProfile:
+    """Watch `run(num_steps)`, which launches so many steps, each with a copy to the host at its end."""
     device.synchronize()
     with profile(activities=[ProfilerActivity.CPU, _activity(device)]) as watched:
-        run()
+        run(num_steps)
         device.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         watched.export_chrome_trace(str(path))
-        return step_profile(json.loads(path.read_text())["traceEvents"])
+        return step_profile(json.loads(path.read_text())["traceEvents"], num_steps)
 
 
 def _activity(device: Device) -> ProfilerActivity:
     return ProfilerActivity.XPU if device.torch_device.type == "xpu" else ProfilerActivity.CUDA
 
 
-def step_profile(trace: Iterable[Mapping[str, Any]]) -> StepProfile:
+def step_profile(trace: Iterable[Mapping[str, Any]], num_launched: int) -> StepProfile:
     """Read a trace in Chrome's format; a step ends with the copy of its tokens to the host."""
     events = sorted(_events(trace), key=lambda event: event.begin)
     ends = [event.begin for event in events if event.kind == "to_host"]
@@ -86,14 +86,13 @@ def step_profile(trace: Iterable[Mapping[str, Any]]) -> StepProfile:
     gaps = [after - last for last, after in zip(lasts, firsts[1:], strict=False)]
     busy, whole = _covered([e for step in kernels for e in step]), lasts[-1] - firsts[0]
     counts = [Counter(event.kind for event in step) for step in steps]
-    launched = [event for event in events if event.kind == "launch" and ends[0] < event.begin <= ends[-1]]
     return StepProfile(
         steps=len(steps),
         period_us=rounded(statistics.median(periods)) if periods else 0.0,
         gap_us=rounded(statistics.median(gaps)) if gaps else 0.0,
         idle_share=rounded(1 - busy / whole, 3) if whole else 0.0,
         kernels=statistics.median(count["kernel"] for count in counts),
-        launches=rounded(len(launched) / len(spans)),
+        launches=rounded(sum(event.kind == "launch" for event in events) / num_launched),
         copies_to_device=statistics.median(count["to_device"] for count in counts),
         copies_to_host=statistics.median(count["to_host"] for count in counts),
         top_kernels_us=_top(kernels),

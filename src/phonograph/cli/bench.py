@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 
 from phonograph import bench
+from phonograph.cli import bench_serve
 
-HELP = "measure steps, throughput, capture and start"
+HELP = "measure steps, throughput, capture, start, and endpoints under load"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What can be measured."""
     subparsers = parser.add_subparsers(required=True, metavar="NAME")
     bench.add_commands(subparsers)
+    bench_serve.add_command(subparsers)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from phonograph.errors import RequestError
 
 def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence]:
     """The n sequences of a request, with `max_tokens` clipped to what fits; one that can never fit is refused."""
-    _refuse_misfits(request, limits)
+    refuse_misfits(request, limits)
     params, num_prompt = request.params, len(request.prompt)
     # The last output is never computed, so a sequence may be one token longer than its pages.
     max_len = min(limits.max_len, limits.capacity + 1)
@@ -22,7 +22,18 @@ def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence
     ]
 
 
-def _refuse_misfits(request: Request, limits: Limits) -> None:
+def refuse_unknown_tokens(request: Request, vocab: int) -> None:
+    """Refuse ids that are no row of the embedding table: on a device they would read whatever lies there."""
+    outside = [token for token in (*request.prompt, *request.params.logit_bias) if not 0 <= token < vocab]
+    if outside:
+        raise RequestError(
+            f"request {request.id}: token {outside[0]} is not in the vocabulary of {vocab}. "
+            "Encode the text with the model's own tokenizer."
+        )
+
+
+def refuse_misfits(request: Request, limits: Limits) -> None:
+    """Refuse a prompt that is empty, or too long for the context or for the KV cache."""
     name, found = f"request {request.id!r}", len(request.prompt)
     if not found:
         raise RequestError(f"{name}: its prompt is empty, but there must be a token to start from. Send at least one.")

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
+from phonograph.engine.admission import refuse_unknown_tokens
 from phonograph.engine.constraints import GrammarCompiler
 from phonograph.engine.executor import Executor, Launched
 from phonograph.engine.readback import Sampled
@@ -38,13 +39,7 @@ class EngineCore:
 
     def add(self, request: Request) -> list[Sequence]:
         """Take a request in; refused with the reason if it can't be served."""
-        vocab = self.executor.vocab
-        outside = [token for token in (*request.prompt, *request.params.logit_bias) if not 0 <= token < vocab]
-        if outside:
-            raise RequestError(
-                f"request {request.id}: token {outside[0]} is not in the vocabulary of {vocab}. "
-                "Encode the text with the model's own tokenizer."
-            )
+        refuse_unknown_tokens(request, self.executor.vocab)
         grammar = request.params.grammar
         if grammar is None:
             return self.scheduler.add(request)

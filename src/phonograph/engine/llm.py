@@ -25,7 +25,7 @@ from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, TokenLogprob
 from phonograph.engine.sizing import cache_size, limits_for, plan_for
-from phonograph.engine.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
+from phonograph.engine.text import ChatTemplate, TextReader, Tokenizer
 from phonograph.engine.text.guidance import Guidance
 from phonograph.errors import CheckpointError
 from phonograph.graphs.config import Ask, Asked
@@ -49,33 +49,22 @@ class Completion:
 
 
 class _Reader:
-    """Turns a sequence's tokens into text, and watches for stop strings."""
+    """Follows one sequence: what became of it so far."""
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
         self.sequence = sequence
         self.done = Completion(sequence.request.prompt, sequence.index)
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
-        self._stops = StopStrings(sequence.request.params.stop)
+        self._text = TextReader(tokenizer, sequence.request.params.stop)
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
         self.done.tokens += tokens
         self.done.logprobs += self.sequence.logprobs[len(self.done.logprobs) : len(self.done.tokens)]
-        text, hit = self._read(tokens, finish is not None) if self._detokenizer is not None else ("", None)
+        text, hit = self._text.take(tokens, is_last=finish is not None)
         self.done.text += text
-        if hit is not None or finish is not None:
-            self.done.finish = FinishReason.STOP if hit is not None else finish
+        if hit or finish is not None:
+            self.done.finish = FinishReason.STOP if hit else finish
             self.done.error = self.sequence.error
-        return text, hit is not None
-
-    def _read(self, tokens: tuple[int, ...], is_last: bool) -> tuple[str, str | None]:
-        assert self._detokenizer is not None
-        text, hit = self._stops.add(self._detokenizer.add(list(tokens)))
-        if hit is None and is_last:
-            rest, hit = self._stops.add(self._detokenizer.finish())
-            text += rest
-            if hit is None:
-                text += self._stops.flush()
         return text, hit
 
 
@@ -102,7 +91,10 @@ class LLM:
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, config.max_len, eos_ids)
         weights = load_weights(self.checkpoint, dtype, on, progress)
-        decoder = Decoder(config, weights, attention, kernels_for(self.device, options), limits.max_len)
+        self.kernels = kernels_for(self.device, options, self.plan)
+        for matrix in weights.matrices:
+            self.kernels.prepare(matrix)
+        decoder = Decoder(config, weights, attention, self.kernels, limits.max_len)
         sampler = sampler_for(self.device, options)
         self.cache_size = cache_size(decoder, sampler, self.device, self.plan, limits, options, progress)
         self.limits = replace(limits, num_pages=self.cache_size.num_pages)
@@ -146,7 +138,8 @@ class LLM:
         cache = (
             f"KV cache: {self.limits.capacity:,} tokens in pages of {self.limits.page_size}: {self.cache_size.reason}"
         )
-        return f"{self.plan.explain(phases=list(self.executor.runners))}\n{cache}\n{runners}"
+        kernels = f"kernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
+        return f"{self.plan.explain(phases=list(self.executor.runners))}\n{kernels}\n{cache}\n{runners}"
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,18 +39,26 @@ class _SpanAttention:
     def __init__(self, inner: Attention) -> None:
         self._inner = inner
         self.name = inner.name
+        self._prepared: tuple[object, StepAttention] | None = None
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         if current().breaker is None:
             return self._inner.prepare(cache, queries, num_heads)
-        return _BrokenAttention(self._inner, cache, queries)
+        return _BrokenAttention(self, cache, queries)
+
+    def prepared(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
+        """For the step that is replayed; its first gap prepares for all of them."""
+        batch = current().batch
+        if self._prepared is None or self._prepared[0] is not batch:
+            self._prepared = batch, self._inner.prepare(cache, replace(queries, spans=batch.spans), num_heads)
+        return self._prepared[1]
 
 
 @dataclass(frozen=True)
 class _BrokenAttention:
-    """Prepares in every gap anew, with the spans of the step that is replayed."""
+    """Attends in gaps, by what was prepared for the live batch."""
 
-    inner: Attention
+    outer: _SpanAttention
     cache: PagedCache
     queries: Queries
 
@@ -67,8 +75,8 @@ class _BrokenAttention:
         q: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
-        queries = Queries(rows, positions, table, False, current().batch.spans)
-        return self.inner.prepare(self.cache, queries, q.shape[1]).attend(layer, q, window)
+        queries = Queries(rows, positions, table, False)
+        return self.outer.prepared(self.cache, queries, q.shape[1]).attend(layer, q, window)
 
 
 class Passes:
@@ -189,7 +197,8 @@ class Passes:
         changed = penalise(logits.float(), self.penalties.rows(rows)) if penalised else logits
         if wants.constrained:
             changed = self.masks.apply(changed, rows)
-        tokens = self._sampler.pick(changed, self.tables.sampling(rows, lengths), wants.level)
+        sampling = self.tables.sampling(rows, lengths) if wants.level > Sampling.GREEDY else None
+        tokens = self._sampler.pick(changed, sampling, wants.level)
         self.tables.advance(rows, tokens, lengths)
         if penalised:
             self.penalties.count(rows, tokens)

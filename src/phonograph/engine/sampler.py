@@ -63,8 +63,11 @@ class Sampler(Protocol):
     @property
     def name(self) -> str: ...
 
-    def pick(self, logits: torch.Tensor, rows: SamplingRows, level: Sampling) -> torch.Tensor:
-        """The next token of every row, from logits after penalties; at a level, what it and those below it offer."""
+    def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
+        """The next token of every row, from logits after penalties; at a level, what it and those below it offer.
+
+        Only a greedy batch may come without rows.
+        """
         ...
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:
@@ -77,7 +80,7 @@ class TorchSampler:
 
     name = "torch"
 
-    def pick(self, logits: torch.Tensor, rows: SamplingRows, level: Sampling) -> torch.Tensor:
+    def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
         return pick(logits.float(), rows, level)
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:
@@ -102,10 +105,10 @@ def penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
     return logits - penalties.presence[:, None] * said
 
 
-def pick(logits: torch.Tensor, rows: SamplingRows, level: Sampling) -> torch.Tensor:
+def pick(logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
     """The next token of every row. Noise depends on seed, position and token alone, never on the batch."""
     best = logits.argmax(-1)
-    if level is Sampling.GREEDY:
+    if level is Sampling.GREEDY or rows is None:
         return best
     scaled = logits / rows.temperature.clamp_min(1e-6)[:, None]
     noise = gumbel(rows.seeds, rows.positions, logits.shape[-1])

@@ -32,7 +32,18 @@ class Counts:
     free_pages: int
     cached_pages: int
     """Held by the prefix cache, and perhaps by sequences too."""
+    used_pages: int
+    """Held by sequences; every other page is free, or cached and can be evicted."""
+    steps: int
+    """Steps launched."""
+    prompt_tokens: int
+    """Of requests that were admitted, cached or not; n > 1 counts them once."""
+    prefill_tokens: int
+    """Tokens that prefills computed; after a preemption they are computed, and counted, again."""
+    generated_tokens: int
     preemptions: int
+    prefix_lookup_tokens: int
+    """Tokens that were looked for in the prefix cache."""
     prefix_hit_tokens: int
     """Tokens that were not computed, since their pages were cached."""
 
@@ -69,7 +80,8 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self._launched = self._committed = self._serial = self._prefill_streak = 0
         self._next_deadline = math.inf
-        self._preemptions = self._prefix_hit_tokens = 0
+        self._preemptions = self._prefix_lookup_tokens = self._prefix_hit_tokens = 0
+        self._prompt_tokens = self._prefill_tokens = self._generated_tokens = 0
 
     # -- the life of a request ------------------------------------------------------------------------------------
 
@@ -229,9 +241,11 @@ class Scheduler:
             return None
         self._waiting.discard(sequence)
         self._prefills.append(sequence)
+        self._prefix_lookup_tokens += sequence.prefill_end
         self._prefix_hit_tokens += sequence.num_computed
         if not sequence.last_step:
             sequence.num_cached = sequence.num_computed
+            self._prompt_tokens += sequence.num_prompt if sequence.index == 0 else 0
         sequence.state = State.RUNNING
         return sequence
 
@@ -240,6 +254,7 @@ class Scheduler:
         stop = min(start + min(budget, self.limits.max_chunk), sequence.prefill_end)
         sequence.num_computed = stop
         sequence.last_step = self._launched + 1
+        self._prefill_tokens += stop - start
         samples = stop == sequence.prefill_end
         if samples:
             sequence.num_launched_outputs += 1
@@ -267,6 +282,7 @@ class Scheduler:
             elif len(outputs) >= sequence.max_outputs:
                 self._close(sequence, FinishReason.LENGTH)
             updates.append((sequence, (token,), sequence.finish))
+        self._generated_tokens += len(updates)
         for chunk in step.prefills:
             if chunk.samples:
                 self._share_prompt(chunk)
@@ -315,7 +331,13 @@ class Scheduler:
             running=states.count(State.RUNNING),
             free_pages=pages.pool.num_free,
             cached_pages=pages.prefixes.num_pages,
+            used_pages=pages.num_used,
+            steps=self._launched,
+            prompt_tokens=self._prompt_tokens,
+            prefill_tokens=self._prefill_tokens,
+            generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
+            prefix_lookup_tokens=self._prefix_lookup_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
         )
 

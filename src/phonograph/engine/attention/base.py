@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -35,15 +35,6 @@ class Queries:
     """Whether this is a decode step."""
     spans: tuple[Span, ...] | None = None
     """The sequences of an eager step; None where a graph is recorded, whose kernels read device memory only."""
-    _slots: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def slots(self, page_size: int) -> torch.Tensor:
-        """Where the keys and values of each token go in the pages of a layer laid end to end; the same for all layers."""
-        found = self._slots.get(page_size)
-        if found is None:
-            page = self.table[self.rows, self.positions // page_size].long()
-            found = self._slots[page_size] = page * page_size + self.positions % page_size
-        return found
 
 
 @dataclass(frozen=True)

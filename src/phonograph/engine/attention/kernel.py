@@ -23,7 +23,7 @@ UNSEEN = tl.constexpr(-1e30)
 def attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, positions_ptr, tiles_ptr, out_ptr,
     parts_ptr, bests_ptr, totals_ptr, arrived_ptr,
-    scale, window, q_token, q_head, table_row, page_stride, slot_stride, head_stride,
+    scale, window, part_keys, q_token, q_head, table_row, page_stride, slot_stride, head_stride,
     page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
     tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr,
@@ -38,7 +38,7 @@ def attend(
         row, position = tl.load(rows_ptr + tile).to(tl.int32), tl.load(positions_ptr + tile).to(tl.int32)
     if count == 0:
         return
-    begin, stop, parts = _part(position, count, window, split, block_n, splits, windowed)
+    begin, stop, parts = _part(position, count, window, part_keys, split, block_n, splits, windowed)
     if split >= parts:
         return
     out_token = tl.num_programs(0) * (group * head_dim)
@@ -73,14 +73,20 @@ def attend(
 
 
 @triton.jit
-def _part(position, count, window, split, block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr):
-    """The keys of this part, [begin, stop), and the number of parts; parts are whole blocks and none is empty."""
+def _part(
+    position, count, window, part_keys, split,
+    block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr,
+):  # fmt: skip
+    """The keys of this part, [begin, stop), and the number of parts.
+
+    Parts are whole blocks and none is empty; but for the last, each has `part_keys` keys or more.
+    """
     end = position + count
     blocks, first_block = tl.cdiv(end, block_n), 0
     if windowed:
         first_block = tl.maximum(position - window + 1, 0) // block_n
         blocks -= first_block
-    share = tl.cdiv(blocks, splits)
+    share = tl.maximum(tl.cdiv(blocks, splits), part_keys // block_n)
     begin = (first_block + split * share) * block_n
     return begin, tl.minimum(begin + share * block_n, end), tl.cdiv(blocks, share)
 

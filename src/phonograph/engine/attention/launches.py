@@ -19,10 +19,15 @@ class Launch:
     num_warps: int
     num_stages: int
     programs: int
-    """Keys are split until there are this many programs."""
+    """The keys of a tile are split until there are this many programs, whether they find work or not."""
+    part_keys: int
+    """Keys of one part at least; a tile with fewer is not split."""
 
     def splits(self, num_tiles: int, kv_heads: int) -> int:
-        """A power of two, of the bucket alone: how many keys there are is known on the device only."""
+        """A power of two, of the bucket alone: how many keys there are is known on the device only.
+
+        `num_tiles` is the number that a full bucket of one sequence has.
+        """
         wanted = self.programs // max(1, num_tiles * kv_heads)
         return 1 << min(max(wanted, 1).bit_length() - 1, MAX_SPLITS.bit_length() - 1)
 
@@ -40,22 +45,22 @@ _ANY = 1 << 30
 
 HOPPER = Launches(
     decode=(
-        Launch(max_tokens=1, block_m=16, block_n=32, num_warps=2, num_stages=4, programs=128),
-        Launch(max_tokens=16, block_m=16, block_n=32, num_warps=2, num_stages=4, programs=256),
-        Launch(max_tokens=_ANY, block_m=16, block_n=128, num_warps=4, num_stages=2, programs=256),
+        Launch(max_tokens=1, block_m=16, block_n=32, num_warps=2, num_stages=4, programs=256, part_keys=32),
+        Launch(max_tokens=16, block_m=16, block_n=32, num_warps=2, num_stages=4, programs=256, part_keys=128),
+        Launch(max_tokens=_ANY, block_m=16, block_n=128, num_warps=4, num_stages=2, programs=256, part_keys=512),
     ),
     prefill=(
-        Launch(max_tokens=64, block_m=64, block_n=32, num_warps=4, num_stages=3, programs=512),
-        Launch(max_tokens=256, block_m=64, block_n=32, num_warps=4, num_stages=3, programs=1),
-        Launch(max_tokens=1024, block_m=64, block_n=64, num_warps=4, num_stages=3, programs=1),
-        Launch(max_tokens=_ANY, block_m=128, block_n=32, num_warps=8, num_stages=4, programs=1),
+        Launch(max_tokens=64, block_m=64, block_n=32, num_warps=4, num_stages=3, programs=512, part_keys=256),
+        Launch(max_tokens=256, block_m=64, block_n=32, num_warps=4, num_stages=3, programs=512, part_keys=256),
+        Launch(max_tokens=1024, block_m=64, block_n=64, num_warps=4, num_stages=3, programs=1, part_keys=0),
+        Launch(max_tokens=_ANY, block_m=128, block_n=32, num_warps=8, num_stages=4, programs=1, part_keys=0),
     ),
 )
 """For an H200 with 8 KV heads of 128 in bfloat16; `bench/attention.py --sweep` finds them."""
 
 PLAIN = Launches(
-    decode=(Launch(max_tokens=_ANY, block_m=16, block_n=32, num_warps=4, num_stages=2, programs=256),),
-    prefill=(Launch(max_tokens=_ANY, block_m=32, block_n=32, num_warps=4, num_stages=2, programs=1),),
+    decode=(Launch(max_tokens=_ANY, block_m=16, block_n=32, num_warps=4, num_stages=2, programs=256, part_keys=64),),
+    prefill=(Launch(max_tokens=_ANY, block_m=32, block_n=32, num_warps=4, num_stages=2, programs=1, part_keys=0),),
 )
 """Small blocks, which fit every device."""
 

@@ -40,7 +40,7 @@ class _ByToken:
 
     @staticmethod
     def gathering(cache: PagedCache, positions: torch.Tensor, pages: torch.Tensor) -> _ByToken:
-        """Memory for the pages of all tokens, taken once for all layers: the system maps large pieces anew each time."""
+        """Memory for the pages of all tokens, taken once for all layers: large pieces are mapped anew every time."""
         shape = (pages.numel(), *cache.keys.shape[2:])
         return _ByToken(
             cache, positions, pages.flatten().long(), cache.keys.new_empty(shape), cache.values.new_empty(shape)
@@ -49,13 +49,15 @@ class _ByToken:
     def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q.shape
         kv_heads = self.keys.shape[2]
-        sides = []
-        for pages, gathered in ((self.cache.keys[layer], self.keys), (self.cache.values[layer], self.values)):
-            torch.index_select(pages, 0, self.pages, out=gathered)
-            sides.append(gathered.view(num_tokens, -1, kv_heads, head_dim).transpose(1, 2))
+        keys, values = (
+            torch.index_select(pages[layer], 0, self.pages, out=gathered)
+            .view(num_tokens, -1, kv_heads, head_dim)
+            .transpose(1, 2)
+            for pages, gathered in ((self.cache.keys, self.keys), (self.cache.values, self.values))
+        )
         # The query heads that share a key head are queries of one sequence: nothing is repeated for them.
         grouped = q.view(num_tokens, kv_heads, num_heads // kv_heads, head_dim)
-        mixed = functional.scaled_dot_product_attention(grouped, *sides, attn_mask=self._mask(q.dtype, window))
+        mixed = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask(q.dtype, window))
         return mixed.reshape(q.shape)
 
     def _mask(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:

@@ -33,11 +33,12 @@ class TritonAttention:
         launch = pick(known, rows.shape[0], head_dim * cache.keys.element_size())
         group_rows = triton.next_power_of_2(num_heads // kv_heads)
         block_m = max(launch.block_m, group_rows)
-        tiles = None
+        num_tiles, tile_tokens, tiles = rows.shape[0], 1, None
         if not queries.one_per_sequence:
-            tiles = list_tiles(rows, queries.positions, block_m // group_rows, queries.table.shape[0] - 1)
-        num_tiles = rows.shape[0] if tiles is None else tiles.shape[0]
-        splits = launch.splits(num_tiles, kv_heads)
+            tile_tokens = block_m // group_rows
+            tiles = list_tiles(rows, queries.positions, tile_tokens, queries.table.shape[0] - 1)
+            num_tiles = tiles.shape[0]
+        splits = launch.splits(triton.cdiv(rows.shape[0], tile_tokens), kv_heads)
         # Where nothing is split, nobody counts.
         arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device) if splits > 1 else rows
         return _TritonStep(cache, queries, launch, block_m, group_rows, splits, num_tiles, tiles, arrived)
@@ -71,7 +72,7 @@ class _TritonStep:
         attend[(kv_heads, self.splits, self.num_tiles)](
             q, keys, values, queries.table, queries.rows, queries.positions,
             queries.rows if self.tiles is None else self.tiles, out, parts, bests, totals, self.arrived,
-            head_dim**-0.5 * math.log2(math.e), window or 0,
+            head_dim**-0.5 * math.log2(math.e), window or 0, self.launch.part_keys,
             q.stride(0), q.stride(1), queries.table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
             page_size=self.cache.page_size, group=num_heads // kv_heads, group_rows=self.group_rows, head_dim=head_dim,
             dim_columns=dim_columns, block_m=self.block_m, block_n=self.launch.block_n, splits=self.splits,

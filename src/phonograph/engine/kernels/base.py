@@ -26,8 +26,17 @@ class Norm:
 class Angles:
     """Cosines and sines of rotary positions, in float32; sin carries the sign of the rotation."""
 
-    cos: torch.Tensor  # [positions or num_tokens, head_dim]
+    cos: torch.Tensor  # [num_positions, head_dim]
     sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of a step stand: found once per step, read by every layer."""
+
+    cos: torch.Tensor  # [num_tokens, head_dim], of their positions
+    sin: torch.Tensor
+    slots: torch.Tensor  # [num_tokens]: page · page_size + place in the page, for their keys and values
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,17 @@ class Kernels(Protocol):
     @property
     def name(self) -> str: ...
 
-    def angles(self, table: Angles, positions: torch.Tensor) -> Angles:
-        """Called once per step: the table, in the form in which `rotate_and_store` wants it."""
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what they found and chose, for `explain`."""
+        ...
+
+    def prepare(self, matrix: torch.Tensor) -> None:
+        """Called for every matrix at load, so that it can be kept in a better form besides."""
+        ...
+
+    def places(self, table: Angles, queries: Queries, page_size: int) -> Places:
+        """Called once per step; padding gets the first place of the null page."""
         ...
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +90,7 @@ class Kernels(Protocol):
         ...
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, heads: Heads, angles: Angles, queries: Queries, cache: PagedCache, layer: int
+        self, qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int
     ) -> torch.Tensor:
         """Norm and rotate queries and keys, write keys and values into their pages; returns the queries.
 

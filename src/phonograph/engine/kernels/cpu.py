@@ -7,9 +7,10 @@ from functools import cache as memo
 import torch
 from torch.nn import functional
 
-from phonograph.engine.attention.base import PagedCache, Queries
-from phonograph.engine.kernels.base import Angles, Heads, Norm
+from phonograph.engine.attention.base import PagedCache
+from phonograph.engine.kernels.base import Heads, Norm, Places
 from phonograph.engine.kernels.packing import Int4Matrix, OneDnnMatrix, PackedMatrix
+from phonograph.engine.kernels.reference import ReferenceKernels
 
 MOST_BYTES = 4 << 30
 """What matrices packed in float32 may take together; they stand beside the plain ones."""
@@ -21,6 +22,7 @@ class CpuKernels:
     name = "cpu"
 
     def __init__(self, *, int4: bool = False) -> None:
+        self.places = ReferenceKernels().places
         self._int4 = int4
         self._num_matrices = 0
         self._num_bytes = 0
@@ -59,9 +61,6 @@ class CpuKernels:
         few, many = kind.tokens[0], kind.tokens[-1]
         return f"{found} of {self._num_matrices} matrices, for {few} to {many} tokens,"
 
-    def angles(self, table: Angles, positions: torch.Tensor) -> Angles:
-        return Angles(table.cos[positions][:, None], table.sin[positions][:, None])
-
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         x = x if delta is None else x + delta
         return _normed(x, norm), x
@@ -90,19 +89,19 @@ class CpuKernels:
         return packed.product(x)
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, heads: Heads, angles: Angles, queries: Queries, cache: PagedCache, layer: int
+        self, qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int
     ) -> torch.Tensor:
         num_heads, kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
         mixed = qkv.view(qkv.shape[0], -1, head_dim)
         turned = mixed[:, :-kv_heads]  # queries and keys
         if heads.q_norm is not None and heads.k_norm is not None:
-            q, k = turned.split((num_heads, kv_heads), 1)
+            q, k = turned[:, :num_heads], turned[:, num_heads:]
             turned = torch.cat([_normed(q, heads.q_norm), _normed(k, heads.k_norm)], 1)
-        swapped = turned.unflatten(2, (2, head_dim // 2)).flip(2).flatten(2)
-        turned = (turned * angles.cos).addcmul_(swapped, angles.sin)
-        slots = queries.slots(cache.page_size)
-        cache.keys[layer].flatten(0, 1).index_copy_(0, slots, turned[:, num_heads:])
-        cache.values[layer].flatten(0, 1).index_copy_(0, slots, mixed[:, -kv_heads:])
+        swapped = turned.view(*turned.shape[:2], 2, head_dim // 2).flip(2).flatten(2)
+        cos, sin = places.cos[:, None].to(turned.dtype), places.sin[:, None].to(turned.dtype)
+        turned = (turned * cos).addcmul_(swapped, sin)
+        cache.keys[layer].flatten(0, 1).index_copy_(0, places.slots, turned[:, num_heads:])
+        cache.values[layer].flatten(0, 1).index_copy_(0, places.slots, mixed[:, -kv_heads:])
         return turned[:, :num_heads]
 
 

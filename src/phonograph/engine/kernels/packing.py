@@ -1,4 +1,4 @@
-"""Matrices packed for products of few tokens: in float32 for oneDNN, or in the 4 bits in which a checkpoint has them."""
+"""Matrices packed for products of few tokens: for oneDNN, or in the 4 bits in which a checkpoint has them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ class OneDnnMatrix:
     @staticmethod
     def obstacle() -> str:
         """Why this torch can't do it; empty where it can."""
-        if not torch.backends.mkldnn.is_available():
-            return f"torch {torch.__version__} is built without oneDNN"
         tokens, rows, columns = _SAMPLE
         matrix, x = torch.ones(rows, columns), torch.ones(tokens, columns)
         try:

@@ -6,16 +6,22 @@ import torch
 from torch.nn import functional
 
 from phonograph.engine.attention.base import PagedCache, Queries
-from phonograph.engine.kernels.base import Angles, Heads, Norm
+from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
 
 
 class ReferenceKernels:
     """Every step of the arithmetic as torch does it."""
 
     name = "reference"
+    notes: tuple[str, ...] = ()
 
-    def angles(self, table: Angles, positions: torch.Tensor) -> Angles:
-        return Angles(table.cos[positions][:, None], table.sin[positions][:, None])
+    def prepare(self, matrix: torch.Tensor) -> None:
+        """Matrices are taken as they are."""
+
+    def places(self, table: Angles, queries: Queries, page_size: int) -> Places:
+        positions = queries.positions
+        pages = queries.table[queries.rows, positions // page_size].long()
+        return Places(table.cos[positions], table.sin[positions], pages * page_size + positions % page_size)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         x = x if delta is None else x + delta
@@ -38,24 +44,23 @@ class ReferenceKernels:
         return functional.linear(x, weight)
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, heads: Heads, angles: Angles, queries: Queries, cache: PagedCache, layer: int
+        self, qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int
     ) -> torch.Tensor:
         kv = heads.num_kv_heads
         mixed = qkv.view(qkv.shape[0], -1, heads.head_dim)
         q, k, v = mixed[:, : heads.num_heads], mixed[:, -2 * kv : -kv], mixed[:, -kv:]
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = _normed(q, heads.q_norm), _normed(k, heads.k_norm)
-        cos, sin = angles.cos.to(q.dtype), angles.sin.to(q.dtype)
+        cos, sin = places.cos[:, None].to(q.dtype), places.sin[:, None].to(q.dtype)
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        store(cache, layer, queries, k, v)
+        store(cache, layer, places, k, v)
         return q
 
 
-def store(cache: PagedCache, layer: int, queries: Queries, k: torch.Tensor, v: torch.Tensor) -> None:
+def store(cache: PagedCache, layer: int, places: Places, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write keys and values ([num_tokens, num_kv_heads, head_dim]) into the pages of their tokens."""
-    slots = queries.slots(cache.page_size)
-    cache.keys[layer].flatten(0, 1).index_put_((slots,), k)
-    cache.values[layer].flatten(0, 1).index_put_((slots,), v)
+    cache.keys[layer].flatten(0, 1).index_put_((places.slots,), k)
+    cache.values[layer].flatten(0, 1).index_put_((places.slots,), v)
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:

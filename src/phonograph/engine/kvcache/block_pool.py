@@ -25,6 +25,11 @@ class BlockPool:
     def num_held(self) -> int:
         return self.num_pages - 1 - len(self._free)
 
+    @property
+    def num_held_once(self) -> int:
+        """Pages with one holder; looks at every page, and is for metrics."""
+        return self._references.count(1)
+
     def references(self, page: int) -> int:
         return self._references[page]
 

@@ -22,6 +22,16 @@ class Reservations:
         self._page_size = limits.page_size
         self._reserve = limits.reserve_tokens
 
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences hold; looks at every page, and is for metrics.
+
+        A page that is not cached has one holder, its sequence: sharing goes through the prefix cache. So the other
+        pages with one holder are the cache's alone.
+        """
+        uncached = self.pool.num_held - self.prefixes.num_pages
+        return self.pool.num_held - max(0, self.pool.num_held_once - uncached)
+
     def admit(self, sequence: Sequence) -> bool:
         """Give pages for all known tokens and the reserve, cached ones first; False, and nothing given, if short."""
         tokens = sequence.known()

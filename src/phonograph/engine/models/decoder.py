@@ -37,6 +37,11 @@ class Weights:
     norm: Norm
     head: torch.Tensor
 
+    @property
+    def matrices(self) -> list[torch.Tensor]:
+        """Every matrix that something is projected with."""
+        return [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [self.head]
+
 
 class Decoder:
     """From token ids and their places to hidden states, and from those to logits."""
@@ -55,11 +60,11 @@ class Decoder:
         """Normed hidden states of every token, [num_tokens, hidden]; the cache gets their keys and values."""
         kernels = self.kernels
         x, delta = functional.embedding(tokens, self.weights.embedding), None
-        angles = kernels.angles(self.rope, queries.positions)
+        places = kernels.places(self.rope, queries, cache.page_size)
         attention = self.attention.prepare(cache, queries, self.config.num_heads)
         for index, layer in enumerate(self.weights.layers):
             qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
-            q = kernels.rotate_and_store(qkv, layer.heads, angles, queries, cache, index)
+            q = kernels.rotate_and_store(qkv, layer.heads, places, cache, index)
             mixed = attention.attend(index, q, layer.window)
             delta = kernels.linear(mixed.flatten(1), layer.out)
             gated, x = kernels.norm_gated(x, delta, layer.mlp_norm, layer.gate_up)

@@ -2,7 +2,8 @@
 
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.detokenizer import Detokenizer
+from phonograph.engine.text.reader import TextReader
 from phonograph.engine.text.stops import StopStrings
 from phonograph.engine.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer"]
+__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "TextReader", "Tokenizer"]

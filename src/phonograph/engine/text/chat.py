@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -32,6 +32,8 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._template = None if template is None else _compiled(template, source)
+        self.takes_tools = template is not None and "tools" in _names_in(template)
+        """Whether tools have a place in the prompt; where they have none, giving some would do nothing."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
@@ -129,6 +131,12 @@ def _compiled(template: str, source: str) -> jinja2.Template:
         return environment.from_string(template)
     except jinja2.TemplateError as error:
         raise CheckpointError(f"opening the chat template of {source}: {error}. Correct or remove it.") from None
+
+
+def _names_in(template: str) -> set[str]:
+    """The names that a template expects to be given."""
+    environment = jinja2.Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    return meta.find_undeclared_variables(environment.parse(template))
 
 
 class _GenerationTag(Extension):

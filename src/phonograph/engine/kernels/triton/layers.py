@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from phonograph.engine.attention.base import PagedCache, Queries
-from phonograph.engine.kernels.base import Angles, Heads, Norm
+from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
 from phonograph.engine.kernels.triton import rotate, rows
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Op, Overlap, Product, Tuning
@@ -21,8 +21,15 @@ class TritonKernels:
         self._overlap = overlap
         self._products = Products(device)
 
-    def angles(self, table: Angles, positions: torch.Tensor) -> Angles:
-        return table
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.tuning.notes
+
+    def prepare(self, matrix: torch.Tensor) -> None:
+        """Matrices are taken as they are."""
+
+    def places(self, table: Angles, queries: Queries, page_size: int) -> Places:
+        return rotate.places(table, queries, page_size, overlap=self._overlap)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         return rows.add_norm(x, delta, norm, overlap=self._overlap)
@@ -43,9 +50,9 @@ class TritonKernels:
         return self._products.linear(self._choice("linear", x, weight, weight.shape[0]), x, weight)
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, heads: Heads, angles: Angles, queries: Queries, cache: PagedCache, layer: int
+        self, qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int
     ) -> torch.Tensor:
-        return rotate.rotate_and_store(qkv, heads, angles, queries, cache, layer, overlap=self._overlap)
+        return rotate.rotate_and_store(qkv, heads, places, cache, layer, overlap=self._overlap)
 
     def _choice(self, op: Op, x: torch.Tensor, weight: torch.Tensor, outputs: int) -> Choice:
         if x.stride(1) != 1 or not weight.is_contiguous():

@@ -159,7 +159,8 @@ def product(
     total = x if delta is None else torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     tiles, tokens = triton.cdiv(num_out, choice.rows), max(16, triton.next_power_of_2(num_tokens))
     blocks = triton.cdiv(width, choice.block)
-    split = 1 if norm is not None or gated else min(choice.split, blocks)
+    can_split = norm is None and not gated and tiles <= counters.numel()
+    split = min(choice.split, blocks) if can_split else 1
     parts = out if split == 1 else torch.empty((tiles, split, tokens * choice.rows), device=x.device)
     per_line = LINE.value // weight.element_size()
     part_width = triton.cdiv(blocks, split) * choice.block

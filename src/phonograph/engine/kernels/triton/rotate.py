@@ -7,9 +7,30 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.attention.base import PagedCache, Queries
-from phonograph.engine.kernels.base import Angles, Heads
+from phonograph.engine.kernels.base import Angles, Heads, Places
 from phonograph.engine.kernels.triton.launch import begin, code, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
+
+
+@triton.jit
+def _places(
+    positions_ptr, rows_ptr, table_ptr, cos_ptr, sin_ptr, out_cos_ptr, out_sin_ptr, slots_ptr, table_row, angle_row,
+    page_size: tl.constexpr, head_dim: tl.constexpr, columns: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """One token: what every layer would otherwise look up through three loads, one after the other."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, columns)
+    inside = column < head_dim
+    begin(overlap)
+    wait_for_inputs(overlap)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    row = tl.load(rows_ptr + token).to(tl.int64)
+    page = tl.load(table_ptr + row * table_row + position // page_size).to(tl.int64)
+    tl.store(slots_ptr + token, page * page_size + position % page_size)
+    cos = tl.load(cos_ptr + position * angle_row + column, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + position * angle_row + column, mask=inside, other=0.0)
+    tl.store(out_cos_ptr + token * head_dim + column, cos, mask=inside)
+    tl.store(out_sin_ptr + token * head_dim + column, sin, mask=inside)
 
 
 @triton.jit
@@ -25,10 +46,9 @@ def _scaled(low, high, weight_ptr, half, inside, eps, head_dim: tl.constexpr):
 @triton.jit
 def _rotate_and_store(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
-    positions_ptr, rows_ptr, table_ptr, keys_ptr, values_ptr, out_ptr,
-    qkv_row, angle_row, table_row, page_stride, place_stride, head_stride, q_eps, k_eps,
+    slots_ptr, keys_ptr, values_ptr, out_ptr, qkv_row, slot_stride, head_stride, q_eps, k_eps,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half_columns: tl.constexpr,
-    page_size: tl.constexpr, block: tl.constexpr, has_norm: tl.constexpr, overlap: tl.constexpr,
+    block: tl.constexpr, has_norm: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token; a head is held as its two halves, which the rotation mixes."""
     token = tl.program_id(0).to(tl.int64)
@@ -40,9 +60,7 @@ def _rotate_and_store(
     mask = (head < num_heads + 2 * num_kv_heads)[:, None] & inside[None, :]
     begin(overlap)
     wait_for_inputs(overlap)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    row = tl.load(rows_ptr + token).to(tl.int64)
-    page = tl.load(table_ptr + row * table_row + position // page_size).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
     at = qkv_ptr + token * qkv_row + head[:, None] * head_dim + half[None, :]
     kept_low = tl.load(at, mask=mask, other=0.0)
     kept_high = tl.load(at + head_dim // 2, mask=mask, other=0.0)
@@ -52,7 +70,7 @@ def _rotate_and_store(
         k_low, k_high = _scaled(low, high, k_weight_ptr, half, inside, k_eps, head_dim)
         low = tl.where(is_query[:, None], q_low, k_low)
         high = tl.where(is_query[:, None], q_high, k_high)
-    angle = position * angle_row + half
+    angle = token * head_dim + half
     cos_low = tl.load(cos_ptr + angle, mask=inside, other=0.0)[None, :]
     sin_low = tl.load(sin_ptr + angle, mask=inside, other=0.0)[None, :]
     cos_high = tl.load(cos_ptr + angle + head_dim // 2, mask=inside, other=0.0)[None, :]
@@ -62,7 +80,7 @@ def _rotate_and_store(
     q_at = out_ptr + (token * num_heads + head[:, None]) * head_dim + half[None, :]
     tl.store(q_at, turned_low, mask=mask & is_query[:, None])
     tl.store(q_at + head_dim // 2, turned_high, mask=mask & is_query[:, None])
-    place = page * page_stride + (position % page_size) * place_stride
+    place = slot * slot_stride
     k_at = keys_ptr + place + (head - num_heads)[:, None] * head_stride + half[None, :]
     tl.store(k_at, turned_low, mask=mask & is_key[:, None])
     tl.store(k_at + head_dim // 2, turned_high, mask=mask & is_key[:, None])
@@ -71,34 +89,42 @@ def _rotate_and_store(
     tl.store(v_at + head_dim // 2, kept_high, mask=mask & is_value[:, None])
 
 
+def places(table: Angles, queries: Queries, page_size: int, *, overlap: Overlap = "none") -> Places:
+    """Angles and slots of every token."""
+    num_tokens, head_dim = queries.rows.shape[0], table.cos.shape[1]
+    cos = torch.empty((num_tokens, head_dim), dtype=table.cos.dtype, device=table.cos.device)
+    sin = torch.empty_like(cos)
+    slots = torch.empty(num_tokens, dtype=torch.int64, device=cos.device)
+    if num_tokens:
+        _places[(num_tokens,)](
+            queries.positions, queries.rows, queries.table, table.cos, table.sin, cos, sin, slots,
+            queries.table.stride(0), table.cos.stride(0),
+            page_size=page_size, head_dim=head_dim, columns=triton.next_power_of_2(head_dim), overlap=code(overlap),
+            num_warps=1, launch_pdl=overlap != "none",
+        )  # fmt: skip
+    return Places(cos, sin, slots)
+
+
 def rotate_and_store(
-    qkv: torch.Tensor,
-    heads: Heads,
-    angles: Angles,
-    queries: Queries,
-    cache: PagedCache,
-    layer: int,
-    *,
-    overlap: Overlap = "none",
+    qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int, *, overlap: Overlap = "none"
 ) -> torch.Tensor:
-    """The queries, [num_tokens, num_heads, head_dim]; `angles` is the table of all positions."""
+    """The queries, [num_tokens, num_heads, head_dim]."""
     num_tokens, total = qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads
     out = torch.empty((num_tokens, heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return out
     keys, values = cache.keys[layer], cache.values[layer]
     q_norm, k_norm = heads.q_norm, heads.k_norm
-    has_norm = q_norm is not None and k_norm is not None
     # Few tokens: small programs on many multiprocessors. Many: larger ones, which cost less to start.
-    block = 4 if num_tokens <= 64 else 16
+    block = 1 if num_tokens <= 4 else 4 if num_tokens <= 64 else 16
     _rotate_and_store[(num_tokens, triton.cdiv(total, block))](
-        qkv, angles.cos, angles.sin,
+        qkv, places.cos, places.sin,
         q_norm.weight if q_norm is not None else qkv, k_norm.weight if k_norm is not None else qkv,
-        queries.positions, queries.rows, queries.table, keys, values, out,
-        qkv.stride(0), angles.cos.stride(0), queries.table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
+        places.slots, keys, values, out, qkv.stride(0), keys.stride(1), keys.stride(2),
         q_norm.eps if q_norm is not None else 0.0, k_norm.eps if k_norm is not None else 0.0,
         num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
-        half_columns=triton.next_power_of_2(heads.head_dim // 2), page_size=cache.page_size, block=block,
-        has_norm=has_norm, overlap=code(overlap), num_warps=1 if block == 4 else 4, launch_pdl=overlap != "none",
+        half_columns=triton.next_power_of_2(heads.head_dim // 2), block=block,
+        has_norm=q_norm is not None and k_norm is not None, overlap=code(overlap),
+        num_warps=4 if block == 16 else 1, launch_pdl=overlap != "none",
     )  # fmt: skip
     return out

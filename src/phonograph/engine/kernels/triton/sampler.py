@@ -14,7 +14,10 @@ class TritonSampler:
 
     name = "triton"
 
-    def pick(self, logits: torch.Tensor, rows: SamplingRows, level: Sampling) -> torch.Tensor:
+    def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
+        if rows is None:
+            # A greedy kernel reads none of them.
+            rows, level = SamplingRows(*[logits] * 6), Sampling.GREEDY
         num_rows, vocab = logits.shape
         num_chunks = triton.cdiv(vocab, CHUNK)
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

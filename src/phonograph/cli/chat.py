@@ -1,0 +1,39 @@
+"""`phonograph chat`: talk to the model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from phonograph.cli.flags import add_engine_flags, add_sampling_flags, params_from, spec_from
+from phonograph.graphs.progress import bar
+
+HELP = "talk to the model"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer line by line, until an empty one."""
+    params = params_from(args)
+    llm = spec_from(args).open(bar())
+    print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
+    messages: list[dict[str, object]] = []
+    while True:
+        try:
+            said = input("> ")
+        except EOFError:
+            return 0
+        if not said.strip():
+            return 0
+        messages.append({"role": "user", "content": said})
+        answer = ""
+        for text in llm.stream_chat(messages, params):
+            answer += text
+            print(text, end="", flush=True)
+        print()
+        messages.append({"role": "assistant", "content": answer})

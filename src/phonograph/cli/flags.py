@@ -1,0 +1,72 @@
+"""Flags that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from phonograph.graphs import flags as graph_flags
+
+if TYPE_CHECKING:
+    from phonograph.engine.request import SamplingParams
+    from phonograph.engine.spec import EngineSpec
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Which model, where, and how large; then all flags of the graph plan."""
+    parser.add_argument("--model", help="a checkpoint folder or GGUF file; default: the embedded SmolLM2-135M-Instruct")
+    parser.add_argument("--shape", help="random weights of a named shape instead of a model, e.g. qwen3-8b")
+    parser.add_argument("--device", help="cuda, cpu or emulated; default: the accelerator present, else the CPU")
+    parser.add_argument("--max-seqs", type=int, help="sequences that run at the same time; default: by memory")
+    parser.add_argument("--max-len", type=int, help="the longest sequence, prompt and answer together")
+    parser.add_argument("--max-step-tokens", type=int, help="tokens of one step; default: by memory")
+    parser.add_argument("--cache-tokens", type=int, help="tokens of the KV cache; default: what memory leaves")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory to use (default 0.9)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU")
+    graph_flags.add_flags(parser)
+
+
+def spec_from(args: argparse.Namespace) -> EngineSpec:
+    """The engine that the flags ask for."""
+    import torch
+
+    from phonograph.engine.options import EngineOptions
+    from phonograph.engine.spec import EngineSpec
+
+    options = EngineOptions(
+        max_seqs=args.max_seqs,
+        max_tokens=args.max_step_tokens,
+        max_len=args.max_len,
+        cache_tokens=args.cache_tokens,
+        memory=args.memory,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+    )
+    return EngineSpec(args.model, args.shape, args.device, options, graph_flags.asked_from(args))
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """How to pick tokens, and when to stop."""
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0 for all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="leave out tokens less likely than this share of the best"
+    )
+    parser.add_argument("--seed", type=int, help="the same seed gives the same tokens")
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
+
+
+def params_from(args: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters that the flags ask for."""
+    from phonograph.engine.request import SamplingParams
+
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    )

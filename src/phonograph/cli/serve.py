@@ -1,0 +1,164 @@
+"""`phonograph serve`: the OpenAI API over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phonograph.cli.flags import add_engine_flags, spec_from
+from phonograph.errors import PlanError
+from phonograph.graphs.progress import bar
+
+if TYPE_CHECKING:
+    from phonograph.engine.async_llm import AsyncLLM
+    from phonograph.server.options import ServerOptions
+
+HELP = "serve the OpenAI API over HTTP"
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    where = parser.add_argument_group("where")
+    where.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: then give a key")
+    where.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    where.add_argument("--served-name", action="append", default=[], help="the model's name in requests; repeatable")
+    where.add_argument("--chat-template", type=Path, help="a file with a chat template, in place of the model's own")
+    where.add_argument("--api-key-file", type=Path, help="a file with keys, one a line, of which requests need one")
+    where.add_argument("--api-key", action="append", default=[], help="a key; other users of the machine can see it")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-queue", type=int, default=1024, help="sequences that may wait; with more there is a 429")
+    limits.add_argument("--max-body-bytes", type=int, default=8 << 20, help="a larger body gets a 413")
+    limits.add_argument("--body-timeout", type=float, default=30.0, help="seconds for a body to arrive; else a 408")
+    limits.add_argument("--request-timeout", type=float, help="seconds for a request to finish; else a 504")
+    limits.add_argument(
+        "--stall-timeout", type=float, default=60.0, help="a client that reads nothing for so many seconds is dropped"
+    )
+    limits.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for what runs to finish on SIGTERM")
+    limits.add_argument("--max-restarts", type=int, default=5, help="how often in a row a dead core is started again")
+    limits.add_argument(
+        "--core-timeout", type=float, default=300.0, help="a core that has work and is silent for so long is restarted"
+    )
+    log = parser.add_argument_group("log")
+    log.add_argument("--log-level", choices=_LEVELS, default="info", help="info has a line for each request")
+    log.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    try:
+        from phonograph.server import run as server
+        from phonograph.server.app import create_app
+        from phonograph.server.metrics import Metrics
+        from phonograph.server.pages import PUBLIC_PATHS
+        from phonograph.server.watch import Watch
+    except ImportError as error:
+        raise PlanError(f"serving needs {error.name}. Run: pip install 'phonograph[server]'") from None
+    from phonograph.engine.async_llm import AsyncLLM
+    from phonograph.engine.core_client import Restarts
+
+    level = getattr(logging, args.log_level.upper())
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING))
+    options = _options(args)
+    sock = server.listen(options)
+    metrics = Metrics()
+    llm = AsyncLLM(
+        spec_from(args),
+        observers=[metrics],
+        max_queue=options.max_queue,
+        chat_template=_read(args.chat_template) if args.chat_template is not None else None,
+        restarts=Restarts(most=args.max_restarts, silence=args.core_timeout),
+        log_level=max(level, logging.WARNING),
+    )
+
+    watch = Watch(llm, metrics, (options.names or (llm.spec.name,))[0])
+    app = create_app(llm, options, further=watch.routes(), open_paths=PUBLIC_PATHS)
+
+    def show() -> None:
+        print(screen(llm, options, sock), flush=True)
+
+    async def work() -> None:
+        async with watch:
+            await server.run(llm, app, options, sock, progress=bar(), on_ready=show)
+
+    _run(work())
+    return 0
+
+
+def _options(args: argparse.Namespace) -> ServerOptions:
+    from phonograph.server.options import ServerOptions
+
+    keys = [line.strip() for line in _read(args.api_key_file).splitlines()] if args.api_key_file is not None else []
+    return ServerOptions(
+        host=args.host,
+        port=args.port,
+        names=tuple(args.served_name),
+        api_keys=(*args.api_key, *filter(None, keys)),
+        max_queue=args.max_queue,
+        max_body_bytes=args.max_body_bytes,
+        body_timeout=args.body_timeout,
+        request_timeout=args.request_timeout,
+        stall_timeout=args.stall_timeout,
+        drain_timeout=args.drain_timeout,
+        log_prompts=args.log_prompts,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"reading {path}: {error}.") from None
+
+
+def _run(work: Coroutine[None, None, None]) -> None:
+    """In uvloop's event loop where it is installed: it takes less of the time that the core needs."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
+
+
+def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
+    """What is served, with which plan and why, and the line to try."""
+    about, name = llm.about, (options.names or (llm.spec.name,))[0]
+    limits, port = about.limits, sock.getsockname()[1]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"http://{host}:{port}"
+    key = ' -H "Authorization: Bearer KEY"' if options.api_keys else ""
+    route, body = (
+        (
+            "/v1/chat/completions",
+            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}',
+        )
+        if llm.tokenizer is not None
+        else ("/v1/completions", '{"prompt": [1, 2, 3]}')
+    )
+    return "\n".join(
+        [
+            "",
+            f"model     {name}: {about.architecture}, {about.num_layers} layers, {about.dtype}",
+            f"          {about.source}",
+            f"device    {about.device}",
+            f"KV cache  {limits.capacity:,} tokens in pages of {limits.page_size}; "
+            f"{limits.max_seqs} sequences of at most {limits.max_len:,} tokens at a time",
+            "",
+            about.plan,
+            "",
+            *about.captured,
+            about.coverage,
+            "",
+            f"serving   {url}   API key: {'needed' if options.api_keys else 'none'}",
+            f"try       curl {url}{route}{key} -d '{body}'",
+        ]
+    )

@@ -1,0 +1,351 @@
+"""AsyncLLM: an engine core in a process of its own, from text to text, for many at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from phonograph.engine.admission import refuse_misfits, refuse_unknown_tokens
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core_client import CoreClient, Restarts
+from phonograph.engine.generation import Delta, Generation
+from phonograph.engine.messages import Add, Cancel, Check, Checked, Finish, Ready, StepOutput
+from phonograph.engine.metrics import EngineStats
+from phonograph.engine.observe import Observer, Observers
+from phonograph.engine.request import Request, SamplingParams
+from phonograph.engine.spec import EngineSpec
+from phonograph.engine.text import ChatTemplate, Tokenizer
+from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
+from phonograph.graphs.progress import Progress, silent
+
+T = TypeVar("T")
+
+_INLINE = 4096
+"""Characters that are encoded at once; longer texts go to a thread, so that nobody's tokens wait for them."""
+_LONGEST_WAIT = 60.0
+"""Seconds that a client is asked to wait at most."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether requests are taken, and if not, why."""
+
+    state: Literal["starting", "ready", "draining", "down", "stopped"]
+    reason: str = ""
+
+
+class AsyncLLM:
+    """Serves many requests at once; the engine core is a process of its own, started again when it dies.
+
+    `async with AsyncLLM() as llm: async for delta in llm.generate("…", params): …`
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec = EngineSpec(),
+        *,
+        max_queue: int = 1024,
+        chat_template: str | None = None,
+        restarts: Restarts = Restarts(),
+        observers: Sequence[Observer] = (),
+        log_level: int = logging.WARNING,
+    ) -> None:
+        self.spec = spec
+        self.max_queue = max_queue
+        self.checkpoint = spec.checkpoint()
+        self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
+        self._template = self._opened_template(chat_template)
+        self.observer = Observers(observers)
+        self.health = Health("starting")
+        self.stats: EngineStats | None = None
+        """The newest that the core has told, in its present life."""
+        self.life = -1
+        """How often a core was started, from 0: counters of `stats` begin again with each."""
+        self._core = CoreClient(spec, self, restarts, log_level)
+        self._ready: Ready | None = None
+        self._live: dict[str, Generation] = {}
+        """By the ids of their requests."""
+        self.num_active = 0
+        """Sequences that run or wait."""
+        self.busy_since: float | None = None
+        self._checks: deque[asyncio.Future[Checked]] = deque()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ends: deque[float] = deque(maxlen=64)
+        """When the latest sequences ended."""
+        self._numbers = itertools.count()
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+
+    # -- the life of the engine -------------------------------------------------------------------------------------
+
+    async def start(self, progress: Progress = silent) -> Ready:
+        """Start the core; returns when it takes requests."""
+        return await self._core.start(progress)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests, and wait until those that run have ended; False if some did not in that time."""
+        self.health = Health("draining", "the server is shutting down")
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """End the core; what still runs gets an error."""
+        self.health = Health("stopped", "the server was shut down")
+        self._fail_all(CoreError("the server was shut down while the request ran"))
+        await self._core.stop()
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def about(self) -> Ready:
+        """What the core said of itself when it was ready."""
+        if self._ready is None:
+            raise CoreError("the engine core has not been started. Call start() first.")
+        return self._ready
+
+    @property
+    def max_active(self) -> int:
+        """Sequences that may run or wait."""
+        return self.about.limits.max_seqs + self.max_queue
+
+    @property
+    def core_pid(self) -> int | None:
+        return self._core.pid
+
+    async def check(self) -> Checked:
+        """Raise if the core has lost a row, a page or a sequence."""
+        if self.health.state not in ("ready", "draining"):
+            raise CoreError(f"the engine core can't be asked: {self.health.reason or 'it is starting'}.")
+        answer: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
+        self._checks.append(answer)
+        self._core.send(Check())
+        found = await answer
+        if found.problem:
+            raise PhonographError(found.problem)
+        return found
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, timeout: float | None = None
+    ) -> AsyncIterator[Delta]:
+        """Complete one prompt, text or token ids; a caller that stops listening cancels it."""
+        tokens = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        async with self.submit([tokens], params or SamplingParams(), timeout=timeout, continues=True) as generation:
+            async for delta in generation:
+                yield delta
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> AsyncIterator[Delta]:
+        """Answer a conversation."""
+        tokens = await self.render(messages)
+        async with self.submit([tokens], params or SamplingParams(), timeout=timeout) as generation:
+            async for delta in generation:
+                yield delta
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        continues: bool = False,
+    ) -> Generation:
+        """Send prompts to the core, all or none; close the generation when nobody wants the rest.
+
+        With `continues` an answer goes on where its prompt ended: a leading space belongs to it.
+        """
+        now = time.monotonic()
+        name = request_id or f"request-{next(self._numbers)}"
+        deadline = None if timeout is None else now + timeout
+        requests = [
+            Request(f"{name}-{place}" if place else name, tuple(prompt), params, priority, deadline, now)
+            for place, prompt in enumerate(prompts)
+        ]
+        self._admit(requests)
+        generation = Generation(requests, self.tokenizer, self.observer, self._closed, continues=continues)
+        for request in requests:
+            self._live[request.id] = generation
+            self._core.send(Add(request))
+            self.observer.started(request)
+        self.num_active += generation.num_choices
+        self.busy_since = self.busy_since or now
+        self._idle.clear()
+        return generation
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        """Raise if the requests can't be served, or not now."""
+        if self.health.state != "ready":
+            self.observer.rejected(self.health.state)
+            draining = self.health.state in ("draining", "stopped")
+            raise UnavailableError(
+                f"no request is taken now: {self.health.reason or 'the engine core is starting'}. Try again later.",
+                "draining" if draining else "down",
+                retry_after=5.0,
+            )
+        about, added, most = self.about, sum(request.params.n for request in requests), self.max_active
+        try:
+            if not requests or added > most:
+                raise RequestError(f"the request asks for {added} sequences; 1 to {most} can run or wait here.")
+            for request in requests:
+                refuse_unknown_tokens(request, about.vocab)
+                refuse_misfits(request, about.limits)
+        except RequestError:
+            self.observer.rejected("invalid")
+            raise
+        active = self.num_active
+        if active + added > most:
+            self.observer.rejected("queue_full")
+            raise UnavailableError(
+                f"{active} sequences run or wait, and at most {most} may. Try again later.",
+                "queue_full",
+                retry_after=self._wait_for(active + added - most),
+            )
+
+    def _wait_for(self, ends: int) -> float:
+        """Seconds until so many sequences will have ended, going by the latest."""
+        if len(self._ends) < 2:
+            return 1.0
+        seconds = (time.monotonic() - self._ends[0]) / len(self._ends) * ends
+        return float(min(max(1, math.ceil(seconds)), _LONGEST_WAIT))
+
+    # -- text -------------------------------------------------------------------------------------------------------
+
+    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """The token ids of a text."""
+        tokenizer = self._text()
+        return await self._off_loop(len(text), lambda: tokenizer.encode(text, add_special=add_special))
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of token ids."""
+        return self._text().decode(tokens, skip_special=skip_special)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+        size: int = _INLINE,
+    ) -> list[int]:
+        """The token ids of a conversation; `size` is about how many characters it has."""
+        tokenizer, template = self._text(), self.template
+
+        def work() -> list[int]:
+            text = template.render(
+                messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
+            )
+            return tokenizer.encode(text, add_special=False)
+
+        return await self._off_loop(size, work)
+
+    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+        if size < _INLINE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+
+    def _text(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{self.checkpoint.source} has no tokenizer. Send token ids.")
+        return self.tokenizer
+
+    @property
+    def template(self) -> ChatTemplate:
+        """How conversations are written out."""
+        if self._template is None:
+            raise RequestError(f"{self.checkpoint.source} has no chat template. Send a prompt of token ids.")
+        return self._template
+
+    def _opened_template(self, given: str | None) -> ChatTemplate | None:
+        if self.tokenizer is None:
+            return None
+        if given is None:
+            return self.checkpoint.chat_template()
+        return ChatTemplate(given, self.tokenizer.special_tokens, "the server's own --chat-template")
+
+    # -- what the core says -----------------------------------------------------------------------------------------
+
+    def ready(self, found: Ready) -> None:
+        self._ready, self.stats = found, None
+        self.life += 1
+        if self.health.state in ("starting", "down"):
+            self.health = Health("ready")
+
+    def stepped(self, output: StepOutput) -> None:
+        now = time.monotonic()
+        self.stats = output.stats or self.stats
+        for one in output.outputs:
+            generation = self._live.get(one.request_id)
+            if generation is None:
+                continue
+            num_left = generation.num_left
+            if one.refused:
+                generation.fail(RequestError(one.error), now)
+            elif generation.put(one, now):
+                self._core.send(Finish(one.request_id, one.index))
+            if generation.num_left < num_left:
+                self._ends.append(now)
+                self._ended(generation, num_left)
+
+    def checked(self, found: Checked) -> None:
+        answer = self._checks.popleft()
+        if not answer.done():
+            answer.set_result(found)
+
+    def down(self, reason: str, *, final: bool) -> None:
+        if self.health.state in ("starting", "ready", "down"):
+            hope = "it is not started again" if final else "it is being started again"
+            self.health = Health("down", f"the engine core is down ({reason}); {hope}")
+        error = CoreError(f"the engine core went down while the request ran: {reason}. Send the request again.")
+        self._fail_all(error)
+        for answer in self._checks:
+            answer.set_exception(error)
+        self._checks.clear()
+
+    def _fail_all(self, error: CoreError) -> None:
+        now = time.monotonic()
+        for generation in set(self._live.values()):
+            num_left = generation.num_left
+            generation.fail(error, now)
+            self._ended(generation, num_left)
+
+    def _closed(self, generation: Generation, num_left: int) -> None:
+        """The reader has left while so many choices had not ended."""
+        for request in generation.requests:
+            self._core.send(Cancel(request.id))
+        self._ended(generation, num_left)
+
+    def _ended(self, generation: Generation, num_left: int) -> None:
+        """Some of the choices that were left have ended."""
+        self.num_active -= num_left - generation.num_left
+        if not generation.num_left:
+            for request in generation.requests:
+                del self._live[request.id]
+            if not self._live:
+                self.busy_since = None
+                self._idle.set()

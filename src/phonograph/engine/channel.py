@@ -1,0 +1,67 @@
+"""Frames over a pair of connected sockets: a length, then the bytes of one message."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_LENGTH = struct.Struct("<I")
+_MANY = 1 << 18
+"""Bytes to read at once."""
+
+
+def frame(data: bytes) -> bytes:
+    """One message as it goes over the wire."""
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames:
+    """Cuts a stream of bytes into messages, however they arrive."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def add(self, data: bytes) -> list[bytes]:
+        """The messages that these bytes complete."""
+        buffer = self._buffer
+        buffer += data
+        found: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            found.append(bytes(buffer[start + _LENGTH.size : end]))
+            start = end
+        del buffer[:start]
+        return found
+
+
+class Channel:
+    """The core's end: sends at once, and reads with or without waiting. A front that is gone raises EOFError."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._frames = Frames()
+
+    def send(self, data: bytes) -> None:
+        """Waits while the front is so far behind that the socket is full: so nothing piles up."""
+        try:
+            self.sock.sendall(frame(data))
+        except (BrokenPipeError, ConnectionResetError):
+            raise EOFError("the front has closed the channel") from None
+
+    def receive(self, *, wait: bool) -> list[bytes]:
+        """All messages that are there; if there are none, waits for one or returns without."""
+        found: list[bytes] = []
+        while True:
+            try:
+                data = self.sock.recv(_MANY, 0 if wait and not found else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return found
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise EOFError("the front has closed the channel")
+            found += self._frames.add(data)

@@ -1,0 +1,29 @@
+"""Reads the tokens of one answer as they come: text that is safe to show, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from phonograph.engine.text.detokenizer import Detokenizer
+from phonograph.engine.text.stops import StopStrings
+from phonograph.engine.text.tokenizer import Tokenizer
+
+
+class TextReader:
+    """Detokenizes and watches for stop strings; without a tokenizer the text is the token ids."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), *, continues: bool = False) -> None:
+        self._detokenizer = Detokenizer(tokenizer, continues=continues) if tokenizer is not None else None
+        self._stops = StopStrings(stop)
+
+    def take(self, tokens: Iterable[int], *, is_last: bool) -> tuple[str, bool]:
+        """The new text, and whether a stop string ends it here; with the last tokens, nothing is held back."""
+        if self._detokenizer is None:
+            return "".join(f"{token} " for token in tokens), False
+        text, hit = self._stops.add(self._detokenizer.add(tokens))
+        if hit is None and is_last:
+            rest, hit = self._stops.add(self._detokenizer.finish())
+            text += rest
+            if hit is None:
+                text += self._stops.flush()
+        return text, hit is not None

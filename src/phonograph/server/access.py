@@ -1,0 +1,70 @@
+"""Lets in only requests that carry an API key."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Collection, Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from phonograph.server.failures import ApiError
+
+_API = "/v1/"
+
+
+class KeyGuard:
+    """Wraps an app: without one of the keys there is a 401, except on open paths.
+
+    A key comes as `Authorization: Bearer KEY`, or as the password of Basic authentication, which browsers ask for.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._open = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open:
+            given = _key_in(Headers(scope=scope).get("authorization", ""))
+            if not self._is_known(given):
+                await self._refusal(scope["path"], given).response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, key: bytes | None) -> bool:
+        """Takes the same time for every key: each is compared in full, by digests of one length."""
+        digest = _digest(key or b"")
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return key is not None and any(matches)
+
+    def _refusal(self, path: str, key: bytes | None) -> ApiError:
+        problem = "there is no API key in the request" if key is None else "the API key is not valid"
+        scheme = "Bearer" if path.startswith(_API) else 'Basic realm="phonograph"'
+        return ApiError(
+            401,
+            f"{problem}. Send the header Authorization: Bearer KEY.",
+            type="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": scheme},
+        )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _key_in(header: str) -> bytes | None:
+    scheme, _, value = header.partition(" ")
+    value = value.strip()
+    if scheme.lower() == "bearer" and value:
+        return value.encode("latin-1", "replace")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2] or None
+        except (binascii.Error, ValueError):
+            return None
+    return None

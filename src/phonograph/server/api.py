@@ -1,0 +1,210 @@
+"""The routes of the OpenAI API: from a body to a generation, and from a generation to an answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.request import SamplingParams
+from phonograph.server.answers import Detokenized, Error, HealthBody, Model, Models, Tokenized
+from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
+from phonograph.server.bodies import BodyReader
+from phonograph.server.delivery import Delivery
+from phonograph.server.failures import SERVER, ApiError
+from phonograph.server.logprobs import LogprobWriter
+from phonograph.server.options import ServerOptions
+from phonograph.server.request_log import RequestLog
+from phonograph.server.sampling import chat_params, completion_params
+from phonograph.server.tool_calls import for_template
+from phonograph.server.writers import ChatWriter, CompletionWriter, Head
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Api:
+    """Serves one AsyncLLM."""
+
+    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+        self.names = options.names or (llm.spec.name,)
+        self._llm = llm
+        self._options = options
+        self._created = int(time.time())
+        self._logprobs = LogprobWriter(llm.tokenizer)
+        self._completion_bodies = self._reader(CompletionAsk)
+        self._chat_bodies = self._reader(ChatAsk)
+        self._tokenize_bodies = self._reader(TokenizeAsk)
+        self._detokenize_bodies = self._reader(DetokenizeAsk)
+
+    def _reader(self, kind: type[T]) -> BodyReader[T]:
+        return BodyReader(kind, self._options.max_body_bytes, self._options.body_timeout)
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """Complete one or several prompts."""
+        ask, _ = await self._completion_bodies.read(request)
+        head = self._head("cmpl", ask)
+        params = completion_params(ask)
+        prompts = await self._encoded(ask.prompt)
+        for prompt in prompts:
+            self._check_context(prompt, "prompt")
+        writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None)
+        return await self._answer(request, ask, prompts, params, writer)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        ask, size = await self._chat_bodies.read(request)
+        head = self._head("chatcmpl", ask)
+        params = chat_params(ask, self._llm.about.limits.max_len)
+        tools = None if ask.tool_choice == "none" or not ask.tools else self._checked_tools(ask.tools)
+        prompt = await self._llm.render(
+            for_template(ask.messages),
+            tools=ask.tools if tools else None,
+            variables=ask.chat_template_kwargs,
+            size=size,
+        )
+        self._check_context(prompt, "messages")
+        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, tools)
+        return await self._answer(request, ask, [prompt], params, writer)
+
+    def _head(self, kind: str, ask: Sampling) -> Head:
+        with_usage = bool(ask.stream and ask.stream_options and ask.stream_options.include_usage)
+        return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._checked_model(ask.model), with_usage)
+
+    async def _encoded(self, prompt: str | Sequence[Any]) -> list[list[int]]:
+        """Every form that a prompt may have, as lists of token ids."""
+        if isinstance(prompt, str):
+            return [await self._llm.encode(prompt)]
+        kinds = {type(part) for part in prompt}
+        if len(kinds) > 1:
+            message = "`prompt` mixes texts, token ids and lists of token ids. Send one kind."
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        if kinds == {int}:
+            return [list(prompt)]
+        if len(prompt) > self._llm.max_active:
+            message = (
+                f"{len(prompt)} prompts are more than the {self._llm.max_active} that can run or wait. Send fewer."
+            )
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        return [await self._llm.encode(part) if isinstance(part, str) else part for part in prompt]
+
+    def _check_context(self, prompt: Sequence[int], param: str) -> None:
+        most = self._llm.about.limits.max_len - 1
+        if len(prompt) > most:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens; a context of {most + 1} has room for {most} and an answer. "
+                "Shorten it.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
+        """The names of the functions."""
+        names = [_function_name(place, tool) for place, tool in enumerate(tools)]
+        if not self._llm.template.takes_tools:
+            message = "`tools` can't be served: this model's chat template has no place for them. Leave them out."
+            raise ApiError(400, message, param="tools", code="unsupported")
+        return names
+
+    async def _answer(
+        self,
+        request: Request,
+        ask: Sampling,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        writer: ChatWriter | CompletionWriter,
+    ) -> Response:
+        """Run the prompts and deliver what comes of them."""
+        log = RequestLog(writer.id, with_texts=self._options.log_prompts)
+        if self._options.log_prompts:
+            for prompt in prompts:
+                log.prompt(self._llm.decode(prompt, skip_special=False) if self._llm.tokenizer is not None else prompt)
+        timeout = self._options.request_timeout
+        generation = self._llm.submit(
+            prompts,
+            params,
+            request_id=writer.id,
+            timeout=timeout,
+            continues=isinstance(writer, CompletionWriter),
+        )
+        with_usage = bool(ask.stream_options and ask.stream_options.include_usage)
+        delivery = Delivery(generation, writer, log, timeout, with_usage)
+        return await (delivery.stream(request) if ask.stream else delivery.whole(request))
+
+    # -- text -------------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a prompt or of messages."""
+        ask, size = await self._tokenize_bodies.read(request)
+        self._checked_model(ask.model)
+        if (ask.prompt is None) == (ask.messages is None):
+            raise ApiError(400, "send either `prompt` or `messages`.", param="prompt", code="invalid_value")
+        if ask.messages is not None:
+            tokens = await self._llm.render(
+                for_template(ask.messages),
+                tools=ask.tools if ask.tools and self._checked_tools(ask.tools) else None,
+                variables=ask.chat_template_kwargs,
+                add_generation_prompt=ask.add_generation_prompt,
+                size=size,
+            )
+        else:
+            tokens = await self._llm.encode(ask.prompt or "", add_special=ask.add_special_tokens)
+        return _json(Tokenized(len(tokens), self._llm.about.limits.max_len, tokens))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        ask, _ = await self._detokenize_bodies.read(request)
+        self._checked_model(ask.model)
+        return _json(Detokenized(self._llm.decode(ask.tokens, skip_special=False)))
+
+    # -- what is served ---------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """All names of the model."""
+        return _json(Models([self._model(name) for name in self.names]))
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        return _json(self._model(self._checked_model(request.path_params["model"])))
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken, and if not, why."""
+        health = self._llm.health
+        if health.state == "ready":
+            return _json(HealthBody(health.state))
+        reason = health.reason or "the engine core is starting"
+        error = Error(f"no request is taken now: {reason}.", SERVER, None, health.state)
+        return _json(HealthBody(health.state, reason, error), 503)
+
+    def _model(self, name: str) -> Model:
+        return Model(name, self._created, self._llm.about.limits.max_len)
+
+    def _checked_model(self, name: str | None) -> str:
+        """The name that an answer bears."""
+        if name is not None and name not in self.names:
+            message = f"the model {name[:100]!r} is not served here; there is {', '.join(map(repr, self.names))}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name or self.names[0]
+
+
+def _function_name(place: int, tool: dict[str, Any]) -> str:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if tool.get("type") != "function" or not isinstance(name, str) or not name:
+        message = f'`tools[{place}]` must be {{"type": "function", "function": {{"name": …}}}}.'
+        raise ApiError(400, message, param=f"tools[{place}]", code="invalid_value")
+    return name
+
+
+def _json(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(_encode(body), status, media_type="application/json")

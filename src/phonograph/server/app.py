@@ -1,0 +1,86 @@
+"""The server as one ASGI app: routes, error bodies, the key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from phonograph.engine.async_llm import AsyncLLM
+from phonograph.errors import PhonographError
+from phonograph.server.access import KeyGuard
+from phonograph.server.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    HealthBody,
+    Model,
+    Models,
+    Tokenized,
+)
+from phonograph.server.api import Api
+from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, TokenizeAsk
+from phonograph.server.failures import ApiError, respond
+from phonograph.server.openapi import Operation, document
+from phonograph.server.options import ServerOptions
+
+_ENGINE = (400, 404, 408, 413, 429, 500, 503, 504)
+_BODY = (400, 404, 408, 413, 500)
+
+OPERATIONS = (
+    Operation(
+        "/v1/completions", "post", "Complete prompts", Completion, CompletionAsk, event=Completion, statuses=_ENGINE
+    ),
+    Operation(
+        "/v1/chat/completions",
+        "post",
+        "Answer a conversation",
+        ChatCompletion,
+        ChatAsk,
+        event=ChatChunk,
+        statuses=_ENGINE,
+    ),
+    Operation("/v1/models", "get", "The names of the model", Models, statuses=()),
+    Operation("/v1/models/{model}", "get", "One of the names", Model, statuses=(404,), parameters=("model",)),
+    Operation("/tokenize", "post", "Token ids of a text or of messages", Tokenized, TokenizeAsk, statuses=_BODY),
+    Operation("/detokenize", "post", "The text of token ids", Detokenized, DetokenizeAsk, statuses=_BODY),
+    Operation("/health", "get", "Whether requests are taken", HealthBody, statuses=(503,)),
+)
+
+
+def create_app(
+    llm: AsyncLLM,
+    options: ServerOptions = ServerOptions(),
+    *,
+    further: Sequence[BaseRoute] = (),
+    open_paths: Collection[str] = (),
+) -> ASGIApp:
+    """The app for an AsyncLLM that is started elsewhere; `further` routes may be open to those without a key."""
+    api = Api(llm, options)
+    described = msgspec.json.encode(document(OPERATIONS))
+
+    async def openapi(request: Request) -> Response:
+        return Response(described, media_type="application/json")
+
+    routes = [
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{model:path}", api.model),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/health", api.health),
+        Route("/openapi.json", openapi),
+        *further,
+    ]
+    expected = (ApiError, HTTPException, PhonographError)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys((*expected, Exception), respond))
+    app.router.redirect_slashes = False
+    return KeyGuard(app, options.api_keys, {"/health", *open_paths}) if options.api_keys else app

@@ -1,0 +1,100 @@
+"""Every failure as an OpenAI error body with the right status."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from phonograph.engine.request import FinishReason
+from phonograph.errors import CoreError, RequestError, UnavailableError
+from phonograph.server.answers import Error, ErrorBody
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ApiError(Exception):
+    """A request ends here, with this status and error body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.status = status
+        self.error = Error(message, type, param, code)
+        self.headers = headers or {}
+        super().__init__(message)
+
+    def response(self) -> Response:
+        return Response(_encode(ErrorBody(self.error)), self.status, self.headers, "application/json")
+
+    def event(self) -> bytes:
+        """For a stream whose status has been sent."""
+        return b"data: " + _encode(ErrorBody(self.error)) + b"\n\n"
+
+
+def failure_of(error: Exception) -> ApiError:
+    """What a client is told about an exception; nothing of the inside for one that nobody expected."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), param=_field_in(str(error)))
+        case UnavailableError(reason="queue_full"):
+            headers = {"Retry-After": str(math.ceil(error.retry_after))}
+            return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
+        case UnavailableError():
+            headers = {"Retry-After": str(math.ceil(error.retry_after))}
+            if error.reason == "draining":
+                headers["Connection"] = "close"
+            return ApiError(503, str(error), type=SERVER, code=error.reason, headers=headers)
+        case CoreError():
+            return ApiError(503, str(error), type=SERVER, code="core_down", headers={"Retry-After": "5"})
+        case HTTPException():
+            return _http_failure(error)
+    return ApiError(500, "an unexpected error; the server's log has the details.", type=SERVER, code="internal_error")
+
+
+def failure_of_finish(finish: FinishReason, problem: str, timeout: float | None) -> ApiError | None:
+    """What a client is told where a sequence did not end well."""
+    if finish is FinishReason.DEADLINE:
+        said = f"the request did not finish within its {timeout:g} s. " if timeout is not None else ""
+        return ApiError(504, f"{said}Ask for fewer tokens, or try again later.", type=SERVER, code="deadline_exceeded")
+    if finish is FinishReason.ERROR:
+        message = f"the model failed on this request: {problem}. Change the request; the server goes on."
+        return ApiError(500, message, type=SERVER, code="model_error")
+    return None
+
+
+def _http_failure(error: HTTPException) -> ApiError:
+    """What the router refuses."""
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return ApiError(404, "there is no such route; see /openapi.json.", code="unknown_route", headers=headers)
+    if error.status_code == 405:
+        allowed = headers.get("Allow", "another method")
+        return ApiError(405, f"this route takes {allowed}.", code="method_not_allowed", headers=headers)
+    return ApiError(error.status_code, str(error.detail), headers=headers)
+
+
+def _field_in(message: str) -> str | None:
+    """The field that a sentence begins with, as in `temperature must be …`."""
+    first, _, rest = message.partition(" ")
+    return first if rest.startswith("must ") and first.isidentifier() else None
+
+
+async def respond(request: Request, error: Exception) -> Response:
+    """Starlette's handler for all exceptions."""
+    return failure_of(error).response()

@@ -1,0 +1,84 @@
+"""The OpenAPI document, made from the types that bodies are read and written with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+import phonograph
+from phonograph.server.answers import ErrorBody
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a route takes and gives."""
+
+    path: str
+    method: str
+    summary: str
+    answer: type[msgspec.Struct]
+    ask: type[msgspec.Struct] | None = None
+    event: type[msgspec.Struct] | None = None
+    """What a stream of events consists of."""
+    statuses: tuple[int, ...] = (400,)
+    """Which errors it has besides those that every route has."""
+    parameters: tuple[str, ...] = ()
+    """In the path."""
+
+
+_ERRORS = {
+    400: "the request does not fit; the message says what to change",
+    401: "the API key is missing or wrong",
+    404: "there is no such route or model",
+    408: "the body came too slowly",
+    413: "the body is too large",
+    429: "too much is waiting; see Retry-After",
+    500: "the model failed on this request, or the server did",
+    503: "no request is taken now: the core is down, or the server is shutting down",
+    504: "the request did not finish in its time",
+}
+
+
+def document(operations: Sequence[Operation]) -> dict[str, Any]:
+    """OpenAPI 3.1, for clients and for tests that make up requests."""
+    used: list[type[msgspec.Struct]] = [ErrorBody]
+    for operation in operations:
+        used += [kind for kind in (operation.ask, operation.answer, operation.event) if kind is not None]
+    kinds = list(dict.fromkeys(used))
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    by_kind = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation, by_kind)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "phonograph", "version": phonograph.__version__},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _described(operation: Operation, schemas: dict[type[Any], Any]) -> dict[str, Any]:
+    content = {"application/json": {"schema": schemas[operation.answer]}}
+    if operation.event is not None:
+        name = operation.event.__name__
+        data = {"type": "string", "description": f"JSON of a {name} or of an ErrorBody; in the last event [DONE]"}
+        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
+    responses: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
+    for status in sorted({401, *operation.statuses}):
+        failed = {"application/json": {"schema": schemas[ErrorBody]}}
+        responses[str(status)] = {"description": _ERRORS[status], "content": failed}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    if operation.ask is not None:
+        body = {"application/json": {"schema": schemas[operation.ask]}}
+        described["requestBody"] = {"required": True, "content": body}
+    if operation.parameters:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in operation.parameters
+        ]
+    return described

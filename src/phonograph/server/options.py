@@ -1,0 +1,49 @@
+"""What a server keeps to: names, limits, times and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phonograph.errors import PlanError
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The settings of the HTTP side; those of the engine are in its spec."""
+
+    host: str = "127.0.0.1"
+    """Where to listen; 0.0.0.0 lets other machines in."""
+    port: int = 8000
+    """0 takes a free one."""
+    names: tuple[str, ...] = ()
+    """What the model is called in requests; default: the name of its file or folder."""
+    api_keys: tuple[str, ...] = ()
+    """Of which a request must carry one; none lets everybody in."""
+    max_queue: int = 1024
+    """Sequences that may wait for a place; with more, requests get a 429."""
+    max_body_bytes: int = 8 << 20
+    """A larger body gets a 413."""
+    body_timeout: float = 30.0
+    """Seconds in which a body must arrive; else a 408."""
+    request_timeout: float | None = None
+    """Seconds in which a request must be finished; else a 504, or an error event in a stream that has begun."""
+    stall_timeout: float = 60.0
+    """Seconds for which a client may take nothing of what was sent; then its connection is dropped (on Linux)."""
+    drain_timeout: float = 30.0
+    """Seconds that running requests have to finish after SIGTERM or SIGINT."""
+    log_prompts: bool = False
+    """Write prompts and answers to the log."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("port", 0), ("max_queue", 0), ("max_body_bytes", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise PlanError(f"server options: {name} must be at least {least}, found {value}.")
+        for name in ("body_timeout", "request_timeout", "stall_timeout", "drain_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise PlanError(f"server options: {name} must be above 0 seconds, found {value}.")
+        if self.port > 65535:
+            raise PlanError(f"server options: port must be at most 65535, found {self.port}.")
+        if not all(self.api_keys):
+            raise PlanError("server options: an API key is empty. Write one, or give none.")

@@ -1,0 +1,42 @@
+"""One line in the log for each request; its texts only where that was asked for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from phonograph.engine.generation import Delta, Generation
+
+log = logging.getLogger("phonograph.requests")
+
+
+class RequestLog:
+    """Follows one request to its end."""
+
+    def __init__(self, name: str, *, with_texts: bool) -> None:
+        self._name = name
+        self._with_texts = with_texts
+        self._texts: dict[int, str] = {}
+        self._begin = time.monotonic()
+
+    def prompt(self, text: object) -> None:
+        """What the model is asked."""
+        if self._with_texts:
+            log.info("%s prompt: %r", self._name, text)
+
+    def answers(self, deltas: Sequence[Delta]) -> None:
+        """What it answers."""
+        if self._with_texts:
+            for delta in deltas:
+                self._texts[delta.choice] = self._texts.get(delta.choice, "") + delta.text
+
+    def end(self, generation: Generation, outcome: str) -> None:
+        """How it went."""
+        for choice, text in self._texts.items():
+            log.info("%s answer %d: %r", self._name, choice, text)
+        usage, seconds = generation.usage, time.monotonic() - self._begin
+        log.info(
+            "%s %s: %d prompt tokens (%d cached), %d output tokens in %.3f s",
+            *(self._name, outcome, usage.prompt_tokens, usage.cached_tokens, usage.output_tokens, seconds),
+        )

@@ -1,0 +1,228 @@
+"""The server byte by byte: curl, raw events, and everything that a client can get wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+from typing import Any
+
+import httpx
+import pytest
+
+from phonograph.engine.llm import LLM
+from phonograph.engine.request import SamplingParams
+from server.conftest import Server
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+def expected(offline: LLM, prompt: str) -> str:
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    return offline.generate(prompt, params)[0].text
+
+
+def events(data: bytes) -> list[Any]:
+    """What a strict reader of server-sent events makes of a body."""
+    assert data.endswith(b"data: [DONE]\n\n")
+    found = data.split(b"\n\n")
+    assert found.pop() == b""
+    assert all(event.startswith(b"data: ") and b"\n" not in event for event in found)
+    return [json.loads(event[6:]) for event in found[:-1]]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error body, after a look at its form."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    found: dict[str, Any] = body["error"]
+    assert len(found["message"]) > 10
+    return found
+
+
+# -- what works -------------------------------------------------------------------------------------------------------
+
+
+def test_curl(tiny_server: Server, offline: LLM) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    body = json.dumps({"prompt": "abc", **GREEDY})
+    command = [curl, "--silent", "--fail", "--data", body, tiny_server.url + TEXT]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    assert found["choices"][0]["text"] == expected(offline, "abc")
+
+
+def test_raw_events(tiny_server: Server, offline: LLM) -> None:
+    body = {"prompt": "abc", **GREEDY, "stream": True, "stream_options": {"include_usage": True}}
+    response = tiny_server.post(TEXT, body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert "content-length" not in response.headers
+    found = events(response.content)
+    assert len({event["id"] for event in found}) == 1
+    assert "".join(event["choices"][0]["text"] for event in found[:-1]) == expected(offline, "abc")
+    assert found[-2]["choices"][0]["finish_reason"] == "length"
+    assert all(event["usage"] is None for event in found[:-1])
+    assert found[-1]["usage"]["completion_tokens"] == 12
+
+
+def test_a_socket_and_nothing_else(tiny_server: Server, offline: LLM) -> None:
+    body = json.dumps({"prompt": "abc", **GREEDY}).encode()
+    host, port = tiny_server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 7):
+            sock.sendall(body[start : start + 7])
+        head, _, rest = sock.recv(65536).partition(b"\r\n\r\n")
+        while not rest:
+            rest = sock.recv(65536)
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert json.loads(rest)["choices"][0]["text"] == expected(offline, "abc")
+
+
+def test_text_goes_to_tokens_and_back(tiny_server: Server) -> None:
+    text = "grüße 🎉 <|end|>"
+    tokens = tiny_server.tokens(text)
+    assert tokens[-1] == 257
+    assert tiny_server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": text}
+    chat = tiny_server.post("/tokenize", {"messages": HELLO}).json()
+    assert chat["count"] == len(chat["tokens"])
+    rendered = tiny_server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"]
+    assert rendered == "<|start|>user hello<|end|><|start|>assistant "
+
+
+def test_tools_reach_the_template_and_so_do_the_arguments_of_earlier_calls(tiny_server: Server) -> None:
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    tokens = tiny_server.post("/tokenize", {"messages": messages, "tools": tools}).json()["tokens"]
+    rendered = tiny_server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert '"name": "now"' in rendered
+    assert 'calls {"zone": "UTC"}' in rendered
+    answer = tiny_server.post(CHAT, {"messages": HELLO, "tools": tools, **GREEDY})
+    assert answer.json()["usage"]["prompt_tokens"] > len("<|start|>hello")
+
+
+def test_the_document_says_what_there_is(tiny_server: Server) -> None:
+    document = tiny_server.get("/openapi.json").json()
+    assert {TEXT, CHAT, "/v1/models", "/tokenize", "/detokenize", "/health"} <= set(document["paths"])
+    assert "temperature" in document["components"]["schemas"]["ChatAsk"]["properties"]
+
+
+def test_no_text_is_in_the_log(tiny_server: Server) -> None:
+    assert tiny_server.post(TEXT, {"prompt": "a secret of mine", **GREEDY}).status_code == 200
+    assert any("12 output tokens" in line for line in tiny_server.lines)
+    assert not any("secret" in line for line in tiny_server.lines)
+
+
+# -- what does not ----------------------------------------------------------------------------------------------------
+
+BAD_BODIES: list[tuple[str, bytes, str]] = [
+    (TEXT, b"", "it is empty"),
+    (TEXT, b"{", "truncated"),
+    (TEXT, b"{'prompt': 'x'}", "no valid JSON"),
+    (TEXT, b'{"prompt": "x", "temperature": NaN}', "NaN and Infinity are no JSON numbers"),
+    (TEXT, b'{"prompt": "x", "temperature": -Infinity}', "NaN and Infinity are no JSON numbers"),
+    (TEXT, b'{"prompt": "\xff\xfe"}', "not UTF-8"),
+    (TEXT, b'\xef\xbb\xbf{"prompt": "x"}', "no valid JSON"),
+    (TEXT, b'{"prompt": "\\ud800"}', "no valid JSON"),
+    (TEXT, b'{"prompt": "x", "metadata": {"a": ' + b"[" * 90000 + b"]" * 90000 + b"}}", "nested too deeply"),
+    (TEXT, b"[1, 2]", "expected `object`, got `array`"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "says"), BAD_BODIES, ids=[str(body[:24]) for _, body, _ in BAD_BODIES])
+def test_a_body_that_is_no_json_object(tiny_server: Server, path: str, body: bytes, says: str) -> None:
+    assert says in error_of(httpx.post(tiny_server.url + path, content=body, timeout=60), 400)["message"]
+
+
+MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
+    (TEXT, {}, "`prompt` is missing", "prompt"),
+    (CHAT, {}, "`messages` is missing", "messages"),
+    (TEXT, {"prompt": 5}, "expected `str | array`, got `int`", "prompt"),
+    (TEXT, {"prompt": []}, "length >= 1", "prompt"),
+    (TEXT, {"prompt": ""}, "its prompt is empty", None),
+    (TEXT, {"prompt": [1, "a"]}, "mixes texts", "prompt"),
+    (TEXT, {"prompt": [[1], []]}, "length >= 1", "prompt[1]"),
+    (TEXT, {"prompt": [99999]}, "token 99999 is not in the vocabulary of 258", None),
+    (TEXT, {"prompt": [-1]}, ">= 0", "prompt[0]"),
+    (TEXT, {"prompt": "x" * 600}, "600 tokens; a context of 512 has room for 511", "prompt"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "a context of 512", "messages"),
+    (CHAT, {"messages": []}, "length >= 1", "messages"),
+    (CHAT, {"messages": "hello"}, "expected `array`, got `str`", "messages"),
+    (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "has the role 'boss'; expected one of system", None),
+    (CHAT, {"messages": [{"role": "user"}]}, "has no content", None),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "content of type int", None),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "expected text parts alone", None),
+    (CHAT, {"messages": [5]}, "expected `object`, got `int`", "messages[0]"),
+    (TEXT, {"prompt": "x", "temperature": "hot"}, "expected `float | null`, got `str`", "temperature"),
+    (TEXT, {"prompt": "x", "temperature": -1}, ">= 0", "temperature"),
+    (TEXT, {"prompt": "x", "top_p": 0}, "> 0", "top_p"),
+    (TEXT, {"prompt": "x", "max_tokens": -5}, ">= 1", "max_tokens"),
+    (TEXT, {"prompt": "x", "max_tokens": 1.5}, "got `float`", "max_tokens"),
+    (TEXT, {"prompt": "x", "n": 0}, ">= 1", "n"),
+    (TEXT, {"prompt": "x", "n": 10**30}, "<= 128", "n"),
+    (TEXT, {"prompt": ["x"] * 128, "n": 128}, "16384 sequences; 1 to 308 can run", None),
+    (TEXT, {"prompt": ["x"] * 309}, "309 prompts are more than the 308", "prompt"),
+    (TEXT, {"prompt": "x", "seed": -1}, ">= 0", "seed"),
+    (TEXT, {"prompt": "x", "presence_penalty": 3}, "<= 2", "presence_penalty"),
+    (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, "expected `int`, got `str`", "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": {"99999": 1}}, "not in the vocabulary", None),
+    (TEXT, {"prompt": "x", "stop": [""]}, "length >= 1", "stop[0]"),
+    (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "length <= 16", "stop"),
+    (TEXT, {"prompt": "x", "stream": "yes"}, "expected `bool | null`", "stream"),
+    (TEXT, {"prompt": "x", "stream_options": {}}, "`stream_options` needs `stream`", "stream_options"),
+    (TEXT, {"prompt": "x", "echo": True}, "`echo` can't be served", "echo"),
+    (TEXT, {"prompt": "x", "best_of": 3}, "use `n`", "best_of"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "`suffix` can't be served", "suffix"),
+    (TEXT, {"prompt": "x", "temprature": 1}, "did you mean `temperature`", "temprature"),
+    (TEXT, {"prompt": "x", "guided_regex": "[a"}, "regex grammar can't be followed", None),
+    (TEXT, {"prompt": "x", "guided_regex": "a", "guided_json": {}}, "one grammar", "guided_regex"),
+    (TEXT, {"prompt": "x", "guided_choice": []}, "at least one", None),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "json_object or json_schema", "response_format"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "`schema`", "response_format"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs `logprobs`", "top_logprobs"),
+    (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools[0]` must be", "tools[0]"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "a call can't be forced", "tool_choice"),
+    ("/tokenize", {}, "either `prompt` or `messages`", "prompt"),
+    ("/tokenize", {"prompt": "x", "messages": HELLO}, "either `prompt` or `messages`", "prompt"),
+    ("/detokenize", {"tokens": ["a"]}, "got `str`", "tokens[0]"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "says", "param"), MISFITS, ids=lambda value: str(value)[:48])
+def test_a_body_that_does_not_fit(
+    tiny_server: Server, path: str, body: dict[str, Any], says: str, param: str | None
+) -> None:
+    error = error_of(tiny_server.post(path, body), 400)
+    assert says in error["message"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+def test_what_is_not_there(tiny_server: Server) -> None:
+    assert error_of(tiny_server.get("/v2/anything"), 404)["code"] == "unknown_route"
+    assert error_of(tiny_server.get("/v1/models/gpt-4"), 404)["code"] == "model_not_found"
+    assert error_of(tiny_server.post(TEXT, {"prompt": "x", "model": "gpt-4"}), 404)["param"] == "model"
+    wrong = tiny_server.get(TEXT)
+    assert error_of(wrong, 405)["message"] == "this route takes POST."
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_a_body_that_is_too_large(tiny_server: Server) -> None:
+    said = httpx.post(tiny_server.url + TEXT, content=b"x" * 200_001, timeout=60)
+    assert "larger than 200,000 bytes" in error_of(said, 413)["message"]
+
+    def endless() -> Any:
+        for _ in range(1000):
+            yield b"x" * 1000
+
+    # Its length is not announced, so the server finds out while it reads.
+    assert error_of(httpx.post(tiny_server.url + TEXT, content=endless(), timeout=60), 413)["code"] == "body_too_large"
+    assert tiny_server.get("/health").status_code == 200

@@ -1,0 +1,142 @@
+"""What answers look like: bodies, events, logprobs and tool calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phonograph.engine.generation import Delta, Usage
+from phonograph.engine.request import FinishReason
+from phonograph.engine.sequence import TokenLogprob as Logprob
+from phonograph.server.answers import FunctionCall
+from phonograph.server.logprobs import LogprobWriter
+from phonograph.server.tool_calls import ToolCallReader, for_template
+from phonograph.server.writers import ChatWriter, CompletionWriter, Head
+
+HEAD = Head("chatcmpl-abc", 7, "tiny")
+USAGE = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+MADE = FunctionCall("now", '{"zone":"UTC"}')
+
+
+def events(data: bytes) -> list[Any]:
+    return [json.loads(event.removeprefix("data: ")) for event in data.decode().split("\n\n") if event]
+
+
+def read(text: str, size: int) -> tuple[str, list[FunctionCall]]:
+    """An answer in pieces of this size."""
+    reader = ToolCallReader(["now"])
+    shown = ""
+    calls: list[FunctionCall] = []
+    for start in range(0, len(text), size):
+        more, found = reader.add(text[start : start + size])
+        shown, calls = shown + more, calls + found
+    more, found = reader.finish()
+    return shown + more, calls + found
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        ("plain text, 1 < 2", "plain text, 1 < 2", []),
+        (CALL, "", [MADE]),
+        (f"Let me see. {CALL}", "Let me see. ", [MADE]),
+        (f"{CALL}\n{CALL}", "", [MADE, MADE]),
+        (f"a {CALL} b", "a b", [MADE]),
+        ('<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}', "", [MADE]),
+        ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
+        ("<tool_call>cut short", "<tool_call>cut short", []),
+        ("it ends with <tool", "it ends with <tool", []),
+        ('{"name": "now", "parameters": {"zone": "UTC"}}', "", [MADE]),
+        ('[{"name": "now", "arguments": "{}"}]', "", [FunctionCall("now", "{}")]),
+        ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
+        ('{"answer": 5}', '{"answer": 5}', []),
+        ("{not JSON", "{not JSON", []),
+        ("  \n ", "  \n ", []),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_are_found_however_the_text_comes(text: str, shown: str, calls: list[FunctionCall], size: int) -> None:
+    assert read(text, size) == (shown, calls)
+
+
+@given(st.text(st.sampled_from('<tool_cal>/{}"ax ')), st.integers(1, 9))
+def test_text_without_calls_comes_through(text: str, size: int) -> None:
+    assert read(text, size) == (text, [])
+
+
+def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
+    reader = ToolCallReader(["now"])
+    assert reader.add("Hello <") == ("Hello ", [])
+    assert reader.add("b>") == ("<b>", [])
+
+
+def test_arguments_of_earlier_calls_become_objects() -> None:
+    def message(arguments: object) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": arguments}}]}
+
+    assert for_template([message('{"zone": 1}')]) == [message({"zone": 1})]
+    for left_alone in (message("no JSON"), message("[1]"), {"role": "user", "tool_calls": 5}, {"role": "user"}):
+        assert for_template([left_alone]) == [left_alone]
+
+
+def test_a_chat_with_calls_whole() -> None:
+    writer = ChatWriter(HEAD, None, ["now"])
+    body = json.loads(writer.body([Delta(0, CALL, [1, 2], finish=FinishReason.STOP)], USAGE))
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "function"
+    assert call["function"] == {"name": "now", "arguments": '{"zone":"UTC"}'}
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_a_chat_with_calls_as_events() -> None:
+    writer = ChatWriter(HEAD, None, ["now"])
+    found = events(writer.events([Delta(0, "Wait. <tool")]))
+    found += events(writer.events([Delta(0, CALL[5:] + CALL)]))
+    found += events(writer.events([Delta(0, "", finish=FinishReason.STOP)]))
+    deltas = [event["choices"][0]["delta"] for event in found]
+    assert deltas[0] == {"role": "assistant", "content": "Wait. "}
+    assert [call["index"] for call in deltas[1]["tool_calls"]] == [0, 1]
+    assert len({call["id"] for call in deltas[1]["tool_calls"]}) == 2
+    assert deltas[2] == {}
+    assert found[2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_without_text_has_its_events_all_the_same() -> None:
+    found = events(ChatWriter(HEAD, None, None).events([Delta(0, "", [5], finish=FinishReason.LENGTH)]))
+    assert [event["choices"][0]["delta"] for event in found] == [{"role": "assistant", "content": ""}, {}]
+    assert found[1]["choices"][0]["finish_reason"] == "length"
+    assert "usage" not in found[0]
+
+
+def test_what_is_held_back_makes_no_event() -> None:
+    writer = CompletionWriter(HEAD, None)
+    assert writer.events([Delta(0, "", [5])]) == b""
+    chat = ChatWriter(HEAD, None, None)
+    chat.events([Delta(0, "a")])
+    assert chat.events([Delta(0, "", [5])]) == b""
+
+
+def test_logprobs_of_both_kinds() -> None:
+    found = [Logprob(3, -0.5, ((3, -0.5), (4, -1.5))), Logprob(12, -2.0, ())]
+    deltas = [Delta(0, "ab", [3, 12], found), Delta(0, "c", [3], found[:1], FinishReason.STOP)]
+    logprobs = LogprobWriter(None)
+    first, second = events(CompletionWriter(HEAD, logprobs).events(deltas))
+    assert first["choices"][0]["logprobs"] == {
+        "tokens": ["token_id:3", "token_id:12"],
+        "token_logprobs": [-0.5, -2.0],
+        "top_logprobs": [{"token_id:3": -0.5, "token_id:4": -1.5}, {}],
+        "text_offset": [0, 10],
+    }
+    assert second["choices"][0]["logprobs"]["text_offset"] == [21]
+    chat = json.loads(ChatWriter(HEAD, logprobs, None).body(deltas[1:], USAGE))
+    (token,) = chat["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["logprob"], bytes(token["bytes"])) == ("token_id:3", -0.5, b"token_id:3")
+    assert [top["token"] for top in token["top_logprobs"]] == ["token_id:3", "token_id:4"]
