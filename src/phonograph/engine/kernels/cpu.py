@@ -21,9 +21,10 @@ class CpuKernels:
 
     name = "cpu"
 
-    def __init__(self, *, int4: bool = False) -> None:
+    def __init__(self, *, int4: bool = False, most_bytes: int = MOST_BYTES) -> None:
         self.places = ReferenceKernels().places
         self._int4 = int4
+        self._most_bytes = most_bytes
         self._num_matrices = 0
         self._num_bytes = 0
         self._packed: dict[int, tuple[torch.Tensor, PackedMatrix]] = {}
@@ -40,7 +41,7 @@ class CpuKernels:
         return Int4Matrix.of(matrix) if asked else None
 
     def _for_onednn(self, matrix: torch.Tensor) -> PackedMatrix | None:
-        fits = matrix.dtype == torch.float32 and self._num_bytes + matrix.nbytes <= MOST_BYTES
+        fits = matrix.dtype == torch.float32 and self._num_bytes + matrix.nbytes <= self._most_bytes
         if not fits or OneDnnMatrix.obstacle():
             return None
         self._num_bytes += matrix.nbytes
@@ -52,7 +53,7 @@ class CpuKernels:
         if self._int4:
             why = Int4Matrix.obstacle() or "the others are not stored so"
             notes.append(f"{self._count(Int4Matrix)} are multiplied in 4 bits, x in bfloat16; {why}")
-        why = OneDnnMatrix.obstacle() or f"float32 ones are, up to {MOST_BYTES >> 30} GiB"
+        why = OneDnnMatrix.obstacle() or f"float32 ones are, up to {self._most_bytes / 2**30:.1f} GiB"
         notes.append(f"{self._count(OneDnnMatrix)} are packed for oneDNN; {why}")
         return tuple(notes)
 
