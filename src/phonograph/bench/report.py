@@ -47,7 +47,7 @@ class Row:
 def machine(device: torch.device | None = None) -> dict[str, str]:
     """What the figures were measured on."""
     accelerator = device or torch.accelerator.current_accelerator(check_available=True)
-    name = "none"
+    name = "CPU only"
     if accelerator is not None and accelerator.type != "cpu":
         module = torch.get_device_module(accelerator)
         name = str(module.get_device_name())
