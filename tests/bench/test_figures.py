@@ -105,7 +105,7 @@ def test_facts_of_several_parts_are_tables() -> None:
     text = printed(report)
     assert "profile:\n\n    gap us\n" in text
     assert " 1     2.5\n32       3" in text
-    assert "gemm  40" in text
+    assert "gemm     40\n" in text
     assert "read bandwidth tb s: 4.42" in text
     assert "| 1 | 2.5 |\n| 32 | 3 |" in markdown(report)
 
