@@ -15,7 +15,7 @@ demo: setup
 	$(BIN)/python examples/decoder.py
 
 test: setup .venv/.browser
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # For the tests of the status page; without a browser they are skipped, and say so.
 .venv/.browser: scripts/browser | .venv/.ready

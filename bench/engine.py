@@ -60,11 +60,12 @@ def same_greedy(one: list[Completion], other: list[Completion], margin: float) -
     return {"identical": identical, "parted_at_a_near_tie": excused, "wrong": wrong, "tokens_compared": compared}
 
 
-def on_gpu(new_tokens: int) -> Figures:
+def on_gpu(new_tokens: int, *, with_shape: bool) -> Figures:
     """Graphs against eager, same scheduler, same kernels: a random Qwen3-8B, and the default model where it is."""
     figures: Figures = {}
-    shape = RandomCheckpoint(SHAPES["qwen3-8b"])
-    figures["qwen3_8b_bfloat16"] = graphs_and_eager(shape, torch.bfloat16, new_tokens, 0.125)
+    if with_shape:
+        shape = RandomCheckpoint(SHAPES["qwen3-8b"])
+        figures["qwen3_8b_bfloat16"] = graphs_and_eager(shape, torch.bfloat16, new_tokens, 0.125)
     try:
         default_model()
     except CheckpointError as error:
@@ -144,9 +145,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the result file")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
+    parser.add_argument("--default-only", action="store_true", help="on a GPU, leave the random Qwen3-8B out")
     args = parser.parse_args()
     device = open_device()
-    figures = on_gpu(args.tokens) if device.name == "cuda" else on_cpu(args.tokens)
+    figures = on_gpu(args.tokens, with_shape=not args.default_only) if device.name == "cuda" else on_cpu(args.tokens)
     for name, value in figures.items():
         print(f"{name:<16} {value}")
     print(report.write(f"engine_{device.torch_device.type}", figures, args.out))

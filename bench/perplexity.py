@@ -9,9 +9,9 @@ from pathlib import Path
 
 import report
 import torch
+from engine_logits import sequence_logits
 from reference import reference_model
 
-from phonograph.engine.attention.base import Queries, Span
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 
@@ -38,19 +38,10 @@ def main() -> None:
     llm = LLM(device="cpu", options=EngineOptions(max_seqs=1, max_tokens=WINDOW, max_len=WINDOW, dtype=torch.float32))
     assert llm.tokenizer is not None
     tokens = torch.tensor(llm.tokenizer.encode(args.text.read_text())[: args.tokens])
-    decoder, cache = llm.executor.model, llm.executor.cache
-
-    def ours(window: torch.Tensor) -> torch.Tensor:
-        count = len(window)
-        table = torch.arange(1, cache.keys.shape[1]).repeat(2, 1)
-        spans = (Span(1, 0, 0, count),)
-        queries = Queries(torch.ones_like(window), torch.arange(count), table, False, spans)
-        return decoder.logits(decoder.hidden(window, queries, cache))
-
     model = reference_model(llm.checkpoint)
     figures = {
         "tokens": len(tokens),
-        "phonograph": round(perplexity(ours, tokens), 5),
+        "phonograph": round(perplexity(lambda window: sequence_logits(llm, window.tolist()), tokens), 5),
         "transformers": round(perplexity(lambda window: model(window[None]).logits[0], tokens), 5),
     }
     print(figures)

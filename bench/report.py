@@ -7,6 +7,8 @@ from typing import Any
 
 from phonograph.bench.report import machine, write_json
 
+__all__ = ["RESULTS", "machine", "write"]
+
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_logits import sequence_logits
 
 from phonograph import CheckpointError
-from phonograph.engine.attention.base import Queries
 from phonograph.engine.checkpoints.default import default_model
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
@@ -44,15 +44,12 @@ def reference(llm: LLM) -> Any:
 
 
 def test_logits_equal(llm: LLM, reference: Any) -> None:
-    prompt = tuple(llm.tokenizer.encode("The quick brown fox jumps over the lazy dog, and then"))  # type: ignore[union-attr]
-    ids = torch.tensor(prompt)
-    table = torch.arange(1, 1 + -(-len(prompt) // llm.limits.page_size)).repeat(2, 1)
-    queries = Queries(torch.ones_like(ids), torch.arange(len(prompt)), table, one_per_sequence=True)
-    decoder = llm.executor.model
+    prompt = llm.tokenizer.encode("The quick brown fox jumps over the lazy dog, and then")  # type: ignore[union-attr]
     with torch.inference_mode():
-        found = decoder.logits(decoder.hidden(ids, queries, llm.executor.cache))
-        wanted = reference(ids[None]).logits[0]
-    assert (found - wanted).abs().max().item() <= 1e-3
+        wanted = reference(torch.tensor([prompt])).logits[0]
+    for as_decodes in (False, True):
+        found = sequence_logits(llm, prompt, as_decodes=as_decodes)
+        assert (found - wanted).abs().max().item() <= 1e-3
 
 
 def test_greedy_tokens_are_identical_wherever_the_margin_allows(llm: LLM, reference: Any) -> None:

@@ -14,7 +14,7 @@ from phonograph.bench.pages import fill, make_pages, reports_in
 from phonograph.bench.peers import join
 from phonograph.bench.plots import draw
 from phonograph.bench.report import Report, Row, Subject, read_report, write_json
-from phonograph.bench.tables import as_markdown, as_text, detail_table, main_table, printed
+from phonograph.bench.tables import as_markdown, as_text, detail_table, main_table, markdown, printed
 
 WHERE = {"accelerator": "a device", "python": "3.12", "torch": "2.11", "date": "a day", "command": "bench decode_step"}
 
@@ -95,6 +95,19 @@ def test_tables_as_text_and_as_markdown() -> None:
     cells = [["seqs", "ms"], ["1", "5"], ["128", "8.25"]]
     assert as_text(cells) == "seqs    ms\n----  ----\n   1     5\n 128  8.25"
     assert as_markdown(cells) == "| seqs | ms |\n| --- | --- |\n| 1 | 5 |\n| 128 | 8.25 |"
+
+
+def test_facts_of_several_parts_are_tables() -> None:
+    report = decode_report()
+    report.fact("profile", {"1": {"gap_us": 2.5, "top_kernels_us": {"gemm": 40.0}}, "32": {"gap_us": 3.0}})
+    report.fact("one_break_us", {"empty": 1.1})
+    report.fact("read_bandwidth_tb_s", 4.42)
+    text = printed(report)
+    assert "profile:\n\n    gap us\n" in text
+    assert " 1     2.5\n32       3" in text
+    assert "gemm     40\n" in text
+    assert "read bandwidth tb s: 4.42" in text
+    assert "| 1 | 2.5 |\n| 32 | 3 |" in markdown(report)
 
 
 def test_the_details_leave_out_what_does_not_fit_in_a_cell() -> None:

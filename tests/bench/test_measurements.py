@@ -21,7 +21,8 @@ def measured(name: str, out: Path, *flags: str) -> dict[str, Any]:
     assert found["status"] == "complete"
     assert {"accelerator", "python", "torch", "date", "command"} <= found["machine"].keys()
     assert found["settings"]["shape"] == "tiny"
-    assert all(row["value"] > 0 for row in found["rows"])
+    # A slope is a difference of two short runs here.
+    assert all(row["value"] > 0 for row in found["rows"] if row["case"].get("by") != "slope")
     return found
 
 
@@ -38,6 +39,7 @@ def test_decode_step(tmp_path: Path, capsys: Capture) -> None:
         assert rows["full"]["figures"].keys() >= {"wall_ms", "host_us", "idle_share", "context", "p10_ms", "p90_ms"}
         assert rows["full"]["figures"]["context"] == f"{41 - num_seqs} to {46 - num_seqs}"
         assert rows["floor"]["figures"].keys() == {"gemms_ms", "kv_ms"}
+        assert series(found, seqs=num_seqs, by="slope").keys() == {"floor", "full"}
     assert found["facts"]["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
     assert not [note for note in found["notes"] if "eagerly" in note]
     assert "full / floor" in capsys.readouterr().out
@@ -128,3 +130,10 @@ def test_every_measurement_is_offered(capsys: Capture) -> None:
         main(["bench", "--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in [*BY_NAME, "all", "table"])
+
+
+def test_the_page_has_a_place_for_every_measurement() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    for name in BY_NAME:
+        assert f"| `{name}` |" in page
+        assert f"<!-- bench: {name} -->" in page

@@ -42,6 +42,16 @@ def test_a_step_is_what_lies_between_two_copies_to_the_host() -> None:
     assert found.top_kernels_us == {"gemm": 40, "attention": 40}
 
 
+def test_without_copies_to_the_host_a_step_is_a_graph() -> None:
+    events = [entry for entry in trace(10) if "DtoH" not in entry["name"]]
+    for entry in events:
+        if entry.get("cat") == "kernel":
+            entry["args"] = {"correlation": int(entry["ts"]) // 100}
+    found = step_profile(events, 10)
+    assert (found.steps, found.period_us, found.gap_us, found.kernels) == (9, 100, 15, 2)
+    assert found.copies_to_host == 0
+
+
 def test_kernels_that_overlap_count_once() -> None:
     events = trace(4) + [event("kernel", "beside", 1000 + 100 * step + 5, 30) for step in range(4)]
     assert step_profile(events, 4).idle_share == step_profile(trace(4), 4).idle_share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -77,7 +78,8 @@ class Server:
 def serving(*flags: str) -> Iterator[Server]:
     """Start a server, wait until it says where it serves, and end it after the test."""
     command = [sys.executable, "-m", "phonograph.cli.main", "serve", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         server = Server(process, "")
         told = threading.Event()
 

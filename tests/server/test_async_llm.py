@@ -327,8 +327,8 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(offline: list[list[i
 
 
 def test_a_start_that_fails_says_why() -> None:
-    spec = EngineSpec(shape="tiny", device="cpu", options=EngineOptions(max_seqs=0))
-    with pytest.raises(CoreError, match="max_seqs must be a whole number of at least 1"):
+    spec = EngineSpec(shape="tiny", device="cpu", options=EngineOptions(max_len=1))
+    with pytest.raises(CoreError, match="max_len must be a whole number of at least 2"):
         asyncio.run(asyncio.wait_for(AsyncLLM(spec).start(), 60))
 
 

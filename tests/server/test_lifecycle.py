@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -159,9 +160,17 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys: pytest.C
         (["--api-key-file", "/nowhere"], "reading /nowhere"),
         (["--request-timeout", "0"], "above 0 seconds"),
         (["--max-body-bytes", "0"], "at least 1"),
-        (["--shape", "tiny", "--max-seqs", "0", "--device", "cpu"], "max_seqs must be a whole number of at least 1"),
     ],
 )
 def test_bad_flags_say_what_to_do(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "0", *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_core_that_can_not_start_ends_the_server() -> None:
+    flags = ["--shape", "tiny", "--device", "cpu", "--max-len", "1", "--port", "0"]
+    command = [sys.executable, "-m", "phonograph.cli.main", "serve", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "phonograph: limits: max_len must be a whole number of at least 2, found 1." in done.stderr
+    assert "Traceback" not in done.stderr

@@ -200,3 +200,11 @@ def test_a_decoder_computes_the_same_with_either_kernels() -> None:
 def test_a_strided_weight_goes_to_the_library() -> None:
     x, weight = random(1, WIDTH), random(WIDTH, OUTPUTS).T
     near(TRITON.linear(x, weight), x @ weight.T)
+
+
+def test_a_gated_product_of_many_rows_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phonograph.engine.kernels.triton.products.CHUNK", 4)
+    x, gate_up = torch.randn(11, 32, device=DEVICE), torch.randn(48, 32, device=DEVICE)
+    norm = Norm(torch.randn(32, device=DEVICE), 1e-6)
+    found, wanted = TRITON.norm_gated(x, None, norm, gate_up)[0], REFERENCE.norm_gated(x, None, norm, gate_up)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -560,3 +560,20 @@ class TestRepeat:
         runner.release()
         runner.run({"x": rows(device, 3)})
         assert isinstance(runner.last, RunEagerly)
+
+
+def test_a_dim_of_the_same_size_as_the_only_bucket_is_not_mistaken_for_it(device: Device) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        return batch["x"] * 2
+
+    slots = [x_slot("tokens"), Slot("ends", ("sampled",), torch.int64, pad=Pad.fill(0), valid=(0, 0))]
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        made = sample_x(device, "tokens")(extent, seed)
+        return {**made, "ends": [0] * extent.used["sampled"]}
+
+    runner = make_runner(
+        body, device, sizes=(8,), slots=slots, bucketed="tokens", sample=sample, dims=[Dim("sampled", limit=8)]
+    )
+    x = rows(device, 7)
+    equal(runner.run({"x": x, "ends": [0]}), x * 2)

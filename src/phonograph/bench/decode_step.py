@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 
 from phonograph.bench.driving import Driver
 from phonograph.bench.figures import Spread, rounded
@@ -27,7 +28,31 @@ EVENTS, SLOPE = "events", "slope"
 _WARM_UPS = 10
 _HOST_STEPS = 20
 _PROFILED_STEPS = 10
-_SLOPE_PROMPT, _SLOPE_SHORT, _SLOPE_LONG = 440, 4, 132
+
+
+@dataclass(frozen=True)
+class _Slope:
+    """Two end-to-end runs of different lengths, which differ by decode steps alone: any engine can be measured so."""
+
+    prompt: int
+    short: int
+    long: int
+
+    def seconds(self, llm: LLM, prompts: Prompts, num_seqs: int) -> float:
+        """Seconds a step."""
+
+        def run(new_tokens: int) -> float:
+            batch = [prompts.one(self.prompt) for _ in range(num_seqs)]
+            begin = time.perf_counter()
+            llm.generate(batch, greedy(new_tokens))
+            return time.perf_counter() - begin
+
+        run(self.short)
+        short, long = (min(run(count) for _ in range(2)) for count in (self.short, self.long))
+        return (long - short) / (self.long - self.short)
+
+
+_USUAL_SLOPE, _QUICK_SLOPE = _Slope(440, 4, 132), _Slope(8, 2, 8)
 
 
 def measure(bench: Bench) -> None:
@@ -35,13 +60,14 @@ def measure(bench: Bench) -> None:
     batches = bench.choose("batches", (1, 8, 32, 128, 256), (1, 2))
     backends = bench.backends("full", "disabled")
     for index, backend in enumerate(backends):
-        _measure_backend(bench, backend, batches, with_floors=index == 0)
+        _measure_backend(bench, backend, batches, is_first=index == 0)
     if bench.device.torch_device.type != "cpu":
         _profile_backend(bench, backends[0], batches)
 
 
 def _open(bench: Bench, backend: str, batches: tuple[int, ...]) -> LLM:
-    last = max(_context(bench) + _steps(bench), _SLOPE_PROMPT + _SLOPE_LONG if not bench.setup.quick else 0)
+    slope = _slope(bench)
+    last = max(_context(bench) + _steps(bench), slope.prompt + slope.long)
     max_len = last + _WARM_UPS + _HOST_STEPS + _PROFILED_STEPS + 64
     options = EngineOptions(
         max_seqs=max(batches),
@@ -61,21 +87,27 @@ def _steps(bench: Bench) -> int:
     return bench.choose("steps", 100, 5)
 
 
-def _measure_backend(bench: Bench, backend: str, batches: tuple[int, ...], *, with_floors: bool) -> None:
+def _slope(bench: Bench) -> _Slope:
+    return bench.choose("slope", _USUAL_SLOPE, _QUICK_SLOPE)
+
+
+def _measure_backend(bench: Bench, backend: str, batches: tuple[int, ...], *, is_first: bool) -> None:
     if not bench.has_time(f"decode steps, {backend}"):
         return
     llm = _open(bench, backend, batches)
     driver, prompts = Driver(llm), Prompts(bench.config.vocab)
     floors = Floors(bench.device, bench.config, llm.executor.model.weights)
-    if with_floors:
+    if is_first:
         bench.report.fact("read_bandwidth_tb_s", floors.bandwidth / 1e12)
         bench.report.fact("weights_at_bandwidth_ms", floors.weights_read() * 1e3)
         bench.report.fact("kv_bytes_per_token", floors.kv_bytes_per_token)
     for num_seqs in batches:
         if bench.has_time(f"{num_seqs} sequences, {backend}"):
             context = _measure_batch(bench, llm, driver, prompts, num_seqs, backend)
-            if with_floors:
+            if is_first:
                 _add_floor(bench, floors, num_seqs, context)
+                seconds = _slope(bench).seconds(llm, prompts, num_seqs)
+                bench.report.add(row_of(backend, {"seqs": num_seqs, "by": SLOPE}, seconds * 1e3))
     if backend != "disabled" and (eager := llm.executor.runners["decode"].stats.eager.total()):
         bench.report.note(f"{eager} decode steps of {backend} ran eagerly")
 
@@ -104,8 +136,6 @@ def _measure_batch(bench: Bench, llm: LLM, driver: Driver, prompts: Prompts, num
         "context": f"{begin:.0f} to {end:.0f}",
     }
     bench.report.add(row_of(backend, {"seqs": num_seqs, "by": EVENTS}, device.median, figures))
-    if not bench.setup.quick:
-        bench.report.add(row_of(backend, {"seqs": num_seqs, "by": SLOPE}, _slope(llm, prompts, num_seqs) * 1e3))
     return (begin + end) / 2
 
 
@@ -117,20 +147,6 @@ def _add_floor(bench: Bench, floors: Floors, num_seqs: int, context: float) -> N
     floor = floors.decode_step(num_seqs, context) * 1e3
     for how in (EVENTS, SLOPE):
         bench.report.add(Row({"seqs": num_seqs, "by": how}, "floor", "floor", floor, figures))
-
-
-def _slope(llm: LLM, prompts: Prompts, num_seqs: int) -> float:
-    """Seconds a token from two end-to-end runs of different lengths, as it can be measured of any engine."""
-
-    def run(new_tokens: int) -> float:
-        batch = [prompts.one(_SLOPE_PROMPT) for _ in range(num_seqs)]
-        begin = time.perf_counter()
-        llm.generate(batch, greedy(new_tokens))
-        return time.perf_counter() - begin
-
-    run(_SLOPE_SHORT)
-    short, long = (min(run(count) for _ in range(2)) for count in (_SLOPE_SHORT, _SLOPE_LONG))
-    return (long - short) / (_SLOPE_LONG - _SLOPE_SHORT)
 
 
 def _profile_backend(bench: Bench, backend: str, batches: tuple[int, ...]) -> None:

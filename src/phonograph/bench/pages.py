@@ -57,7 +57,7 @@ def fill(page: str, reports: dict[str, Report], plots: str = "") -> str:
         name = found[2]
         if name not in reports:
             return found[0]
-        plot = f"![{reports[name].subject.title}]({plots}/{name}.svg)\n\n" if plots else ""
+        plot = f"![{reports[name].subject.title}]({plots}/{name}.svg)\n\n" if plots and reports[name].rows else ""
         return f"{found[1]}\n{markdown(reports[name])}\n\n{plot}{found[3]}"
 
     return _SECTION.sub(section, page)

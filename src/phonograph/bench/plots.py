@@ -41,7 +41,6 @@ def draw(report: Report, path: Path) -> None:
     for one in axes[len(panels) :]:
         one.set_visible(False)
     where = report.where["accelerator"]
-    where = "no accelerator" if where == "none" else where
     figure.suptitle(f"{report.subject.title}: {report.settings.get('shape', '')}, {where}", fontsize=11)
     figure.savefig(path, dpi=130)
 

@@ -19,6 +19,7 @@ from phonograph.devices import Device
 
 _LAUNCHES = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "hipGraphLaunch", "hipLaunchKernel")
 _MAX_KERNELS = 16
+_HAIR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class _Event:
     kind: str
     begin: float
     end: float
+    launch: int
+    """A number that all work of one launch has in common."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,10 @@ def _activity(device: Device) -> ProfilerActivity:
 
 
 def step_profile(trace: Iterable[Mapping[str, Any]], num_launched: int) -> StepProfile:
-    """Read a trace in Chrome's format; a step ends with the copy of its tokens to the host."""
+    """Read a trace in Chrome's format."""
     events = sorted(_events(trace), key=lambda event: event.begin)
-    ends = [event.begin for event in events if event.kind == "to_host"]
     # What was under way when the profiler started is no whole step.
-    spans = list(itertools.pairwise(ends))
+    spans = itertools.pairwise(_boundaries(events))
     steps = [[e for e in events if begin < e.begin <= end] for begin, end in spans]
     steps = [step for step in steps if any(event.kind == "kernel" for event in step)]
     if not steps:
@@ -99,6 +101,19 @@ def step_profile(trace: Iterable[Mapping[str, Any]], num_launched: int) -> StepP
     )
 
 
+def _boundaries(events: list[_Event]) -> list[float]:
+    """Moments between steps: at the copy of their tokens to the host, or where there is none, before each graph."""
+    copies = [event.begin for event in events if event.kind == "to_host"]
+    if len(copies) > 1:
+        return copies
+    kernels: dict[int, list[_Event]] = {}
+    for event in events:
+        if event.kind == "kernel":
+            kernels.setdefault(event.launch, []).append(event)
+    # All kernels of a graph belong to one launch.
+    return [found[0].begin - _HAIR for found in kernels.values() if len(found) > 1]
+
+
 def _events(trace: Iterable[Mapping[str, Any]]) -> Iterable[_Event]:
     for entry in trace:
         if entry.get("ph") != "X":
@@ -106,7 +121,8 @@ def _events(trace: Iterable[Mapping[str, Any]]) -> Iterable[_Event]:
         kind = _kind(str(entry.get("cat", "")), str(entry.get("name", "")))
         if kind:
             begin = float(entry["ts"])
-            yield _Event(str(entry["name"]), kind, begin, begin + float(entry.get("dur", 0.0)))
+            launch = int(entry.get("args", {}).get("correlation", -1))
+            yield _Event(str(entry["name"]), kind, begin, begin + float(entry.get("dur", 0.0)), launch)
 
 
 def _kind(category: str, name: str) -> str:

@@ -47,7 +47,7 @@ class Row:
 def machine(device: torch.device | None = None) -> dict[str, str]:
     """What the figures were measured on."""
     accelerator = device or torch.accelerator.current_accelerator(check_available=True)
-    name = "none"
+    name = "CPU only"
     if accelerator is not None and accelerator.type != "cpu":
         module = torch.get_device_module(accelerator)
         name = str(module.get_device_name())
@@ -62,8 +62,15 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     found["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    found["command"] = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    found["command"] = _command()
     return found
+
+
+def _command() -> str:
+    """As somebody else would type it."""
+    program = Path(sys.argv[0])
+    own = {"main.py": "phonograph", "phonograph": "phonograph"}
+    return " ".join([own.get(program.name, f"python {program}"), *sys.argv[1:]])
 
 
 class Report:

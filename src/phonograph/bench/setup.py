@@ -77,8 +77,6 @@ class Bench:
         options: EngineOptions,
         backends: Mapping[str, str],
         buckets: Mapping[str, Sequence[int]] = MappingProxyType({}),
-        *,
-        shape: str | None = None,
     ) -> LLM:
         """An engine with random weights; `backends` and `buckets` by phase. Options on the command line go first."""
         settle(self.device)
@@ -87,7 +85,7 @@ class Bench:
             if backends.get(phase) != "disabled":
                 asked.append(ask(f"{phase}.buckets", tuple(sorted(set(sizes))), origin="bench"))
         chosen = replace(options, **self.setup.options)
-        return LLM(RandomCheckpoint(SHAPES[shape or self.setup.shape]), device=self.device, options=chosen, asked=asked)
+        return LLM(RandomCheckpoint(self.config), device=self.device, options=chosen, asked=asked)
 
 
 def settle(device: Device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from phonograph.bench.figures import ratio, rounded, speedup
@@ -69,7 +69,7 @@ def printed(report: Report) -> str:
         parts.append(as_text(main_table(report)))
     if details := detail_table(report):
         parts.append(as_text(details))
-    parts += [f"{name}: {value}" for name, value in report.facts.items()]
+    parts += [_fact(name, value, as_text) for name, value in report.facts.items()]
     parts += [f"* {note}" for note in ([report.subject.how] if report.subject.how else []) + report.notes]
     return "\n\n".join(parts)
 
@@ -78,8 +78,10 @@ def markdown(report: Report) -> str:
     """A report for a page: the table, what it was measured with, and notes."""
     where = report.where
     parts = [as_markdown(main_table(report))] if report.rows else []
-    if details := detail_table(report):
-        parts.append(f"<details><summary>All figures</summary>\n\n{as_markdown(details)}\n\n</details>")
+    details = [as_markdown(cells)] if (cells := detail_table(report)) else []
+    details += [_fact(name, value, as_markdown) for name, value in report.facts.items()]
+    if details:
+        parts.append("\n\n".join(["<details><summary>All figures</summary>", *details, "</details>"]))
     versions = ", ".join(f"{name} {where[name]}" for name in ("python", "torch", "triton", "cuda") if name in where)
     parts.append(
         f"{where['accelerator']}, {versions}; {_settings(report)}; {where['date']}; `{where['command']}`"
@@ -100,6 +102,29 @@ def shown(value: Any) -> str:
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{rounded(value, 4):g}"
+
+
+def fact_tables(value: Mapping[str, Any]) -> list[Cells]:
+    """A fact of several parts as tables: one of all that fits in cells, and one for every part that has parts."""
+    if not all(isinstance(part, Mapping) for part in value.values()):
+        return [[["", "value"], *([name, shown(part)] for name, part in value.items())]]
+    names = _unique(name for part in value.values() for name, one in part.items() if not isinstance(one, Mapping))
+    whole = [["", *(name.replace("_", " ") for name in names)]]
+    whole += [[key, *(shown(part.get(name)) for name in names)] for key, part in value.items()]
+    nested = [
+        [[f"{key}: {name.replace('_', ' ')}", "value"], *([inner, shown(one)] for inner, one in found.items())]
+        for key, part in value.items()
+        for name, found in part.items()
+        if isinstance(found, Mapping)
+    ]
+    return [whole, *nested]
+
+
+def _fact(name: str, value: Any, draw: Callable[[Cells], str]) -> str:
+    title = name.replace("_", " ")
+    if not isinstance(value, Mapping):
+        return f"{title}: {shown(value)}"
+    return "\n\n".join([f"{title}:", *(draw(cells) for cells in fact_tables(value))])
 
 
 def _ratio_columns(series: Sequence[str], ours: Sequence[str], kinds: dict[str, Kind]) -> list[tuple[str, str]]:

@@ -88,8 +88,9 @@ class Executor:
         self._num_launched = 0
 
     def capture(self, progress: Progress | None = None) -> list[CaptureReport]:
-        """Record all phases."""
-        return [runner.capture(progress) for runner in self.runners.values()]
+        """Record all phases, the largest first: the others find room in the memory that it leaves."""
+        largest = sorted(self.runners.values(), key=lambda runner: -runner.buckets.largest if runner.buckets else 0)
+        return [runner.capture(progress) for runner in largest]
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:

@@ -30,6 +30,7 @@ from phonograph.graphs.phase import Phase, Variant
 from phonograph.graphs.slots import Pad, Slot
 
 SAMPLED = Wants(Sampling.TRUNCATED)
+_ROWS = 32
 DETAILED = Wants(Sampling.PENALISED, logprobs=True, constrained=True)
 
 
@@ -193,16 +194,26 @@ class Passes:
 
     def _next_tokens(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, wants: Wants) -> Picked:
         """Pick a token for every row and note it in the tables."""
-        penalised = wants.level is Sampling.PENALISED
-        changed = penalise(logits.float(), self.penalties.rows(rows)) if penalised else logits
-        if wants.constrained:
-            changed = self.masks.apply(changed, rows)
-        sampling = self.tables.sampling(rows, lengths) if wants.level > Sampling.GREEDY else None
-        tokens = self._sampler.pick(changed, sampling, wants.level)
+        if wants.constrained or wants.level is Sampling.PENALISED:
+            # Some rows at a time: what is computed on the way is as wide as the vocabulary, many times over.
+            parts = [slice(start, start + _ROWS) for start in range(0, logits.shape[0], _ROWS)]
+            tokens = torch.cat([self._pick(logits[part], rows[part], lengths[part], wants) for part in parts])
+        else:
+            tokens = self._pick(logits, rows, lengths, wants)
         self.tables.advance(rows, tokens, lengths)
+        return Picked(tokens, self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None)
+
+    def _pick(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, wants: Wants) -> torch.Tensor:
+        penalised = wants.level is Sampling.PENALISED
+        if penalised:
+            logits = penalise(logits.float(), self.penalties.rows(rows))
+        if wants.constrained:
+            logits = self.masks.apply(logits, rows)
+        sampling = self.tables.sampling(rows, lengths) if wants.level > Sampling.GREEDY else None
+        tokens = self._sampler.pick(logits, sampling, wants.level)
         if penalised:
             self.penalties.count(rows, tokens)
-        return Picked(tokens, self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None)
+        return tokens
 
 
 def _nobody(extent: Extent, seed: int) -> DecodeBatch:

@@ -52,8 +52,8 @@ def _sizes(device: Device) -> tuple[int, int]:
 def limits_for(options: EngineOptions, device: Device, context: int, eos_ids: Sequence[int]) -> Limits:
     """The scheduler's limits for a model of this context; the KV cache is as large as asked, or a default."""
     seqs, tokens = _sizes(device)
-    max_seqs = options.max_seqs or seqs
-    max_tokens = max(options.max_tokens or tokens, max_seqs)
+    max_seqs = seqs if options.max_seqs is None else options.max_seqs
+    max_tokens = max(tokens if options.max_tokens is None else options.max_tokens, max_seqs)
     max_len = min(options.max_len or 8192, context)
     cache_tokens = options.cache_tokens or max(max_len, max_seqs * min(max_len, 1024))
     return Limits(

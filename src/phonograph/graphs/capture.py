@@ -224,8 +224,11 @@ class Capture:
     def _probe(self, key: ShapeKey, *, must_run: bool) -> list[Run]:
         """An eager run at other sizes; a body that must run but has only one size fails here, and its key with it."""
         sizes = self.phase.padded(key.size - 1 if key.size > 1 else 2)
-        dims = self.phase.all_dims
-        sizes = {name: max(1, size - 1) if dims[name].limit is not None else size for name, size in sizes.items()}
+        for name, dim in self.phase.all_dims.items():
+            if dim.limit is not None:
+                # No two dims of one size, as far as that can be: an axis must not seem to follow both.
+                others = {size for other, size in sizes.items() if other != name}
+                sizes[name] = next((size for size in range(dim.limit - 1, 0, -1) if size not in others), 1)
         extent = Extent(sizes, sizes)
         without = self.phase.without
         try:

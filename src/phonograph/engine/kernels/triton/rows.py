@@ -78,10 +78,11 @@ def add_norm(
     return normed, total
 
 
-def silu_mul(mixed: torch.Tensor, *, overlap: Overlap = "none") -> torch.Tensor:
+def silu_mul(mixed: torch.Tensor, out: torch.Tensor | None = None, *, overlap: Overlap = "none") -> torch.Tensor:
     """silu(gate) · up, where gate and up are the halves of the rows of `mixed`."""
     num_rows, width = mixed.shape[0], mixed.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=mixed.dtype, device=mixed.device)
+    if out is None:
+        out = torch.empty((num_rows, width), dtype=mixed.dtype, device=mixed.device)
     if num_rows:
         _silu_mul[(num_rows, triton.cdiv(width, _SILU_BLOCK))](
             mixed,

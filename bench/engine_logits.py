@@ -1,0 +1,29 @@
+"""The logits of the engine's model for a whole sequence, which generation never shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phonograph.engine.attention.base import PagedCache, Queries, Span
+from phonograph.engine.llm import LLM
+
+
+def sequence_logits(llm: LLM, tokens: Sequence[int], *, as_decodes: bool = False) -> torch.Tensor:
+    """Logits after every token, [num_tokens, vocab]; `as_decodes` takes the attention of decode steps.
+
+    The pages are its own: those of the engine may hold prefixes that later requests share.
+    """
+    decoder, theirs = llm.executor.model, llm.executor.cache.keys
+    count, size = len(tokens), llm.limits.page_size
+    num_pages = -(-count // size)
+    shape = (theirs.shape[0], num_pages + 1, *theirs.shape[2:])
+    cache = PagedCache.empty(*shape, dtype=theirs.dtype, device=theirs.device)
+    ids = torch.tensor(tokens, device=theirs.device)
+    table = torch.arange(1, num_pages + 1, device=theirs.device, dtype=torch.int32).repeat(2, 1)
+    positions = torch.arange(count, device=theirs.device)
+    spans = None if as_decodes else (Span(1, 0, 0, count),)
+    queries = Queries(torch.ones_like(ids), positions, table, as_decodes, spans)
+    with torch.inference_mode():
+        return decoder.logits(decoder.hidden(ids, queries, cache))
