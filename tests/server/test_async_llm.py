@@ -19,8 +19,9 @@ from phonograph.engine.core_client import Restarts
 from phonograph.engine.generation import Generation
 from phonograph.engine.messages import Checked
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import FinishReason, Request, SamplingParams
+from phonograph.engine.request import FinishReason, SamplingParams
 from phonograph.engine.spec import EngineSpec
+from server.notes import Notes
 
 T = TypeVar("T")
 
@@ -32,33 +33,6 @@ SPEC = EngineSpec(
 PROMPTS = [[5, 9, 200, 3], [7], list(range(20, 61)), [11] * 9, list(range(100, 117))]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
-
-
-class Notes:
-    """Writes down what an observer is told."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
-
-    def started(self, request: Request) -> None:
-        self.events.append(("started", request.id))
-
-    def first_token(self, seconds: float) -> None:
-        self.events.append(("first_token", seconds))
-
-    def token_gap(self, seconds: float) -> None:
-        self.events.append(("token_gap", seconds))
-
-    def finished(
-        self, reason: FinishReason, prompt_tokens: int, output_tokens: int, cached_tokens: int, seconds: float
-    ) -> None:
-        self.events.append(("finished", reason, prompt_tokens, output_tokens, cached_tokens, seconds))
-
-    def rejected(self, reason: str) -> None:
-        self.events.append(("rejected", reason))
-
-    def names(self) -> list[str]:
-        return [event[0] for event in self.events]
 
 
 class Served:

@@ -20,6 +20,7 @@ from phonograph.server.app import create_app
 from phonograph.server.options import ServerOptions
 from server.clients import Connection, Front, front
 from server.conftest import Server
+from server.notes import Notes
 
 T = TypeVar("T")
 
@@ -34,8 +35,9 @@ OPTIONS = EngineOptions(max_seqs=8, max_tokens=64, max_len=256, page_size=8, cac
 class Loop:
     """A front that all tests of this module share, and the event loop that it lives in."""
 
-    def __init__(self, runner: asyncio.Runner, found: Front) -> None:
+    def __init__(self, runner: asyncio.Runner, found: Front, notes: Notes) -> None:
         self.front = found
+        self.notes = notes
         self.llm = found.llm
         self._runner = runner
 
@@ -48,11 +50,12 @@ class Loop:
 
 @pytest.fixture(scope="module")
 def loop(tiny_model: Path) -> Iterator[Loop]:
-    llm = AsyncLLM(EngineSpec(str(tiny_model), device="cpu", options=OPTIONS), max_queue=300)
+    notes = Notes()
+    llm = AsyncLLM(EngineSpec(str(tiny_model), device="cpu", options=OPTIONS), max_queue=300, observers=[notes])
     with asyncio.Runner() as runner:
         runner.run(llm.start())
         context = front(llm, ServerOptions(port=0), send_buffer=4096)
-        yield Loop(runner, runner.run(context.__aenter__()))
+        yield Loop(runner, runner.run(context.__aenter__()), notes)
         runner.run(context.__aexit__(None, None, None))
         runner.run(llm.stop())
 
@@ -192,6 +195,17 @@ def test_a_full_queue_gets_a_429(loop: Loop) -> None:
         await all_is_given_back(loop.llm)
 
     loop.run(work())
+
+
+def test_what_never_reaches_the_engine_is_counted_once(loop: Loop) -> None:
+    async def work() -> None:
+        async with over(loop.llm, ServerOptions()) as client:
+            for body in ({}, {"prompt": "x" * 300}, {"prompt": [999]}, {"prompt": "x", "n": 500}):
+                assert (await client.post(TEXT, json=body)).status_code == 400
+
+    loop.notes.events.clear()
+    loop.run(work())
+    assert loop.notes.events == [("rejected", "invalid")] * 4
 
 
 def test_without_a_key_nobody_gets_in(loop: Loop) -> None:

@@ -44,6 +44,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._frames = Frames()
+        self._kept: list[bytes] = []
 
     def send(self, data: bytes) -> None:
         """Waits while the front is so far behind that the socket is full: so nothing piles up."""
@@ -52,9 +53,14 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError):
             raise EOFError("the front has closed the channel") from None
 
+    def receive_one(self) -> bytes:
+        """Wait for the next message; those behind it are kept."""
+        first, *self._kept = self.receive(wait=True)
+        return first
+
     def receive(self, *, wait: bool) -> list[bytes]:
         """All messages that are there; if there are none, waits for one or returns without."""
-        found: list[bytes] = []
+        found, self._kept = self._kept, []
         while True:
             try:
                 data = self.sock.recv(_MANY, 0 if wait and not found else socket.MSG_DONTWAIT)

@@ -157,8 +157,7 @@ def serve(channel: Channel) -> int:
         channel.send(encode(Progress(doing, done, total)))
 
     try:
-        (order,) = channel.receive(wait=True)
-        spec: EngineSpec = pickle.loads(order)
+        spec: EngineSpec = pickle.loads(channel.receive_one())
         try:
             llm = spec.open(progress)
         except PhonographError as error:

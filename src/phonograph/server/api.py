@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.request import SamplingParams
+from phonograph.errors import RequestError
 from phonograph.server.answers import Detokenized, Error, HealthBody, Model, Models, Tokenized
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
 from phonograph.server.bodies import BodyReader
@@ -51,30 +53,41 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Complete one or several prompts."""
-        ask, _ = await self._completion_bodies.read(request)
-        head = self._head("cmpl", ask)
-        params = completion_params(ask)
-        prompts = await self._encoded(ask.prompt)
-        for prompt in prompts:
-            self._check_context(prompt, "prompt")
+        with self._refusals_counted():
+            ask, _ = await self._completion_bodies.read(request)
+            head = self._head("cmpl", ask)
+            params = completion_params(ask)
+            prompts = await self._encoded(ask.prompt)
+            for prompt in prompts:
+                self._check_context(prompt, "prompt")
         writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None)
         return await self._answer(request, ask, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        ask, size = await self._chat_bodies.read(request)
-        head = self._head("chatcmpl", ask)
-        params = chat_params(ask, self._llm.about.limits.max_len)
-        tools = None if ask.tool_choice == "none" or not ask.tools else self._checked_tools(ask.tools)
-        prompt = await self._llm.render(
-            for_template(ask.messages),
-            tools=ask.tools if tools else None,
-            variables=ask.chat_template_kwargs,
-            size=size,
-        )
-        self._check_context(prompt, "messages")
+        with self._refusals_counted():
+            ask, size = await self._chat_bodies.read(request)
+            head = self._head("chatcmpl", ask)
+            params = chat_params(ask, self._llm.about.limits.max_len)
+            tools = None if ask.tool_choice == "none" or not ask.tools else self._checked_tools(ask.tools)
+            prompt = await self._llm.render(
+                for_template(ask.messages),
+                tools=ask.tools if tools else None,
+                variables=ask.chat_template_kwargs,
+                size=size,
+            )
+            self._check_context(prompt, "messages")
         writer = ChatWriter(head, self._logprobs if ask.logprobs else None, tools)
         return await self._answer(request, ask, [prompt], params, writer)
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        """Tell the observer of requests that don't get as far as the engine; it tells of the others itself."""
+        try:
+            yield
+        except (ApiError, RequestError):
+            self._llm.observer.rejected("invalid")
+            raise
 
     def _head(self, kind: str, ask: Sampling) -> Head:
         with_usage = bool(ask.stream and ask.stream_options and ask.stream_options.include_usage)

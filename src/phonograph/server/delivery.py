@@ -22,8 +22,8 @@ GONE = 499
 """The status of an answer that nobody waits for any more, and nobody sees."""
 
 
-class Watch:
-    """Closes a generation as soon as its client is gone."""
+class Departure:
+    """Waits for the client to leave, and then closes its generation."""
 
     def __init__(self, receive: Receive, generation: Generation) -> None:
         self._receive = receive
@@ -31,7 +31,7 @@ class Watch:
         self.is_gone = False
         self._task: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Departure:
         self._task = asyncio.create_task(self._wait())
         return self
 
@@ -62,10 +62,10 @@ class Delivery:
     async def whole(self, request: Request) -> Response:
         """The answer in one body."""
         async with self.generation as generation:
-            with Watch(request.receive, generation) as watch, self._failures_logged():
+            with Departure(request.receive, generation) as client, self._failures_logged():
                 choices = await generation.whole()
                 self.check(choices)
-            if watch.is_gone:
+            if client.is_gone:
                 self.log.end(generation, "left by its client")
                 return Response(status_code=GONE)
             self.log.end(generation, "done")
@@ -74,13 +74,13 @@ class Delivery:
     async def stream(self, request: Request) -> Response:
         """The answer as server-sent events; what fails before the first token has a status of its own."""
         try:
-            with Watch(request.receive, self.generation) as watch, self._failures_logged():
+            with Departure(request.receive, self.generation) as client, self._failures_logged():
                 first = await self.generation.take()
                 self.check(first)
         except BaseException:
             self.generation.close()
             raise
-        if watch.is_gone:
+        if client.is_gone:
             self.log.end(self.generation, "left by its client")
             return Response(status_code=GONE)
         return EventStream(self, first)
@@ -116,7 +116,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery = self._delivery
         async with delivery.generation as generation:
-            with Watch(receive, generation) as watch:
+            with Departure(receive, generation) as client:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 end, outcome = b"", "streamed"
                 try:
@@ -125,7 +125,7 @@ class EventStream(Response):
                 except Exception as error:
                     end, outcome = failure_of(error).event(), f"failed ({error})"
                 await send({"type": "http.response.body", "body": end + DONE, "more_body": False})
-            delivery.log.end(generation, "left by its client" if watch.is_gone else outcome)
+            delivery.log.end(generation, "left by its client" if client.is_gone else outcome)
 
     async def _send_all(self, send: Send) -> None:
         delivery, deltas = self._delivery, self._first

@@ -69,6 +69,7 @@ async def run(
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     with _handled(signals):
         listening = asyncio.create_task(server.serve(sockets=[sock]))
+        listening.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))  # nothing comes in any more
         try:
             if await _started(llm, progress, signals):
                 on_ready()
