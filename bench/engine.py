@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -117,27 +118,47 @@ def graphs_and_eager(model: RandomCheckpoint | None, dtype: torch.dtype, new_tok
     return figures
 
 
-def on_cpu(new_tokens: int) -> Figures:
-    """The default model against `transformers`, both in float32, in one run."""
+def on_cpu(new_tokens: int, rounds: int = 5) -> Figures:
+    """The default model against `transformers` in float32: all in turn, round after round, medians of their rates."""
     from reference import reference_model
 
-    llm = LLM(device="cpu", options=EngineOptions(max_seqs=16, dtype=torch.float32))
-    model = reference_model(llm.checkpoint)
+    # Rounds repeat their prompts, and `transformers` keeps none.
+    options = EngineOptions(max_seqs=16, dtype=torch.float32, prefix_cache=False)
+    ours = {
+        "float32": LLM(device="cpu", options=options),
+        "int4": LLM(device="cpu", options=replace(options, weights="int4")),
+    }
+    model = reference_model(ours["float32"].checkpoint)
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    figures: Figures = {"dtype": "float32", "threads": torch.get_num_threads()}
+    figures: Figures = {"threads": torch.get_num_threads(), "rounds": rounds}
+    figures["kernels"] = {name: [llm.kernels.name, *llm.kernels.notes] for name, llm in ours.items()}
     for count in (1, 16):
-        batch = [list(range(100, 132))] * count
-        ours = rate(partial(llm.generate, batch, params), count * new_tokens)
+        batch = [list(range(100 + 8 * row, 132 + 8 * row)) for row in range(count)]
+        given = torch.tensor(batch)
+        calls: dict[str, Callable[[], object]] = {
+            name: partial(llm.generate, batch, params) for name, llm in ours.items()
+        }
+        calls["transformers"] = torch.inference_mode()(
+            partial(
+                model.generate,
+                given,
+                attention_mask=torch.ones_like(given),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+            )
+        )
+        rates: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                rates[name].append(rate(call, count * new_tokens))
+        median = {name: statistics.median(found) for name, found in rates.items()}
+        figures[f"batch_{count}"] = {
+            "tokens_per_s": {name: {"median": median[name], "all": found} for name, found in rates.items()},
+            "times_transformers": {name: round(median[name] / median["transformers"], 2) for name in ours},
+        }
+    for llm in ours.values():
         llm.core.scheduler.integrity()
-
-        def theirs(batch: list[list[int]] = batch) -> None:
-            with torch.inference_mode():
-                model.generate(
-                    torch.tensor(batch), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
-                )
-
-        other = rate(theirs, count * new_tokens)
-        figures[f"batch_{count}"] = {"tokens_per_s": ours, "transformers": other, "ratio": round(ours / other, 2)}
     return figures
 
 

@@ -10,9 +10,12 @@ from phonograph.engine.attention.base import PagedCache, Queries, Span
 from phonograph.engine.llm import LLM
 
 
-def sequence_logits(llm: LLM, tokens: Sequence[int], *, as_decodes: bool = False) -> torch.Tensor:
+def sequence_logits(
+    llm: LLM, tokens: Sequence[int], *, as_decodes: bool = False, step: int | None = None
+) -> torch.Tensor:
     """Logits after every token, [num_tokens, vocab]; `as_decodes` takes the attention of decode steps.
 
+    All tokens are one step, or steps of that many: kernels may depend on their number.
     The pages are its own: those of the engine may hold prefixes that later requests share.
     """
     decoder, theirs = llm.executor.model, llm.executor.cache.keys
@@ -23,7 +26,10 @@ def sequence_logits(llm: LLM, tokens: Sequence[int], *, as_decodes: bool = False
     ids = torch.tensor(tokens, device=theirs.device)
     table = torch.arange(1, num_pages + 1, device=theirs.device, dtype=torch.int32).repeat(2, 1)
     positions = torch.arange(count, device=theirs.device)
-    spans = None if as_decodes else (Span(1, 0, 0, count),)
-    queries = Queries(torch.ones_like(ids), positions, table, as_decodes, spans)
+    found = []
     with torch.inference_mode():
-        return decoder.logits(decoder.hidden(ids, queries, cache))
+        for part, at in zip(ids.split(step or count), positions.split(step or count), strict=True):
+            spans = None if as_decodes else (Span(1, 0, int(at[0]), len(at)),)
+            queries = Queries(torch.ones_like(part), at, table, as_decodes, spans)
+            found.append(decoder.logits(decoder.hidden(part, queries, cache)))
+        return torch.cat(found)

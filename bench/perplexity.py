@@ -1,10 +1,12 @@
-"""Perplexity of the default model on a text, ours and that of `transformers` on the same weights, in float32."""
+"""Perplexity of the default model on a text: ours in float32 and in 4 bits, and that of `transformers` in float32."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import report
@@ -16,17 +18,34 @@ from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 
 WINDOW = 512
+FEW = 16
+"""Tokens of a step that is multiplied in 4 bits."""
 
 
-def perplexity(logits_of: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> float:
+@dataclass(frozen=True)
+class Score:
+    """How well a model foretells a text."""
+
+    perplexity: float
+    likeliest: torch.Tensor  # [num_tokens]: the token that it expects after each
+
+    def beside(self, other: Score) -> dict[str, float]:
+        """Figures, and how often both expect the same token."""
+        same = (self.likeliest == other.likeliest).double().mean().item()
+        return {"perplexity": round(self.perplexity, 5), "same_likeliest_token": round(same, 5)}
+
+
+def score(logits_of: Callable[[list[int]], torch.Tensor], tokens: torch.Tensor) -> Score:
     """Over windows of 512 tokens, each scored without its first."""
-    total, count = 0.0, 0
+    total, count, likeliest = 0.0, 0, []
     for window in tokens.split(WINDOW):
         with torch.inference_mode():
-            logs = logits_of(window)[:-1].double().log_softmax(-1)
+            logits = logits_of(window.tolist())
+        likeliest.append(logits.argmax(-1))
+        logs = logits[:-1].double().log_softmax(-1)
         total -= logs.gather(1, window[1:, None]).sum().item()
         count += len(window) - 1
-    return math.exp(total / count)
+    return Score(math.exp(total / count), torch.cat(likeliest))
 
 
 def main() -> None:
@@ -35,16 +54,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     args = parser.parse_args()
-    llm = LLM(device="cpu", options=EngineOptions(max_seqs=1, max_tokens=WINDOW, max_len=WINDOW, dtype=torch.float32))
+    options = EngineOptions(max_seqs=1, max_tokens=WINDOW, max_len=WINDOW, dtype=torch.float32)
+    llm = LLM(device="cpu", options=options)
+    in_4_bits = LLM(device="cpu", options=replace(options, weights="int4"))
     assert llm.tokenizer is not None
     tokens = torch.tensor(llm.tokenizer.encode(args.text.read_text())[: args.tokens])
     model = reference_model(llm.checkpoint)
+    theirs = score(lambda window: model(torch.tensor([window])).logits[0], tokens)
     figures = {
         "tokens": len(tokens),
-        "phonograph": round(perplexity(lambda window: sequence_logits(llm, window.tolist()), tokens), 5),
-        "transformers": round(perplexity(lambda window: model(window[None]).logits[0], tokens), 5),
+        "transformers_float32": theirs.beside(theirs),
+        "float32": score(partial(sequence_logits, llm), tokens).beside(theirs),
+        "int4": score(partial(sequence_logits, in_4_bits, step=FEW), tokens).beside(theirs),
+        "int4_kernels": list(in_4_bits.kernels.notes),
     }
-    print(figures)
+    for name, value in figures.items():
+        print(f"{name:<22} {value}")
     print(report.write("perplexity_cpu", figures, args.out))
 
 
