@@ -76,7 +76,7 @@ class Server:
 
 @contextmanager
 def serving(*flags: str) -> Iterator[Server]:
-    """Start a server, wait until it says where it serves, and end it after the test."""
+    """Start a server, wait until its screen is whole, and end it after the test."""
     command = [sys.executable, "-m", "phonograph.cli.main", "serve", *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
@@ -89,6 +89,7 @@ def serving(*flags: str) -> Iterator[Server]:
                 server.lines.append(line.rstrip("\n"))
                 if found := re.match(r"serving +(http://\S+)", line):
                     server.url = found[1]
+                elif line.startswith("try "):  # the last line of the screen
                     told.set()
             told.set()
 

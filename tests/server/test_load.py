@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -239,9 +240,9 @@ def test_memory_is_flat(tiny_server: Server) -> None:
     port = int(tiny_server.url.rpartition(":")[2])
 
     async def requests(count: int) -> None:
-        for start in range(0, count, 20):
+        for _ in range(0, count, 20):
             connections = [
-                await Connection.open(port, TEXT, {"prompt": f"request {start + i}", "max_tokens": 2, **GREEDY})
+                await Connection.open(port, TEXT, {"prompt": f"request {i}", "max_tokens": 2, **GREEDY})
                 for i in range(20)
             ]
             for connection in connections:
@@ -249,9 +250,10 @@ def test_memory_is_flat(tiny_server: Server) -> None:
                 await connection.close()
 
     asyncio.run(requests(300))
-    before = resident(tiny_server.pid), resident(tiny_server.core_pid)
-    asyncio.run(requests(400))
-    after = resident(tiny_server.pid), resident(tiny_server.core_pid)
-    # A request that left anything behind, its body alone, would show up as megabytes.
-    assert after[0] - before[0] < 4000
-    assert after[1] - before[1] < 4000
+    sizes = [(resident(tiny_server.pid), resident(tiny_server.core_pid))]
+    for _ in range(5):
+        asyncio.run(requests(100))
+        sizes.append((resident(tiny_server.pid), resident(tiny_server.core_pid)))
+    # An allocator grows in leaps now and then. What a request leaves behind, 5 kB of it, grows every time.
+    for process in zip(*sizes, strict=True):
+        assert min(after - before for before, after in pairwise(process)) < 500, process
