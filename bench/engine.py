@@ -126,7 +126,7 @@ def on_cpu(new_tokens: int, rounds: int = 5) -> Figures:
     options = EngineOptions(max_seqs=16, dtype=torch.float32, prefix_cache=False)
     ours = {
         "float32": LLM(device="cpu", options=options),
-        "int4": LLM(device="cpu", options=replace(options, weights="int4")),
+        "float32_torch": LLM(device="cpu", options=replace(options, kernels="reference", attention="reference")),
     }
     model = reference_model(ours["float32"].checkpoint)
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

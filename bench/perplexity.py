@@ -1,11 +1,13 @@
-"""Perplexity of the default model on a text: ours in float32 and in 4 bits, and that of `transformers` in float32."""
+"""Perplexity of the default model on a text, in float32: ours, window by window and few tokens at a time, and that of
+`transformers`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from phonograph.engine.options import EngineOptions
 
 WINDOW = 512
 FEW = 16
-"""Tokens of a step that is multiplied in 4 bits."""
+"""Tokens of a step that the packed matrices serve."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,6 @@ def main() -> None:
     args = parser.parse_args()
     options = EngineOptions(max_seqs=1, max_tokens=WINDOW, max_len=WINDOW, dtype=torch.float32)
     llm = LLM(device="cpu", options=options)
-    in_4_bits = LLM(device="cpu", options=replace(options, weights="int4"))
     assert llm.tokenizer is not None
     tokens = torch.tensor(llm.tokenizer.encode(args.text.read_text())[: args.tokens])
     model = reference_model(llm.checkpoint)
@@ -65,8 +66,8 @@ def main() -> None:
         "tokens": len(tokens),
         "transformers_float32": theirs.beside(theirs),
         "float32": score(partial(sequence_logits, llm), tokens).beside(theirs),
-        "int4": score(partial(sequence_logits, in_4_bits, step=FEW), tokens).beside(theirs),
-        "int4_kernels": list(in_4_bits.kernels.notes),
+        "float32_few_at_a_time": score(partial(sequence_logits, llm, step=FEW), tokens).beside(theirs),
+        "kernels": list(llm.kernels.notes),
     }
     for name, value in figures.items():
         print(f"{name:<22} {value}")

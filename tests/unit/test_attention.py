@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 
 from paged import DEVICE, Heads, by_hand, case_of, spans_of
 from phonograph.engine.attention.base import Attention
+from phonograph.engine.attention.cpu import CpuAttention
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.kernels.base import Places
 from phonograph.engine.kernels.reference import store
+from phonograph.engine.native.library import library
+from phonograph.errors import DeviceError
 
 SPANS = {
     "decode": spans_of((0, 1), (6, 1), (19, 1)),
@@ -23,6 +27,8 @@ SPANS = {
 
 def implementations() -> dict[str, Attention]:
     found: dict[str, Attention] = {"reference": ReferenceAttention()}
+    with suppress(DeviceError):
+        found |= {"cpu": CpuAttention(library())} if DEVICE.type == "cpu" else {}
     try:
         from phonograph.engine.attention.triton import TritonAttention
     except ImportError:

@@ -1,31 +1,45 @@
-"""The kernels for the CPU against the torch reference, packed matrices, and what `explain` says of them."""
+"""The kernels for the CPU against the torch reference, packed matrices, their compilation, and when they are chosen."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph import PlanError
+from paged import Heads as HeadSizes
+from paged import by_hand, case_of, spans_of
+from phonograph import DeviceError, PlanError
 from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.cpu import CpuAttention
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.kernels.base import Angles, Heads, Norm
-from phonograph.engine.kernels.cpu import CpuKernels
-from phonograph.engine.kernels.packing import BLOCK, Int4Matrix, OneDnnMatrix
+from phonograph.engine.kernels.cpu import MOST_TOKENS, CpuKernels
+from phonograph.engine.kernels.packing import BLOCK, PackedMatrix
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.native.library import Library, library
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams
 from phonograph.graphs.config import ask
 
 REFERENCE = ReferenceKernels()
-TOKENS = [0, 1, 3, 4, 16, 17, 31, 32]
-"""On both sides of every bound."""
+TOKENS = [0, 1, 2, 3, 5, 12, 16, 17, 33, MOST_TOKENS, MOST_TOKENS + 1]
+"""Tiles that are filled and tiles that are not, and both sides of the bound."""
 
-needs_onednn = pytest.mark.skipif(bool(OneDnnMatrix.obstacle()), reason=OneDnnMatrix.obstacle())
-needs_int4 = pytest.mark.skipif(bool(Int4Matrix.obstacle()), reason=Int4Matrix.obstacle())
+
+def compiled() -> Library | str:
+    try:
+        return library()
+    except DeviceError as error:
+        return str(error)
+
+
+LIBRARY = compiled()
+pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 
 
 @pytest.fixture(autouse=True)
@@ -33,20 +47,54 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+def native() -> Library:
+    assert isinstance(LIBRARY, Library)
+    return LIBRARY
+
+
 def prepared(*matrices: torch.Tensor, **options: Any) -> CpuKernels:
-    kernels = CpuKernels(**options)
+    kernels = CpuKernels(native(), **options)
     for matrix in matrices:
         kernels.prepare(matrix)
     return kernels
 
 
-def in_4_bits(rows: int, columns: int) -> torch.Tensor:
-    """A matrix such as Q4_1 unpacks to: steps and offsets in float16, every block with its least and most level."""
+def in_blocks(levels: torch.Tensor, step: torch.Tensor, offset: torch.Tensor | float) -> torch.Tensor:
+    return (levels * step.half().float() + offset).flatten(1)
+
+
+def q4_1(rows: int, columns: int) -> torch.Tensor:
+    """What the format unpacks to: steps and offsets in float16, every block with its least and most level."""
     blocks = rows, columns // BLOCK
     levels = torch.randint(0, 16, (*blocks, BLOCK))
     levels[..., 3], levels[..., 7] = 0, 15
-    step, least = (torch.rand(*blocks, 1) + 0.1).half().float(), torch.randn(*blocks, 1).half().float()
-    return (levels * step + least).view(rows, columns)
+    return in_blocks(levels, torch.rand(*blocks, 1) + 0.1, torch.randn(*blocks, 1).half().float())
+
+
+def q4_0(rows: int, columns: int) -> torch.Tensor:
+    """-8 to 7 steps, the farthest number being -8 of them, whose sign a step may turn."""
+    blocks = rows, columns // BLOCK
+    levels = torch.randint(-7, 8, (*blocks, BLOCK))
+    levels[..., 5] = -8
+    return in_blocks(levels, torch.randn(*blocks, 1), 0)
+
+
+def q8_0(rows: int, columns: int) -> torch.Tensor:
+    """-127 to 127 steps, the farthest number being that far away."""
+    blocks = rows, columns // BLOCK
+    levels = torch.randint(-127, 128, (*blocks, BLOCK))
+    levels[..., 9] = 127
+    return in_blocks(levels, torch.rand(*blocks, 1) * 1e-3, 0)  # subnormal steps among them
+
+
+MATRICES: dict[str, tuple[Callable[[int, int], torch.Tensor], int]] = {
+    "q4_1": (q4_1, 4),
+    "q4_0": (q4_0, 4),
+    "q8_0": (q8_0, 8),
+    "bfloat16": (lambda *shape: torch.randn(*shape).bfloat16().float(), 16),
+    "float32": (torch.randn, 32),
+}
+"""What makes a matrix, and the bits that hold it."""
 
 
 def near(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
@@ -87,96 +135,140 @@ def test_rotate_and_store(shape: tuple[int, int, int], with_norm: bool, dtype: t
     angles = Angles(torch.randn(8, head_dim), torch.randn(8, head_dim))
     found, wanted = (
         (kernels.rotate_and_store(qkv, heads, kernels.places(angles, queries, 4), cache, 1), cache.keys, cache.values)
-        for kernels in (CpuKernels(), REFERENCE)
+        for kernels in (prepared(), REFERENCE)
         for cache in [PagedCache.empty(2, 7, 4, kv_heads, head_dim, dtype=dtype, device=torch.device("cpu"))]
     )
     near(found, wanted, 1e-5 if dtype == torch.float32 else 2e-2)
     assert wanted[1][1].any()
 
 
-def test_other_precisions_are_left_as_they_are() -> None:
+def test_other_precisions_are_left_to_the_reference() -> None:
     weight, x, norm = torch.randn(32, 64).half(), torch.randn(8, 64).half(), Norm(torch.rand(64).half(), 1e-5)
-    kernels = prepared(weight, int4=True)
+    kernels = prepared(weight)
     assert torch.equal(kernels.linear(x, weight), REFERENCE.linear(x, weight))
     assert torch.equal(kernels.add_norm(x, x, norm)[0], REFERENCE.add_norm(x, x, norm)[0])
-    assert all(note.startswith("0 of 1 ") for note in kernels.notes)
+    assert torch.equal(kernels.norm_gated(x, x, norm, weight)[0], REFERENCE.norm_gated(x, x, norm, weight)[0])
+    assert kernels.notes[1].startswith("0 of 1 matrices")
+
+
+def test_gates_near_zero_and_far_from_it() -> None:
+    values = torch.tensor([0.0, 1e-30, 1e-3, 0.5, 5, 30, 87, 88, 89, 1e4, 1e18, -1e-3, -5, -87, -89, -1e4])
+    x, both = torch.ones(1, 16), torch.cat([torch.eye(16), torch.eye(16)])
+    norm = Norm(values, 0.0)  # of ones gives the values
+    near(prepared(both).norm_gated(x, None, norm, both), REFERENCE.norm_gated(x, None, norm, both))
 
 
 # -- packed matrices ------------------------------------------------------------------------------------------
 
 
-@needs_onednn
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_matrix_is_packed_without_loss(name: str, num_tokens: int) -> None:
+    make, bits = MATRICES[name]
+    matrix, x = make(75, 96), torch.randn(num_tokens, 96)  # rows that fill no panel
+    assert PackedMatrix.of(matrix, native().lanes).bits == bits
+    kernels = prepared(matrix)
+    near(kernels.linear(x, matrix).double(), x.double() @ matrix.double().t(), 1e-4)
+    if num_tokens == MOST_TOKENS:  # every value, bit by bit
+        assert torch.equal(kernels.linear(torch.eye(96)[:num_tokens], matrix), matrix.t()[:num_tokens])
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_token_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(name: str) -> None:
+    matrix, x = MATRICES[name][0](80, 64), torch.randn(MOST_TOKENS, 64)
+    gate_up, norm = torch.randn(64, 64), Norm(torch.rand(64), 1e-5)
+    kernels, threads = prepared(matrix, gate_up), torch.get_num_threads()
+    wanted = kernels.linear(x, matrix), kernels.norm_gated(x, None, norm, gate_up)[0]
+    try:
+        for few in (1, 2):
+            torch.set_num_threads(few)
+            for count in range(1, MOST_TOKENS + 1):
+                assert torch.equal(kernels.linear(x[:count], matrix), wanted[0][:count])
+                assert torch.equal(kernels.norm_gated(x[:count], None, norm, gate_up)[0], wanted[1][:count])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_fewer_bits_would_change_stays_as_it_is() -> None:
+    for name, (make, bits) in MATRICES.items():
+        matrix = make(256, 64)
+        matrix[200, 40] += 0.01  # behind the rows that are tried first
+        found = PackedMatrix.of(matrix, native().lanes).bits
+        assert found == 32 or found > bits, name
+        x = torch.randn(4, 64)
+        near(prepared(matrix).linear(x, matrix), x @ matrix.t(), 1e-4)
+
+
+@pytest.mark.parametrize(("shape", "bits"), [((16, 48), 16), ((1, 32), 4), ((7, 31), 32), ((5, 2), 16)], ids=str)
+def test_every_shape_can_be_packed(shape: tuple[int, int], bits: int) -> None:
+    matrix, x = torch.full(shape, 0.25), torch.randn(3, shape[1])
+    assert PackedMatrix.of(matrix, native().lanes).bits == bits
+    near(prepared(matrix).linear(x, matrix), x @ matrix.t())
+
+
 def test_matrices_are_packed_as_long_as_the_bytes_last() -> None:
     first, second, third = torch.randn(16, 32), torch.randn(64, 32), torch.randn(16, 32)
     kernels = prepared(first, second, third, most_bytes=2 * first.nbytes)
-    assert kernels.notes == (
-        "2 of 3 matrices, for 4 to 31 tokens, are packed for oneDNN; float32 ones are, up to 0.0 GiB",
-    )
+    assert kernels.notes[1].startswith("2 of 3 matrices packed")
+    assert "(2 in 32 bits; 0 MB)" in kernels.notes[1]
     x = torch.randn(8, 32)
     for matrix in (first, second, third):
         near(kernels.linear(x, matrix), x @ matrix.t(), 1e-4)
 
 
-@needs_int4
-@pytest.mark.parametrize("num_tokens", TOKENS)
-def test_4_bit_matrices_are_multiplied_in_4_bits_where_tokens_are_few(num_tokens: int) -> None:
-    matrix, x = in_4_bits(48, 96), torch.randn(num_tokens, 96)
-    kernels = prepared(matrix, int4=True)
-    found, wanted = kernels.linear(x, matrix), x.double() @ matrix.double().t()
-    is_packed = num_tokens in Int4Matrix.tokens
-    assert found.dtype == (torch.bfloat16 if is_packed else torch.float32)
-    assert (found.double() - wanted).norm() <= (1e-2 if is_packed else 1e-6) * wanted.norm()
-    assert kernels.notes[0].startswith("1 of 1 matrices, for 1 to 16 tokens, are multiplied in 4 bits")
+# -- attention ------------------------------------------------------------------------------------------------
 
 
-@needs_int4
-def test_a_layer_in_4_bits_is_near_the_reference_and_keeps_the_stream_in_float32() -> None:
-    qkv, gate_up = in_4_bits(48, 64), in_4_bits(32, 64)
-    x, norm, bias = torch.randn(2, 64), Norm(torch.rand(64), 1e-5), torch.randn(48)
-    kernels = prepared(qkv, gate_up, int4=True)
-    for found, wanted in (
-        (kernels.norm_linear(x, x, norm, qkv, bias), REFERENCE.norm_linear(x, x, norm, qkv, bias)),
-        (kernels.norm_gated(x, x, norm, gate_up), REFERENCE.norm_gated(x, x, norm, gate_up)),
-    ):
-        assert (found[0] - wanted[0]).norm() <= 2e-2 * wanted[0].norm()
-        assert torch.equal(found[1], wanted[1])
-    assert kernels.norm_linear(x, x, norm, qkv, bias)[0].dtype == torch.float32  # the KV cache takes nothing else
+@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize("heads", [HeadSizes(4, 4, 16), HeadSizes(9, 3, 64)], ids=str)
+def test_attention_over_more_than_a_chunk(heads: HeadSizes, window: int | None) -> None:
+    case = case_of(spans_of((0, 1), (63, 1), (64, 1), (130, 1), (333, 1)), heads)
+    found = case.run(CpuAttention(native()), 1, window)
+    torch.testing.assert_close(found.double(), by_hand(case, 1, window), rtol=1e-4, atol=1e-5)
 
 
-@needs_int4
-@pytest.mark.parametrize("shape", [(16, 48), (24, 64), (16, 16)], ids=str)
-def test_shapes_that_do_not_divide_stay_in_float32(shape: tuple[int, int]) -> None:
-    assert Int4Matrix.of(torch.zeros(shape)) is None
+# -- compilation ----------------------------------------------------------------------------------------------
 
 
-@needs_int4
-def test_what_4_bits_would_change_stays_in_float32() -> None:
-    assert Int4Matrix.of(torch.randn(32, 64)) is None
-    one_off = in_4_bits(32, 64)
-    one_off[5, 40] += 0.01
-    assert Int4Matrix.of(one_off) is None
-    assert Int4Matrix.of(torch.full((16, 32), 0.25)) is not None  # blocks without any step
+def test_it_is_compiled_once_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shown: list[tuple[str, int, int]] = []
+    library(lambda *told: shown.append(told))
+    library(lambda *told: shown.append(told))
+    assert shown == [("compiling kernels", 0, 1), ("compiling kernels", 1, 1)]
+    assert [path.suffix for path in (tmp_path / "phonograph" / "native").iterdir()] == [".so"]
 
 
-# -- what is missing ------------------------------------------------------------------------------------------
+def fake_compiler(folder: Path, script: str) -> str:
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
-def test_a_torch_without_the_ops_takes_the_plain_path_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "_weight_int4pack_mm_for_cpu", raising=False)
-    monkeypatch.setattr(torch.ops, "mkldnn", None)
-    matrix, x = in_4_bits(32, 64), torch.randn(8, 64)
-    kernels = prepared(matrix, int4=True)
-    assert torch.equal(kernels.linear(x, matrix), x @ matrix.t())
-    in_4, packed = kernels.notes
-    assert in_4.startswith("0 of 1 ")
-    assert "has no product with them" in in_4
-    assert packed.startswith("0 of 1 ")
-    assert "does not pack matrices" in packed
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [(None, "CXX=.* is not there. Install a C.. compiler"), ("echo none; echo no OpenMP >&2; exit 1", "no OpenMP")],
+)
+def test_without_a_compiler_the_reference_serves_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, said: str
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, script) if script else str(tmp_path / "missing"))
+    with pytest.raises(DeviceError, match=said):
+        library()
+    llm = make()
+    assert llm.kernels.name == "reference"
+    assert "kernels: reference; slow: compiling the CPU's kernels: " in llm.explain()
+    for name in ("kernels", "attention"):
+        with pytest.raises(DeviceError, match=said):
+            make(**{name: "cpu"})
 
 
-def test_a_slow_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert "DEFAULT" in Int4Matrix.obstacle()
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DeviceError, match="XDG_CACHE_HOME"):
+        library()
 
 
 # -- choice ---------------------------------------------------------------------------------------------------
@@ -207,16 +299,7 @@ def test_recordings_on_the_cpu_have_the_reference() -> None:
     assert make("emulated", "disabled").kernels.name == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"device": "emulated", "backend": "full", "kernels": "cpu"}, "nothing is recorded"),
-        ({"device": "emulated", "backend": "full", "weights": "int4"}, "needs kernels='cpu', but 'reference'"),
-        ({"kernels": "reference", "weights": "int4"}, "needs kernels='cpu', but 'reference'"),
-        ({"dtype": torch.float16, "weights": "int4"}, "torch.float16"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        make(**options)
+@pytest.mark.parametrize("name", ["kernels", "attention"])
+def test_what_is_recorded_can_not_have_them(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name}='cpu' serves a CPU on which nothing is recorded"):
+        make("emulated", "full", **{name: "cpu"})

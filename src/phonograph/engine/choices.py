@@ -6,28 +6,46 @@ import torch
 
 from phonograph.devices import Device
 from phonograph.engine.attention.base import Attention
+from phonograph.engine.attention.cpu import CpuAttention
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.kernels.base import Kernels
 from phonograph.engine.kernels.cpu import CpuKernels
 from phonograph.engine.kernels.reference import ReferenceKernels
+from phonograph.engine.native.library import Library, library
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.sampler import Sampler, TorchSampler
 from phonograph.errors import DeviceError, PlanError
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.resolve import Plan
 
 
-def _default(device: Device) -> str:
-    return "triton" if device.torch_device.type == "cuda" else "reference"
-
-
-def _default_kernels(device: Device, plan: Plan) -> str:
+def _default(device: Device, plan: Plan) -> str:
+    if device.torch_device.type == "cuda":
+        return "triton"
     recorded = any(plan.phase(name).backend != "disabled" for name in ("decode", "prefill", "idle"))
-    return "cpu" if device.torch_device.type == "cpu" and not recorded else _default(device)
+    return "cpu" if device.torch_device.type == "cpu" and not recorded else "reference"
 
 
-def attention_for(device: Device, options: EngineOptions) -> Attention:
-    """The attention that was asked for, or the one that the device is best served by."""
-    if (options.attention or _default(device)) == "reference":
+def _native(asked: str | None, best: str, what: str, progress: Progress) -> Library | DeviceError:
+    """The C++ kernels, or why they can't be had where nobody asked for them."""
+    if best != "cpu":
+        raise PlanError(f"{what}='cpu' serves a CPU on which nothing is recorded. Leave it out, or say device='cpu'.")
+    try:
+        return library(progress)
+    except DeviceError as error:
+        if asked is not None:
+            raise
+        return error
+
+
+def attention_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Attention:
+    """The attention that was asked for, or the one that the device and the plan are best served by."""
+    best = _default(device, plan)
+    name = options.attention or best
+    if name == "cpu":
+        found = _native(options.attention, best, "attention", progress)
+        return ReferenceAttention() if isinstance(found, DeviceError) else CpuAttention(found)
+    if name == "reference":
         return ReferenceAttention()
     try:
         from phonograph.engine.attention.triton import TritonAttention
@@ -36,16 +54,13 @@ def attention_for(device: Device, options: EngineOptions) -> Attention:
     return TritonAttention()
 
 
-def kernels_for(device: Device, options: EngineOptions, plan: Plan) -> Kernels:
+def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:
     """The kernels that were asked for, or those that the device and the plan are best served by."""
-    best = _default_kernels(device, plan)
+    best = _default(device, plan)
     name = options.kernels or best
-    if options.weights is not None and name != "cpu":
-        raise PlanError(f"weights={options.weights!r} needs kernels='cpu', but {name!r} ones serve here. Leave it out.")
-    if name == "cpu" and best != "cpu":
-        raise PlanError("kernels='cpu' serves a CPU on which nothing is recorded. Leave it out, or say device='cpu'.")
     if name == "cpu":
-        return CpuKernels(int4=options.weights == "int4")
+        found = _native(options.kernels, best, "kernels", progress)
+        return ReferenceKernels((f"slow: {found}",)) if isinstance(found, DeviceError) else CpuKernels(found)
     if name == "reference":
         return ReferenceKernels()
     try:
@@ -56,9 +71,9 @@ def kernels_for(device: Device, options: EngineOptions, plan: Plan) -> Kernels:
     return TritonKernels(device.torch_device, tuning.load(hardware(device)))
 
 
-def sampler_for(device: Device, options: EngineOptions) -> Sampler:
+def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
     """The sampler that goes with the kernels."""
-    if (options.kernels or _default(device)) != "triton":
+    if (options.kernels or _default(device, plan)) != "triton":
         return TorchSampler()
     try:
         from phonograph.engine.kernels.triton.sampler import TritonSampler

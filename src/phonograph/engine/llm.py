@@ -84,18 +84,18 @@ class LLM:
         self.device = open_device(device)
         self.options = options
         self.plan = plan_for(self.device, asked, on_cpu_by_default=device in (None, "cpu"))
-        attention = attention_for(self.device, options)
+        attention = attention_for(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config, on = self.checkpoint.config, self.device.torch_device
         dtype = options.dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, config.max_len, eos_ids)
         weights = load_weights(self.checkpoint, dtype, on, progress)
-        self.kernels = kernels_for(self.device, options, self.plan)
+        self.kernels = kernels_for(self.device, options, self.plan, progress)
         for matrix in weights.matrices:
             self.kernels.prepare(matrix)
         decoder = Decoder(config, weights, attention, self.kernels, limits.max_len)
-        sampler = sampler_for(self.device, options)
+        sampler = sampler_for(self.device, options, self.plan)
         self.cache_size = cache_size(decoder, sampler, self.device, self.plan, limits, options, progress)
         self.limits = replace(limits, num_pages=self.cache_size.num_pages)
         self.executor = Executor(

@@ -32,19 +32,13 @@ class EngineOptions:
     """Steps that may be launched before their predecessor is committed."""
     dtype: torch.dtype | None = None
     """Default: float32 on the CPU, bfloat16 elsewhere."""
-    attention: Literal["reference", "triton"] | None = None
-    """Default: triton on a GPU, the torch reference elsewhere."""
+    attention: Literal["reference", "cpu", "triton"] | None = None
+    """Default: triton on a GPU; on a CPU where nothing is recorded, in C++ if it compiles; else the torch reference."""
     kernels: Literal["reference", "cpu", "triton"] | None = None
-    """Default: triton on a GPU, those for the CPU where nothing is recorded there, the torch reference elsewhere."""
-    weights: Literal["int4"] | None = None
-    """On the CPU, int4 multiplies few tokens by what a checkpoint has in 4 bits as it is; default: all in `dtype`."""
+    """Default: as for attention."""
     eager_copies: bool = False
     """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
 
     def __post_init__(self) -> None:
-        if self.weights is not None and self.dtype not in (None, torch.float32):
-            raise PlanError(
-                f"weights={self.weights!r} has all else in float32; found dtype={self.dtype}. Leave one out."
-            )
         if not isinstance(self.memory, float | int) or not 0 < self.memory <= 1:
             raise PlanError(f"memory is a share of the device's memory, above 0 and at most 1; found {self.memory!r}.")

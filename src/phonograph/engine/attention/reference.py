@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,20 +10,27 @@ from torch.nn import functional
 
 from phonograph.engine.attention.base import PagedCache, Queries, Span, StepAttention
 
+ByToken = Callable[[PagedCache, torch.Tensor, torch.Tensor, torch.Tensor], StepAttention]
+"""Attention of tokens that each look at their own row: from the cache, their rows and positions, and the table."""
+
 
 class ReferenceAttention:
     """Graph-native where no spans are given: every token gathers its own pages. With spans, one call per prompt."""
 
     name = "reference"
 
+    def __init__(self, by_token: ByToken | None = None) -> None:
+        self._by_token = by_token or _ByToken.gathering
+
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         if queries.spans is None or queries.one_per_sequence:
-            return _ByToken.gathering(cache, queries.positions, queries.table[queries.rows])
+            return self._by_token(cache, queries.rows, queries.positions, queries.table)
         single = next((i for i, span in enumerate(queries.spans) if span.count > 1), len(queries.spans))
         prompts = tuple(_Prompt.of(cache, queries, span) for span in queries.spans[single:])
         width = _num_pages(queries.spans[:single], cache.page_size)
-        decodes = _ByToken.gathering(cache, queries.positions[:single], queries.table[queries.rows[:single], :width])
-        return _BySpan(decodes if single else None, prompts)
+        rows, positions = queries.rows[:single], queries.positions[:single]
+        decodes = self._by_token(cache, rows, positions, queries.table[:, :width]) if single else None
+        return _BySpan(single, decodes, prompts)
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,9 @@ class _ByToken:
     """By window."""
 
     @staticmethod
-    def gathering(cache: PagedCache, positions: torch.Tensor, pages: torch.Tensor) -> _ByToken:
+    def gathering(cache: PagedCache, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> _ByToken:
         """Memory for the pages of all tokens, taken once for all layers: large pieces are mapped anew every time."""
+        pages = table[rows]
         shape = (pages.numel(), *cache.keys.shape[2:])
         return _ByToken(
             cache, positions, pages.flatten().long(), cache.keys.new_empty(shape), cache.values.new_empty(shape)
@@ -74,14 +82,14 @@ class _ByToken:
 class _BySpan:
     """The sequences that decode together, which stand first; a call for every prompt, over the pages that it fills."""
 
-    decodes: _ByToken | None
+    num_decodes: int
+    decodes: StepAttention | None
     prompts: tuple[_Prompt, ...]
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
         mixed = torch.zeros_like(q)
         if self.decodes is not None:
-            count = self.decodes.positions.shape[0]
-            mixed[:count] = self.decodes.attend(layer, q[:count], window)
+            mixed[: self.num_decodes] = self.decodes.attend(layer, q[: self.num_decodes], window)
         for prompt in self.prompts:
             prompt.attend(layer, q, window, mixed)
         return mixed

@@ -1,29 +1,35 @@
-"""The kernels of a layer on the CPU: matrices packed at load, and as few passes over small tensors as torch allows."""
+"""The kernels of a layer on the CPU, in float32: C++, over matrices in as few bits as hold them exactly."""
 
 from __future__ import annotations
 
-from functools import cache as memo
+from collections import Counter
 
 import torch
 from torch.nn import functional
 
-from phonograph.engine.attention.base import PagedCache
-from phonograph.engine.kernels.base import Heads, Norm, Places
-from phonograph.engine.kernels.packing import Int4Matrix, OneDnnMatrix, PackedMatrix
+from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
+from phonograph.engine.kernels.packing import PackedMatrix
 from phonograph.engine.kernels.reference import ReferenceKernels
+from phonograph.engine.native.library import Library
 
 MOST_BYTES = 4 << 30
-"""What matrices packed in float32 may take together; they stand beside the plain ones."""
+"""What packed matrices may take together; they stand beside the plain ones."""
+MOST_TOKENS = 64
+"""Beyond this many tokens torch's product with the plain matrix is as fast."""
+_REFERENCE = ReferenceKernels()
 
 
 class CpuKernels:
-    """The protocol `Kernels`, for steps that are not recorded: a packed matrix is closed to whoever records."""
+    """The protocol `Kernels`, for steps that are not recorded: what C++ does is closed to whoever records.
+
+    What is not in float32 is left to the reference.
+    """
 
     name = "cpu"
 
-    def __init__(self, *, int4: bool = False, most_bytes: int = MOST_BYTES) -> None:
-        self.places = ReferenceKernels().places
-        self._int4 = int4
+    def __init__(self, library: Library, *, most_bytes: int = MOST_BYTES) -> None:
+        self._library = library
         self._most_bytes = most_bytes
         self._num_matrices = 0
         self._num_bytes = 0
@@ -32,91 +38,113 @@ class CpuKernels:
 
     def prepare(self, matrix: torch.Tensor) -> None:
         self._num_matrices += 1
-        packed = self._in_4_bits(matrix) or self._for_onednn(matrix)
-        if packed is not None:
+        if matrix.dtype != torch.float32:
+            return
+        packed = PackedMatrix.of(matrix, self._library.lanes)
+        if self._num_bytes + packed.nbytes <= self._most_bytes:
+            self._num_bytes += packed.nbytes
             self._packed[id(matrix)] = matrix, packed
-
-    def _in_4_bits(self, matrix: torch.Tensor) -> PackedMatrix | None:
-        asked = self._int4 and not Int4Matrix.obstacle() and matrix.dtype == torch.float32
-        return Int4Matrix.of(matrix) if asked else None
-
-    def _for_onednn(self, matrix: torch.Tensor) -> PackedMatrix | None:
-        fits = matrix.dtype == torch.float32 and self._num_bytes + matrix.nbytes <= self._most_bytes
-        if not fits or OneDnnMatrix.obstacle():
-            return None
-        self._num_bytes += matrix.nbytes
-        return OneDnnMatrix.of(matrix)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        notes = []
-        if self._int4:
-            why = Int4Matrix.obstacle() or "the others are not stored so"
-            notes.append(f"{self._count(Int4Matrix)} are multiplied in 4 bits, x in bfloat16; {why}")
-        why = OneDnnMatrix.obstacle() or f"float32 ones are, up to {self._most_bytes / 2**30:.1f} GiB"
-        notes.append(f"{self._count(OneDnnMatrix)} are packed for oneDNN; {why}")
-        return tuple(notes)
+        found = Counter(packed.bits for _, packed in self._packed.values())
+        parts = [f"{count} in {bits} bits" for bits, count in sorted(found.items())]
+        size = f"{self._num_bytes / 1e6:.0f} MB"
+        return (
+            f"compiled by {self._library.compiler}",
+            f"{len(self._packed)} of {self._num_matrices} matrices packed for up to {MOST_TOKENS} tokens without loss "
+            f"({', '.join(parts) or 'none'}; {size}), multiplied in float32",
+        )
 
-    def _count(self, kind: type[PackedMatrix]) -> str:
-        found = sum(isinstance(packed, kind) for _, packed in self._packed.values())
-        few, many = kind.tokens[0], kind.tokens[-1]
-        return f"{found} of {self._num_matrices} matrices, for {few} to {many} tokens,"
+    def places(self, table: Angles, queries: Queries, page_size: int) -> Places:
+        return _REFERENCE.places(table, queries, page_size)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x if delta is None else x + delta
-        return _normed(x, norm), x
+        if x.dtype != torch.float32:
+            return _REFERENCE.add_norm(x, delta, norm)
+        x = x.contiguous()
+        added, delta = (x, None) if delta is None else (torch.empty_like(x), delta.contiguous())
+        out = torch.empty_like(x)
+        self._library.normed(
+            *(x.data_ptr(), _address(delta), norm.weight.data_ptr(), norm.eps, *x.shape),
+            *(added.data_ptr(), out.data_ptr(), torch.get_num_threads()),
+        )
+        return out, added
 
     def norm_linear(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = self._packed_for(x, weight)
+        if packed is not None:
+            return self._projected(x, packed, delta, norm, bias)
         h, x = self.add_norm(x, delta, norm)
-        found = self._product(h, weight).to(x.dtype)
-        return found if bias is None else found.add_(bias), x
+        return functional.linear(h, weight, bias), x
 
     def norm_gated(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = self._packed_for(x, gate_up)
+        if packed is not None:
+            return self._projected(x, packed, delta, norm, gated=True)
+        if x.dtype != torch.float32:
+            return _REFERENCE.norm_gated(x, delta, norm, gate_up)
         h, x = self.add_norm(x, delta, norm)
-        gate, up = self._product(h, gate_up).chunk(2, -1)
-        return functional.silu(gate).mul_(up), x
+        both = functional.linear(h, gate_up)
+        out = both.new_empty(both.shape[0], both.shape[1] // 2)
+        self._library.gated(both.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads())
+        return out, x
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._product(x, weight)
+        packed = self._packed_for(x, weight)
+        return functional.linear(x, weight) if packed is None else self._projected(x, packed)[0]
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        _, packed = self._packed.get(id(weight), _PLAIN)
-        if packed is None or x.shape[0] not in packed.tokens:
-            return functional.linear(x, weight)
-        return packed.product(x)
+    def _packed_for(self, x: torch.Tensor, weight: torch.Tensor) -> PackedMatrix | None:
+        return self._packed.get(id(weight), _PLAIN)[1] if x.shape[0] <= MOST_TOKENS else None
+
+    def _projected(
+        self,
+        x: torch.Tensor,
+        packed: PackedMatrix,
+        delta: torch.Tensor | None = None,
+        norm: Norm | None = None,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is asked for, and x + delta where there is a norm."""
+        x = x.contiguous()
+        added, delta = (x, None) if delta is None else (torch.empty_like(x), delta.contiguous())
+        out = x.new_empty(x.shape[0], packed.rows // 2 if gated else packed.rows)
+        self._library.projected(
+            *(x.data_ptr(), _address(delta), *_norm(norm), added.data_ptr(), x.shape[0], *packed.arguments),
+            *(_address(bias), gated, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out, added
 
     def rotate_and_store(
         self, qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int
     ) -> torch.Tensor:
-        num_heads, kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        mixed = qkv.view(qkv.shape[0], -1, head_dim)
-        turned = mixed[:, :-kv_heads]  # queries and keys
-        if heads.q_norm is not None and heads.k_norm is not None:
-            q, k = turned[:, :num_heads], turned[:, num_heads:]
-            turned = torch.cat([_normed(q, heads.q_norm), _normed(k, heads.k_norm)], 1)
-        swapped = turned.view(*turned.shape[:2], 2, head_dim // 2).flip(2).flatten(2)
-        cos, sin = places.cos[:, None].to(turned.dtype), places.sin[:, None].to(turned.dtype)
-        turned = (turned * cos).addcmul_(swapped, sin)
-        cache.keys[layer].flatten(0, 1).index_copy_(0, places.slots, turned[:, num_heads:])
-        cache.values[layer].flatten(0, 1).index_copy_(0, places.slots, mixed[:, -kv_heads:])
-        return turned[:, :num_heads]
+        if qkv.dtype != torch.float32 or cache.keys.dtype != torch.float32:
+            return _REFERENCE.rotate_and_store(qkv, heads, places, cache, layer)
+        num_tokens, num_heads, head_dim = qkv.shape[0], heads.num_heads, heads.head_dim
+        qkv, offset = qkv.contiguous(), layer * cache.keys.stride(0) * cache.keys.itemsize
+        queries = qkv.new_empty(num_tokens, num_heads, head_dim)
+        self._library.rotated(
+            *(qkv.data_ptr(), num_tokens, num_heads, heads.num_kv_heads, head_dim),
+            *(*_norm(heads.q_norm), *_norm(heads.k_norm)),
+            *(places.cos.data_ptr(), places.sin.data_ptr(), places.slots.data_ptr()),
+            *(cache.keys.data_ptr() + offset, cache.values.data_ptr() + offset, queries.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return queries
 
 
-_PLAIN = (None, None)
+_PLAIN: tuple[None, None] = (None, None)
 
 
-def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    if x.dtype != torch.float32:
-        return functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = torch.addcmul(_scalar(norm.eps), length, length, value=1 / x.shape[-1]).rsqrt_()
-    return (x * scale).mul_(norm.weight)
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
-@memo
-def _scalar(value: float) -> torch.Tensor:
-    return torch.tensor(value)
+def _norm(norm: Norm | None) -> tuple[int | None, float]:
+    return (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)

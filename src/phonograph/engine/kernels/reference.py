@@ -13,7 +13,9 @@ class ReferenceKernels:
     """Every step of the arithmetic as torch does it."""
 
     name = "reference"
-    notes: tuple[str, ...] = ()
+
+    def __init__(self, notes: tuple[str, ...] = ()) -> None:
+        self.notes = notes
 
     def prepare(self, matrix: torch.Tensor) -> None:
         """Matrices are taken as they are."""

@@ -1,0 +1,1 @@
+"""What a layer does on the CPU, in C++."""

@@ -1,0 +1,388 @@
+// The kernels of a layer for the CPU, in float32: products with packed matrices, norms, rotation, and attention.
+//
+// A matrix stays in the bits that hold its values exactly, and is unpacked in registers. It is stored in panels of LANES
+// rows: a word of a panel holds, in a lane for each of its rows, the next few numbers of that row. A product goes through
+// a panel from its first column to its last with one sum for each row and token. So a token's result has the same bits
+// whatever else is in the batch, and however many threads there are.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, SUMS = 24;  // SUMS: registers that sums may take
+#elif defined(__AVX__)
+constexpr int LANES = 8, SUMS = 12;
+#else
+constexpr int LANES = 4, SUMS = 24;
+#endif
+constexpr int BLOCK = 32;             // columns that share a step and an offset
+constexpr int MOST_TOKENS = 16;       // tokens whose sums are in registers together
+constexpr int CACHED_TOKENS = 128;    // tokens that a panel meets before the next panel comes
+constexpr int CHUNK = 64;             // positions whose scores are held together
+constexpr int64_t WORTHWHILE = 1 << 13;  // numbers from which on threads share a pass over memory
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+template <class T> inline T load(const void* from) {
+  T found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
+}
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+// The sum over the lanes, always in the same order.
+inline float sum_of(Floats value) {
+  float values[LANES];
+  store(values, value);
+#pragma GCC unroll 4
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) values[i] += values[i + width];
+  return values[0];
+}
+
+// A half-precision number that is finite.
+inline Floats from_half(const uint16_t* from) {
+  Ints bits = __builtin_convertvector(load<Halves>(from), Ints);
+  Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
+  return (Floats)((Ints)size | (bits & 0x8000) << 16);
+}
+
+// e to the x, to a few units in the last place; nothing below e^-87 and nothing above e^88.
+inline Floats exponential(Floats x) {
+  x = x < -87.0f ? x - x - 87.0f : x;
+  x = x > 88.0f ? x - x + 88.0f : x;
+  const float shift = 0x1.8p23f;  // adding it rounds to a whole number
+  Floats whole = (x * 1.44269504f + shift) - shift;
+  Floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  return p * (Floats)((__builtin_convertvector(whole, Ints) + 127) << 23);
+}
+
+// -- products -------------------------------------------------------------------------------------------------
+
+struct Float32 {
+  static constexpr int PER_WORD = 1, SCALES = 0;
+  static Floats number(Ints word, int) { return (Floats)word; }
+};
+struct Bfloat16 {
+  static constexpr int PER_WORD = 2, SCALES = 0;
+  static Floats number(Ints word, int i) { return (Floats)(i ? word & (int32_t)0xffff0000 : word << 16); }
+};
+struct Int8 {  // times a step
+  static constexpr int PER_WORD = 4, SCALES = 1;
+  static Floats number(Ints word, int i) { return __builtin_convertvector(word << (24 - 8 * i) >> 24, Floats); }
+};
+struct Int4 {  // 0 to 15, times a step, plus an offset
+  static constexpr int PER_WORD = 8, SCALES = 2;
+  static Floats number(Ints word, int i) { return __builtin_convertvector(word >> 4 * i & 15, Floats); }
+};
+
+struct Matrix {
+  const int32_t* words;    // [panels, columns / PER_WORD, LANES]
+  const uint16_t* scales;  // [panels, columns / BLOCK, SCALES, LANES], half precision
+  int64_t rows, columns;
+};
+
+// Some panels times some tokens: x is [columns, TOKENS], out [TOKENS, rows].
+template <class Format, int TOKENS, int PANELS>
+void multiply(const Matrix& matrix, int64_t panel, const float* x, const float* bias, float* out) {
+  constexpr int PER_WORD = Format::PER_WORD, SCALES = Format::SCALES, STRETCH = SCALES ? BLOCK : PER_WORD;
+  const int64_t stretches = matrix.columns / STRETCH;
+  const int32_t* words[PANELS];
+  const uint16_t* scales[PANELS];
+  for (int p = 0; p < PANELS; p++) {
+    words[p] = matrix.words + (panel + p) * (matrix.columns / PER_WORD) * LANES;
+    scales[p] = matrix.scales + (panel + p) * stretches * SCALES * LANES;
+  }
+  Floats sums[TOKENS][PANELS] = {};
+  for (int64_t stretch = 0; stretch < stretches; stretch++) {
+    Floats step[PANELS], offset[PANELS];
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++) {
+      if (SCALES > 0) step[p] = from_half(scales[p] + stretch * SCALES * LANES);
+      if (SCALES > 1) offset[p] = from_half(scales[p] + (stretch * SCALES + 1) * LANES);
+    }
+    for (int word = 0; word < STRETCH / PER_WORD; word++) {
+      Ints bits[PANELS];
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; p++) {
+        bits[p] = load<Ints>(words[p]);
+        words[p] += LANES;
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < PER_WORD; i++, x += TOKENS) {
+        Floats w[PANELS];
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) {
+          w[p] = Format::number(bits[p], i);
+          if (SCALES == 1) w[p] *= step[p];
+          if (SCALES == 2) w[p] = w[p] * step[p] + offset[p];
+        }
+#pragma GCC unroll 16
+        for (int t = 0; t < TOKENS; t++)
+#pragma GCC unroll 4
+          for (int p = 0; p < PANELS; p++) sums[t][p] += w[p] * x[t];
+      }
+    }
+  }
+  for (int p = 0; p < PANELS; p++) {
+    const int64_t first = (panel + p) * LANES, count = std::min<int64_t>(LANES, matrix.rows - first);
+    for (int t = 0; t < TOKENS; t++) {
+      float values[LANES];
+      store(values, sums[t][p]);
+      for (int lane = 0; lane < count; lane++)
+        out[t * matrix.rows + first + lane] = bias ? values[lane] + bias[first + lane] : values[lane];
+    }
+  }
+}
+
+using Multiply = void (*)(const Matrix&, int64_t, const float*, const float*, float*);
+
+struct Tile {
+  int tokens, panels;
+  Multiply whole, single;  // for `panels` panels, and for one
+};
+
+template <class Format, int TOKENS> constexpr Tile tile() {
+  constexpr int PANELS = SUMS / TOKENS >= 4 ? 4 : SUMS / TOKENS >= 2 ? 2 : 1;
+  return {TOKENS, PANELS, multiply<Format, TOKENS, PANELS>, multiply<Format, TOKENS, 1>};
+}
+
+template <class Format> Tile tile_for(int64_t tokens) {
+  constexpr Tile tiles[] = {tile<Format, 1>(), tile<Format, 2>(),  tile<Format, 4>(),
+                            tile<Format, 8>(), tile<Format, 12>(), tile<Format, MOST_TOKENS>()};
+  return *std::find_if(std::begin(tiles), std::end(tiles), [=](const Tile& t) { return t.tokens >= tokens; });
+}
+
+// Tokens in groups of a tile, the numbers of a group's tokens side by side: [groups, columns, tile tokens].
+void turn(const float* x, int64_t tokens, int64_t columns, int64_t size, float* out, int threads) {
+  const int64_t groups = (tokens + size - 1) / size;
+#pragma omp parallel for num_threads(threads) if (tokens * columns > WORTHWHILE)
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t real = std::min(size, tokens - g * size);
+    const float* from = x + g * size * columns;
+    float* to = out + g * size * columns;
+    for (int64_t k = 0; k < columns; k++, to += size) {
+      for (int64_t t = 0; t < real; t++) to[t] = from[t * columns + k];
+      for (int64_t t = real; t < size; t++) to[t] = 0;
+    }
+  }
+}
+
+// At most CACHED_TOKENS tokens.
+template <class Format>
+void few(const Matrix& matrix, const float* x, int64_t tokens, const float* bias, float* out, int threads) {
+  static thread_local std::vector<float> turned_memory, last_memory;
+  const int64_t columns = matrix.columns, panels = (matrix.rows + LANES - 1) / LANES;
+  const int64_t fewest = (tokens + MOST_TOKENS - 1) / MOST_TOKENS;
+  const Tile tile = tile_for<Format>((tokens + fewest - 1) / fewest);
+  const int64_t size = tile.tokens, groups = (tokens + size - 1) / size, whole = tokens / size;
+  turned_memory.resize(groups * size * columns);
+  last_memory.resize(size * matrix.rows);  // the last group may have tokens that nobody asked for
+  float *const turned = turned_memory.data(), *const last = last_memory.data();
+  turn(x, tokens, columns, size, turned, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t first = 0; first < panels; first += tile.panels) {
+    for (int64_t g = 0; g < groups; g++) {
+      float* const to = g < whole ? out + g * size * matrix.rows : last;
+      const float* const from = turned + g * size * columns;
+      if (first + tile.panels <= panels)
+        tile.whole(matrix, first, from, bias, to);
+      else
+        for (int64_t p = first; p < panels; p++) tile.single(matrix, p, from, bias, to);
+    }
+  }
+  if (whole < groups) std::copy_n(last, (tokens - whole * size) * matrix.rows, out + whole * size * matrix.rows);
+}
+
+template <class Format>
+void product(const Matrix& matrix, const float* x, int64_t tokens, const float* bias, float* out, int threads) {
+  for (int64_t t = 0; t < tokens; t += CACHED_TOKENS)
+    few<Format>(matrix, x + t * matrix.columns, std::min<int64_t>(CACHED_TOKENS, tokens - t), bias,
+                out + t * matrix.rows, threads);
+}
+
+// -- norms and attention --------------------------------------------------------------------------------------
+
+// What a row is multiplied by, besides the weights.
+float norm_scale(const float* x, int64_t width, float eps) {
+  Floats squares = {};
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) squares += load<Floats>(x + i) * load<Floats>(x + i);
+  float sum = sum_of(squares);
+  for (; i < width; i++) sum += x[i] * x[i];
+  return 1 / std::sqrt(sum / width + eps);
+}
+
+struct Cache {
+  const float *keys, *values;  // [num_pages, page_size, kv_heads, head_dim]
+  const int32_t* table;        // [num_rows, width]
+  int64_t width, page_size, kv_heads, head_dim;
+
+  const float* at(const float* pages, int64_t row, int64_t position, int64_t head) const {
+    const int64_t page = table[row * width + position / page_size];
+    return pages + ((page * page_size + position % page_size) * kv_heads + head) * head_dim;
+  }
+};
+
+inline float dot(const float* a, const float* b, int64_t width) {
+  Floats sum = {};
+  for (int64_t d = 0; d < width; d += LANES) sum += load<Floats>(a + d) * load<Floats>(b + d);
+  return sum_of(sum);
+}
+
+// The queries that share one key head, over the positions from first to last: online softmax, chunk by chunk.
+void attend_head(const Cache& cache, int64_t row, int64_t first, int64_t last, int64_t head, const float* q,
+                 int64_t queries, float* out) {
+  const int64_t width = cache.head_dim;
+  const float scale = 1 / std::sqrt((float)width);
+  static thread_local std::vector<float> most, sums, scores;
+  most.assign(queries, -std::numeric_limits<float>::infinity());
+  sums.assign(queries, 0);
+  scores.resize(queries * CHUNK);
+  const float *keys[CHUNK], *values[CHUNK];
+  std::fill_n(out, queries * width, 0.0f);
+  for (int64_t start = first; start <= last; start += CHUNK) {
+    const int64_t count = std::min<int64_t>(CHUNK, last + 1 - start);
+    for (int64_t i = 0; i < count; i++) {
+      keys[i] = cache.at(cache.keys, row, start + i, head);
+      values[i] = cache.at(cache.values, row, start + i, head);
+    }
+    for (int64_t h = 0; h < queries; h++) {
+      float *const score = &scores[h * CHUNK], *const mixed = out + h * width;
+      float highest = most[h];
+      for (int64_t i = 0; i < count; i++) {
+        score[i] = dot(q + h * width, keys[i], width) * scale;
+        highest = std::max(highest, score[i]);
+      }
+      std::fill(score + count, score + CHUNK, -std::numeric_limits<float>::infinity());
+      const float shrunk = std::exp(most[h] - highest);
+      for (int64_t i = 0; i < CHUNK; i += LANES) store(score + i, exponential(load<Floats>(score + i) - highest));
+      sums[h] *= shrunk;
+      for (int64_t i = 0; i < count; i++) sums[h] += score[i];
+      most[h] = highest;
+      for (int64_t d = 0; d < width; d += LANES) {
+        Floats sum = load<Floats>(mixed + d) * shrunk;
+        for (int64_t i = 0; i < count; i++) sum += load<Floats>(values[i] + d) * score[i];
+        store(mixed + d, sum);
+      }
+    }
+  }
+  for (int64_t h = 0; h < queries; h++)
+    for (int64_t d = 0; d < width; d++) out[h * width + d] /= sums[h];
+}
+
+}  // namespace
+
+extern "C" {
+
+int lanes() { return LANES; }
+
+// sum = x + delta where there is a delta; out = norm(sum).
+void normed(const float* x, const float* delta, const float* weight, float eps, int64_t tokens, int64_t width,
+            float* sum, float* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (tokens * width > WORTHWHILE)
+  for (int64_t t = 0; t < tokens; t++) {
+    const float* row = x + t * width;
+    float *__restrict const added = sum + t * width, *__restrict const to = out + t * width;
+    if (delta) {
+      for (int64_t i = 0; i < width; i++) added[i] = row[i] + delta[t * width + i];
+      row = added;
+    }
+    const float scale = norm_scale(row, width, eps);
+    for (int64_t i = 0; i < width; i++) to[i] = row[i] * scale * weight[i];
+  }
+}
+
+// x is [tokens, 2, width]: out = silu of the first half times the second.
+void gated(const float* x, int64_t tokens, int64_t width, float* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (tokens * width > WORTHWHILE)
+  for (int64_t t = 0; t < tokens; t++) {
+    const float *gate = x + t * 2 * width, *up = gate + width;
+    float* const to = out + t * width;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+      const Floats g = load<Floats>(gate + i);
+      store(to + i, g / (1.0f + exponential(-g)) * load<Floats>(up + i));
+    }
+    for (; i < width; i++) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+  }
+}
+
+// x, normed first where there is a norm (as `normed` does it), times the matrix transposed, plus the bias where there is
+// one, and gated where that is asked for (as `gated` does it).
+void projected(const float* x, const float* delta, const float* norm, float eps, float* sum, int64_t tokens, int bits,
+               const int32_t* words, const uint16_t* scales, int64_t rows, int64_t columns, const float* bias,
+               int is_gated, float* out, int threads) {
+  static thread_local std::vector<float> normed_memory, gated_memory;
+  const Matrix matrix{words, scales, rows, columns};
+  if (norm) {
+    normed_memory.resize(tokens * columns);
+    normed(x, delta, norm, eps, tokens, columns, sum, normed_memory.data(), threads);
+    x = normed_memory.data();
+  }
+  if (is_gated) gated_memory.resize(tokens * rows);
+  float* const product_out = is_gated ? gated_memory.data() : out;
+  switch (bits) {
+    case 4: product<Int4>(matrix, x, tokens, bias, product_out, threads); break;
+    case 8: product<Int8>(matrix, x, tokens, bias, product_out, threads); break;
+    case 16: product<Bfloat16>(matrix, x, tokens, bias, product_out, threads); break;
+    case 32: product<Float32>(matrix, x, tokens, bias, product_out, threads); break;
+  }
+  if (is_gated) gated(product_out, tokens, rows / 2, out, threads);
+}
+
+// qkv is [tokens, heads + 2 * kv_heads, head_dim]: norm and rotate queries and keys, write keys and values to slots.
+void rotated(const float* qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, const float* q_norm,
+             float q_eps, const float* k_norm, float k_eps, const float* cos, const float* sin, const int64_t* slots, float* keys,
+             float* values, float* queries, int threads) {
+  const int64_t turned = heads + kv_heads, half = head_dim / 2;
+#pragma omp parallel for num_threads(threads) if (tokens * turned * head_dim > WORTHWHILE)
+  for (int64_t t = 0; t < tokens; t++) {
+    const float *row = qkv + t * (turned + kv_heads) * head_dim, *c = cos + t * head_dim, *s = sin + t * head_dim;
+    float* const key = keys + slots[t] * kv_heads * head_dim;
+    for (int64_t h = 0; h < turned; h++) {
+      const float* const x = row + h * head_dim;
+      const float* const norm = h < heads ? q_norm : k_norm;
+      float* __restrict const to = h < heads ? queries + (t * heads + h) * head_dim : key + (h - heads) * head_dim;
+      const float scale = norm ? norm_scale(x, head_dim, h < heads ? q_eps : k_eps) : 1;
+      for (int64_t d = 0; d < half; d++) {
+        const float low = x[d] * (norm ? scale * norm[d] : 1), high = x[d + half] * (norm ? scale * norm[d + half] : 1);
+        to[d] = low * c[d] + high * s[d];
+        to[d + half] = high * c[d + half] + low * s[d + half];
+      }
+    }
+    std::copy_n(row + turned * head_dim, kv_heads * head_dim, values + slots[t] * kv_heads * head_dim);
+  }
+}
+
+// Every token sees its row's positions up to its own, the last `window` of them where that is not 0.
+void attended(const float* q, int64_t tokens, int64_t heads, const float* keys, const float* values,
+              int64_t page_size, int64_t kv_heads, int64_t head_dim, const int64_t* rows, const int64_t* positions,
+              const int32_t* table, int64_t width, int64_t window, float* out, int threads) {
+  const Cache cache{keys, values, table, width, page_size, kv_heads, head_dim};
+  const int64_t shared = heads / kv_heads;
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t head = 0; head < kv_heads; head++) {
+      const int64_t last = positions[t], first = window ? std::max<int64_t>(0, last + 1 - window) : 0;
+      const int64_t place = (t * heads + head * shared) * head_dim;
+      attend_head(cache, rows[t], first, last, head, q + place, shared, out + place);
+    }
+}
+
+}  // extern "C"
