@@ -23,15 +23,15 @@ def test_a_channel_takes_all_that_is_there_and_waits_only_if_asked() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         channel = Channel(theirs)
-        assert channel.receive(wait=False) == []
+        assert channel.receive(wait=0) == []
         ours.sendall(frame(b"one") + frame(b"two") + frame(b"three")[:3])
         assert channel.receive_one() == b"one"
-        assert channel.receive(wait=True) == [b"two"]
-        assert channel.receive(wait=False) == []
+        assert channel.receive(wait=None) == [b"two"]
+        assert channel.receive(wait=0) == []
         ours.sendall(frame(b"three")[3:])
-        assert channel.receive(wait=True) == [b"three"]
+        assert channel.receive(wait=None) == [b"three"]
         ours.close()
         with pytest.raises(EOFError):
-            channel.receive(wait=True)
+            channel.receive(wait=None)
         with pytest.raises(EOFError):
             channel.send(b"anybody?")

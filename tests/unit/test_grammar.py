@@ -76,6 +76,9 @@ class Alternating:
 
 
 class Alternations:
+    def prepare(self) -> None:
+        """There is nothing to share."""
+
     def start(self, spec: GrammarSpec) -> Alternating:
         return Alternating([range(10, 20), range(200, 256)])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
+import threading
 
 _LENGTH = struct.Struct("<I")
 _MANY = 1 << 18
@@ -43,27 +45,33 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self._sending = threading.Lock()
         self._frames = Frames()
         self._kept: list[bytes] = []
 
     def send(self, data: bytes) -> None:
-        """Waits while the front is so far behind that the socket is full: so nothing piles up."""
+        """Waits while the front is so far behind that the socket is full: so nothing piles up. From any thread."""
         try:
-            self.sock.sendall(frame(data))
+            with self._sending:
+                self.sock.sendall(frame(data))
         except (BrokenPipeError, ConnectionResetError):
             raise EOFError("the front has closed the channel") from None
 
     def receive_one(self) -> bytes:
         """Wait for the next message; those behind it are kept."""
-        first, *self._kept = self.receive(wait=True)
+        while not (found := self.receive(wait=None)):
+            pass
+        first, *self._kept = found
         return first
 
-    def receive(self, *, wait: bool) -> list[bytes]:
-        """All messages that are there; if there are none, waits for one or returns without."""
+    def receive(self, *, wait: float | None) -> list[bytes]:
+        """All messages that are there; if nothing is, what comes in so many seconds, or whenever it comes."""
         found, self._kept = self._kept, []
+        if wait != 0 and not found:
+            select.select([self.sock], [], [], wait)
         while True:
             try:
-                data = self.sock.recv(_MANY, 0 if wait and not found else socket.MSG_DONTWAIT)
+                data = self.sock.recv(_MANY, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return found
             except ConnectionResetError:

@@ -30,6 +30,10 @@ class Constraint(Protocol):
 class GrammarCompiler(Protocol):
     """Makes constraints; one that can't be made is a RequestError."""
 
+    def prepare(self) -> None:
+        """Make now what the first constraint would make."""
+        ...
+
     def start(self, spec: GrammarSpec) -> Constraint: ...
 
 

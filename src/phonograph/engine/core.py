@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from phonograph.engine.admission import refuse_unknown_tokens
-from phonograph.engine.constraints import GrammarCompiler
+from phonograph.engine.constraints import Constraint, GrammarCompiler
 from phonograph.engine.executor import Executor, Launched
 from phonograph.engine.readback import Sampled
 from phonograph.engine.request import FinishReason, Request
@@ -37,19 +38,29 @@ class EngineCore:
         self._in_flight: deque[Launched | Finished] = deque()
         self._news: list[Update] = []
 
-    def add(self, request: Request) -> list[Sequence]:
-        """Take a request in; refused with the reason if it can't be served."""
+    def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
+        """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
         refuse_unknown_tokens(request, self.executor.vocab)
+        if constraints is None:
+            constraints = self.constraints(request)
+        sequences = self.scheduler.add(request)
+        for sequence, constraint in zip(sequences, constraints, strict=False):
+            sequence.constraint = constraint
+        return sequences
+
+    def constraints(self, request: Request) -> list[Constraint]:
+        """One for each sequence of a request that has a grammar. Takes a while; any thread may do it."""
         grammar = request.params.grammar
         if grammar is None:
-            return self.scheduler.add(request)
+            return []
         if self._grammars is None:
             raise RequestError(f"request {request.id}: without a tokenizer no grammar can be followed. Leave it out.")
-        first = self._grammars.start(grammar)
-        sequences = self.scheduler.add(request)
-        for sequence in sequences:
-            sequence.constraint = first if sequence is sequences[0] else self._grammars.start(grammar)
-        return sequences
+        return [self._grammars.start(grammar) for _ in range(request.params.n)]
+
+    def prepare_grammars(self) -> None:
+        """What all grammars share, so that the first request with one need not wait for it."""
+        if self._grammars is not None:
+            self._grammars.prepare()
 
     def cancel(self, request_id: str) -> None:
         """Give a request up; its pages are free once its last launched step is committed."""

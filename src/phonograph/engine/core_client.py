@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from phonograph.engine.channel import Frames, frame
-from phonograph.engine.messages import Checked, Failed, FromCore, Progress, Ready, Shutdown, StepOutput, ToCore
+from phonograph.engine.messages import Checked, Failed, FromCore, Logged, Progress, Ready, Shutdown, StepOutput, ToCore
 from phonograph.engine.spec import EngineSpec
 from phonograph.errors import CoreError
 from phonograph.graphs import progress as shown
@@ -91,6 +91,8 @@ class _Wire(asyncio.Protocol):
                 self.ready.set_result(message)
             case Checked():
                 self._listener.checked(message)
+            case Logged(level, text):
+                log.log(level, "core: %s", text)
             case Failed():
                 self.failure = message
 

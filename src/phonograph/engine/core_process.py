@@ -12,10 +12,14 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 
 from phonograph.engine.channel import Channel
+from phonograph.engine.constraints import Constraint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.llm import LLM
 from phonograph.engine.messages import (
@@ -26,6 +30,7 @@ from phonograph.engine.messages import (
     Failed,
     Finish,
     FromCore,
+    Logged,
     Output,
     Progress,
     Ready,
@@ -34,7 +39,7 @@ from phonograph.engine.messages import (
     ToCore,
 )
 from phonograph.engine.metrics import engine_stats
-from phonograph.engine.request import FinishReason
+from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.sequence import Sequence
 from phonograph.engine.spec import EngineSpec
 from phonograph.engine.step import Update
@@ -44,6 +49,11 @@ log = logging.getLogger("phonograph")
 
 STATS_SECONDS = 0.25
 """How often figures are sent while there is something to do."""
+HEARTBEAT_SECONDS = 10.0
+"""How long nothing may happen before a pass for nobody shows that the device is still there."""
+_COMPILING_SECONDS = 0.002
+"""How often is looked whether a grammar is ready while there is nothing else to do."""
+_COMPILERS = 2
 
 
 class CoreLoop:
@@ -56,21 +66,36 @@ class CoreLoop:
         self._decode = msgspec.msgpack.Decoder(list[ToCore]).decode
         self._live: dict[str, dict[int, Sequence]] = {}
         """The sequences of every request whose end the front does not know."""
+        self._compiling: dict[str, tuple[Request, Future[list[Constraint]]]] = {}
+        """Requests whose grammars are being compiled, while the others go on."""
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
         self._outputs: list[Output] = []
         self._stats_due = 0.0
         self._is_over = False
 
     def run(self) -> None:
         """Serve until the front says that it is over; EOFError if it is gone without a word."""
-        while True:
-            self._report()
-            for data in self._channel.receive(wait=self._core.is_idle):
-                for message in self._decode(data):
-                    self._handle(message)
-            if self._is_over:
-                return
-            for update in self._core.step():
-                self._note(update)
+        try:
+            while not self._is_over:
+                self._turn()
+        finally:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def _turn(self) -> None:
+        self._report()
+        was_idle = self._core.is_idle
+        resting = _COMPILING_SECONDS if self._compiling else HEARTBEAT_SECONDS
+        found = self._channel.receive(wait=resting if was_idle else 0)
+        for data in found:
+            for message in self._decode(data):
+                self._handle(message)
+        self._add_compiled()
+        if self._is_over:
+            return
+        if was_idle and not found and not self._compiling and self._core.is_idle:
+            self._core.idle()
+        for update in self._core.step():
+            self._note(update)
 
     def _report(self) -> None:
         """One message for the step; figures every now and then, and before going to sleep."""
@@ -87,13 +112,12 @@ class CoreLoop:
 
     def _handle(self, message: ToCore) -> None:
         match message:
+            case Add(request) if request.params.grammar is not None:
+                self._compiling[request.id] = request, self._compilers.submit(self._core.constraints, request)
             case Add(request):
-                try:
-                    self._live[request.id] = dict(enumerate(self._core.add(request)))
-                except RequestError as error:
-                    refusal = Output(request.id, 0, (), FinishReason.ERROR, str(error), refused=True)
-                    self._outputs.append(refusal)
+                self._add(request, list)
             case Cancel(request_id):
+                self._compiling.pop(request_id, None)
                 self._live.pop(request_id, None)
                 self._core.cancel(request_id)
             case Finish(request_id, index):
@@ -105,6 +129,18 @@ class CoreLoop:
                 self.send(self._checked())
             case Shutdown():
                 self._is_over = True
+
+    def _add_compiled(self) -> None:
+        for request, compiled in list(self._compiling.values()):
+            if compiled.done():
+                del self._compiling[request.id]
+                self._add(request, compiled.result)
+
+    def _add(self, request: Request, constraints: Callable[[], list[Constraint]]) -> None:
+        try:
+            self._live[request.id] = dict(enumerate(self._core.add(request, constraints())))
+        except RequestError as error:
+            self._outputs.append(Output(request.id, 0, (), FinishReason.ERROR, str(error), refused=True))
 
     def _note(self, update: Update) -> None:
         """Keep what the front has to know; it has forgotten what it cancelled or finished itself."""
@@ -149,9 +185,27 @@ def ready(llm: LLM) -> Ready:
     )
 
 
+class _ToFront(logging.Handler):
+    """Gives what is logged to the front, whose log and status page have it."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(EOFError):
+            self._channel.send(msgspec.msgpack.encode(Logged(record.levelno, self.format(record))))
+
+
+def _log_to(channel: Channel) -> None:
+    log.addHandler(_ToFront(channel))
+    log.propagate = False
+
+
 def serve(channel: Channel) -> int:
     """Build the engine that the front orders and run it; returns the exit status."""
     encode = msgspec.msgpack.Encoder().encode
+    _log_to(channel)
 
     def progress(doing: str, done: int, total: int) -> None:
         channel.send(encode(Progress(doing, done, total)))
@@ -163,6 +217,7 @@ def serve(channel: Channel) -> int:
         except PhonographError as error:
             channel.send(encode(Failed(str(error))))
             return 2
+        llm.core.prepare_grammars()
         channel.send(encode(ready(llm)))
         # What was loaded stays: a full collection in the middle of serving need not look at it.
         gc.collect()

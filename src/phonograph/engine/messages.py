@@ -110,10 +110,17 @@ class Checked(_FromCore, frozen=True):
     """Pages that can be given out."""
 
 
+class Logged(_FromCore, frozen=True):
+    """What the core has to say to whoever reads the log."""
+
+    level: int
+    text: str
+
+
 class Failed(_FromCore, frozen=True):
     """The last words of a core that can't go on."""
 
     reason: str
 
 
-FromCore = Progress | Ready | StepOutput | Checked | Failed
+FromCore = Progress | Ready | StepOutput | Checked | Logged | Failed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,23 +21,34 @@ class Guidance:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary: Any = None
+        self._made: Any = None
+        self._making = threading.Lock()
+
+    def prepare(self) -> None:
+        """Read the vocabulary; without the library, nothing: who asks for a grammar will hear of it."""
+        with suppress(RequestError):
+            self._vocabulary(_library())
+
+    def _vocabulary(self, library: Any) -> Any:
+        with self._making:
+            if self._made is None:
+                eos = list(self._tokenizer.eos_ids)
+                self._made = library.LLTokenizer(self._tokenizer.to_json(), eos_token=eos)
+            return self._made
 
     def start(self, spec: GrammarSpec) -> GuidedText:
         """The beginning of a text that follows the grammar; one that makes no sense is refused."""
         library = _library()
-        if self._vocabulary is None:
-            eos = list(self._tokenizer.eos_ids)
-            self._vocabulary = library.LLTokenizer(self._tokenizer.to_json(), eos_token=eos)
+        vocabulary = self._vocabulary(library)
         try:
             grammar = _grammar_of(spec, library.LLMatcher)
-            problem = library.LLMatcher.validate_grammar(grammar, self._vocabulary)
+            problem = library.LLMatcher.validate_grammar(grammar, vocabulary)
         except ValueError as error:
             problem = str(error)
         if problem:
             first = problem.strip().splitlines()[0]
             raise RequestError(f"the {spec.kind} grammar can't be followed: {first}. Correct it, or leave it out.")
-        return GuidedText(library.LLMatcher(self._vocabulary, grammar, log_level=0))
+        return GuidedText(library.LLMatcher(vocabulary, grammar, log_level=0))
 
 
 class GuidedText:

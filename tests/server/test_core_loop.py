@@ -1,0 +1,183 @@
+"""The loop of the engine core: grammars compiled beside it, the heartbeat of an idle device, and its log."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from phonograph import CoreError, RequestError
+from phonograph.engine import core_process
+from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.channel import Channel, frame
+from phonograph.engine.core import EngineCore
+from phonograph.engine.core_process import CoreLoop
+from phonograph.engine.llm import LLM
+from phonograph.engine.messages import Add, Cancel, Check, Checked, FromCore, Output, Shutdown, StepOutput, ToCore
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.request import GrammarSpec, Request, SamplingParams
+from phonograph.engine.spec import EngineSpec
+
+SPEC = EngineSpec(
+    shape="tiny",
+    device="cpu",
+    options=EngineOptions(max_seqs=4, max_tokens=32, max_len=64, page_size=8, cache_tokens=256),
+)
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+SLOW = replace(GREEDY, grammar=GrammarSpec("lark", "slow"))
+WRONG = replace(GREEDY, grammar=GrammarSpec("lark", "wrong"))
+
+
+class Sevens:
+    """Nothing but the token 7 may come."""
+
+    def mask(self) -> Any:
+        allowed = np.zeros(256, dtype=bool)
+        allowed[7] = True
+        return np.packbits(allowed, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> None:
+        assert token == 7
+
+
+class SlowGrammars:
+    """Takes until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def prepare(self) -> None:
+        """There is nothing to share."""
+
+    def start(self, spec: GrammarSpec) -> Sevens:
+        if spec.text == "wrong":
+            raise RequestError("the grammar makes no sense")
+        assert self.let_go.wait(60)
+        return Sevens()
+
+
+class Front:
+    """The other end of a core loop that runs in a thread."""
+
+    def __init__(self, llm: LLM, sock: socket.socket) -> None:
+        self.llm = llm
+        self._channel = Channel(sock)
+        self._decode = msgspec.msgpack.Decoder(FromCore).decode
+        self.heard: list[Output] = []
+        self.checked: list[Checked] = []
+
+    def tell(self, *messages: ToCore) -> None:
+        self._channel.sock.sendall(frame(msgspec.msgpack.encode(messages)))
+
+    def ask(self, name: str, params: SamplingParams) -> None:
+        self.tell(Add(Request(name, (3, 4, 5), params, arrival=time.monotonic())))
+
+    def listen(self) -> None:
+        for data in self._channel.receive(wait=60):
+            match self._decode(data):
+                case StepOutput(outputs):
+                    self.heard += outputs
+                case Checked() as found:
+                    self.checked.append(found)
+
+    def end_of(self, name: str) -> Output:
+        while True:
+            for output in self.heard:
+                if output.request_id == name and output.finish is not None:
+                    return output
+            self.listen()
+
+    def tokens(self, name: str) -> list[int]:
+        self.end_of(name)
+        return [token for output in self.heard if output.request_id == name for token in output.tokens]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return SPEC.open()
+
+
+@pytest.fixture
+def grammars() -> SlowGrammars:
+    return SlowGrammars()
+
+
+@pytest.fixture
+def front(llm: LLM, grammars: SlowGrammars) -> Iterator[Front]:
+    ours, theirs = socket.socketpair()
+    core = EngineCore(llm.core.scheduler, llm.executor, grammars)
+    with ours, theirs:
+        thread = threading.Thread(target=CoreLoop(core, Channel(theirs)).run)
+        thread.start()
+        found = Front(llm, ours)
+        yield found
+        grammars.let_go.set()
+        found.tell(Shutdown())
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_who_has_no_grammar_does_not_wait_for_one_to_be_compiled(front: Front, grammars: SlowGrammars) -> None:
+    front.ask("slow", SLOW)
+    front.ask("plain", GREEDY)
+    assert len(front.tokens("plain")) == 5
+    assert not any(output.request_id == "slow" for output in front.heard)
+    grammars.let_go.set()
+    assert front.tokens("slow") == [7] * 5
+
+
+def test_a_request_that_is_given_up_while_its_grammar_is_compiled_leaves_nothing(
+    front: Front, grammars: SlowGrammars
+) -> None:
+    front.ask("slow", SLOW)
+    front.tell(Cancel("slow"))
+    grammars.let_go.set()
+    front.ask("plain", GREEDY)
+    front.end_of("plain")
+    front.tell(Check())
+    while not front.checked:
+        front.listen()
+    assert not front.checked[0].problem
+    assert front.checked[0].counts.running == 0
+    assert not any(output.request_id == "slow" for output in front.heard)
+
+
+def test_a_grammar_that_makes_no_sense_is_refused(front: Front) -> None:
+    front.ask("wrong", WRONG)
+    refusal = front.end_of("wrong")
+    assert (refusal.refused, refusal.error) == (True, "the grammar makes no sense")
+
+
+def test_an_idle_device_is_asked_whether_it_is_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process, "HEARTBEAT_SECONDS", 0.01)
+    stats = llm.executor.runners["idle"].stats
+    before = stats.eager.total()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        thread = threading.Thread(target=CoreLoop(llm.core, Channel(theirs)).run)
+        thread.start()
+        front = Front(llm, ours)
+        end = time.monotonic() + 60
+        while stats.eager.total() < before + 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        front.ask("plain", GREEDY)
+        asked_between = front.tokens("plain")
+        front.tell(Shutdown())
+        thread.join(60)
+    assert stats.eager.total() >= before + 3
+    assert asked_between == llm.generate([[3, 4, 5]], GREEDY)[0].tokens
+
+
+def test_what_the_core_logs_is_in_the_log_of_the_front(caplog: pytest.LogCaptureFixture) -> None:
+    broken = replace(SPEC, options=replace(SPEC.options, page_size="eight"))  # type: ignore[arg-type]
+    with pytest.raises(CoreError):
+        asyncio.run(AsyncLLM(broken).start())
+    assert any(text.startswith("core: the engine core can't go on\nTraceback") for text in caplog.messages)
