@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -75,11 +74,12 @@ def _opened(path: Path, compiler: str) -> Library:
 
 
 def _compiler() -> str:
-    asked = os.environ.get("CXX")
-    found = next((path for name in ([asked] if asked else _COMPILERS) if (path := shutil.which(name))), None)
+    found = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if found is None:
-        where = f"CXX={asked} is not there" if asked else f"found none of {', '.join(_COMPILERS)}"
-        raise DeviceError(f"compiling the CPU's kernels: {where}. Install a C++ compiler, e.g. apt install g++.")
+        raise DeviceError(
+            f"compiling the CPU's kernels: found none of {', '.join(_COMPILERS)}. Install a C++ compiler, e.g. apt "
+            "install g++."
+        )
     return found
 
 
@@ -118,7 +118,6 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
         raise DeviceError(
-            f"compiling the CPU's kernels: {' '.join(command)} failed: {last}. "
-            "Name another compiler by CXX, or take kernels='reference'."
+            f"compiling the CPU's kernels: {' '.join(command)} failed: {last}. Install g++, which has OpenMP."
         )
     return done.stdout
