@@ -19,7 +19,7 @@ class CpuAttention:
     name = "cpu"
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
-        fits = cache.keys.dtype == torch.float32 and cache.keys.shape[-1] % self.library.lanes == 0
+        fits = cache.keys.dtype == torch.float32 and self.library.can_attend(cache.keys.shape[-1])
         return ReferenceAttention(self._by_token if fits else None).prepare(cache, queries, num_heads)
 
     def _by_token(

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -25,6 +26,7 @@ constexpr int BLOCK = 32;             // columns that share a step and an offset
 constexpr int MOST_TOKENS = 16;       // tokens whose sums are in registers together
 constexpr int CACHED_TOKENS = 128;    // tokens that a panel meets before the next panel comes
 constexpr int CHUNK = 64;             // positions whose scores are held together
+constexpr int MOST_VECTORS = 16;      // of a head
 constexpr int64_t WORTHWHILE = 1 << 13;  // numbers from which on threads share a pass over memory
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
@@ -233,57 +235,94 @@ struct Cache {
   const int32_t* table;        // [num_rows, width]
   int64_t width, page_size, kv_heads, head_dim;
 
-  const float* at(const float* pages, int64_t row, int64_t position, int64_t head) const {
-    const int64_t page = table[row * width + position / page_size];
-    return pages + ((page * page_size + position % page_size) * kv_heads + head) * head_dim;
+  // Where keys and values of CHUNK positions are; behind the last position it is repeated.
+  void find(int64_t row, int64_t position, int64_t last, int64_t head, const float** key, const float** value) const {
+    int64_t page = position / page_size, place = position % page_size, offset = 0;
+    for (int i = 0; i < CHUNK; i++, position++) {
+      if (position <= last) {
+        offset = ((table[row * width + page] * page_size + place) * kv_heads + head) * head_dim;
+        if (++place == page_size) page++, place = 0;
+      }
+      key[i] = keys + offset;
+      value[i] = values + offset;
+    }
   }
 };
 
-inline float dot(const float* a, const float* b, int64_t width) {
-  Floats sum = {};
-  for (int64_t d = 0; d < width; d += LANES) sum += load<Floats>(a + d) * load<Floats>(b + d);
-  return sum_of(sum);
+// LANES vectors to one that has the sum of each.
+inline Floats sums_of(Floats (&vectors)[LANES]) {
+#if defined(__GNUC__) && !defined(__clang__)
+  // Neighbours are halved and put side by side: pieces with even numbers, and those with odd ones, which are added.
+#pragma GCC unroll 4
+  for (int piece = LANES / 2, count = LANES / 2; piece; piece /= 2, count /= 2) {
+    Ints even = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) even[i] = i / piece * 2 * piece + i % piece;
+    const Ints odd = even + piece;
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+      const Floats a = vectors[2 * i], b = vectors[2 * i + 1];
+      vectors[i] = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+    }
+  }
+  return vectors[0];
+#else
+  Floats found;
+  for (int i = 0; i < LANES; i++) found[i] = sum_of(vectors[i]);
+  return found;
+#endif
 }
 
 // The queries that share one key head, over the positions from first to last: online softmax, chunk by chunk.
-void attend_head(const Cache& cache, int64_t row, int64_t first, int64_t last, int64_t head, const float* q,
-                 int64_t queries, float* out) {
-  const int64_t width = cache.head_dim;
-  const float scale = 1 / std::sqrt((float)width);
-  static thread_local std::vector<float> most, sums, scores;
-  most.assign(queries, -std::numeric_limits<float>::infinity());
-  sums.assign(queries, 0);
-  scores.resize(queries * CHUNK);
-  const float *keys[CHUNK], *values[CHUNK];
-  std::fill_n(out, queries * width, 0.0f);
+template <int VECTORS>
+void attend_head(const Cache& cache, int64_t row, int64_t first, int64_t last, int64_t head, const float* queries,
+                 int64_t count, float* out) {
+  constexpr int WIDTH = VECTORS * LANES;
+  constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+  static thread_local std::vector<float> most, sums;
+  const float scale = 1 / std::sqrt((float)WIDTH);
+  most.assign(count, NOTHING);
+  sums.assign(count, 0);
+  std::fill_n(out, count * WIDTH, 0.0f);
   for (int64_t start = first; start <= last; start += CHUNK) {
-    const int64_t count = std::min<int64_t>(CHUNK, last + 1 - start);
-    for (int64_t i = 0; i < count; i++) {
-      keys[i] = cache.at(cache.keys, row, start + i, head);
-      values[i] = cache.at(cache.values, row, start + i, head);
-    }
-    for (int64_t h = 0; h < queries; h++) {
-      float *const score = &scores[h * CHUNK], *const mixed = out + h * width;
-      float highest = most[h];
-      for (int64_t i = 0; i < count; i++) {
-        score[i] = dot(q + h * width, keys[i], width) * scale;
-        highest = std::max(highest, score[i]);
+    const int64_t seen = std::min<int64_t>(CHUNK, last + 1 - start);
+    const float *keys[CHUNK], *values[CHUNK];
+    cache.find(row, start, last, head, keys, values);
+    for (int64_t h = 0; h < count; h++) {
+      Floats query[VECTORS], mixed[VECTORS];
+      float scores[CHUNK], highest = most[h];
+      for (int d = 0; d < VECTORS; d++) query[d] = load<Floats>(queries + h * WIDTH + d * LANES) * scale;
+      for (int64_t group = 0; group < seen; group += LANES) {
+        Floats products[LANES];
+        for (int i = 0; i < LANES; i++) {
+          products[i] = query[0] * load<Floats>(keys[group + i]);
+          for (int d = 1; d < VECTORS; d++) products[i] += query[d] * load<Floats>(keys[group + i] + d * LANES);
+        }
+        store(scores + group, sums_of(products));
       }
-      std::fill(score + count, score + CHUNK, -std::numeric_limits<float>::infinity());
+      for (int64_t i = 0; i < seen; i++) highest = std::max(highest, scores[i]);
+      for (int64_t i = seen; i < CHUNK; i++) scores[i] = NOTHING;
+      for (int64_t i = 0; i < CHUNK; i += LANES) store(scores + i, exponential(load<Floats>(scores + i) - highest));
       const float shrunk = std::exp(most[h] - highest);
-      for (int64_t i = 0; i < CHUNK; i += LANES) store(score + i, exponential(load<Floats>(score + i) - highest));
-      sums[h] *= shrunk;
-      for (int64_t i = 0; i < count; i++) sums[h] += score[i];
       most[h] = highest;
-      for (int64_t d = 0; d < width; d += LANES) {
-        Floats sum = load<Floats>(mixed + d) * shrunk;
-        for (int64_t i = 0; i < count; i++) sum += load<Floats>(values[i] + d) * score[i];
-        store(mixed + d, sum);
+      sums[h] *= shrunk;
+      for (int d = 0; d < VECTORS; d++) mixed[d] = load<Floats>(out + h * WIDTH + d * LANES) * shrunk;
+      for (int64_t i = 0; i < seen; i++) {
+        sums[h] += scores[i];
+        for (int d = 0; d < VECTORS; d++) mixed[d] += load<Floats>(values[i] + d * LANES) * scores[i];
       }
+      for (int d = 0; d < VECTORS; d++) store(out + h * WIDTH + d * LANES, mixed[d]);
     }
   }
-  for (int64_t h = 0; h < queries; h++)
-    for (int64_t d = 0; d < width; d++) out[h * width + d] /= sums[h];
+  for (int64_t h = 0; h < count; h++)
+    for (int64_t i = 0; i < WIDTH; i++) out[h * WIDTH + i] /= sums[h];
+}
+
+using AttendHead = void (*)(const Cache&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t, float*);
+
+template <int... NUMBERS> AttendHead attend_head_for(int64_t vectors, std::integer_sequence<int, NUMBERS...>) {
+  static constexpr AttendHead heads[] = {attend_head<NUMBERS + 1>...};
+  return heads[vectors - 1];
 }
 
 }  // namespace
@@ -291,6 +330,9 @@ void attend_head(const Cache& cache, int64_t row, int64_t first, int64_t last, i
 extern "C" {
 
 int lanes() { return LANES; }
+
+// Whether `attended` takes heads that are so wide.
+int can_attend(int64_t head_dim) { return head_dim % LANES == 0 && head_dim / LANES <= MOST_VECTORS; }
 
 // sum = x + delta where there is a delta; out = norm(sum).
 void normed(const float* x, const float* delta, const float* weight, float eps, int64_t tokens, int64_t width,
@@ -376,12 +418,13 @@ void attended(const float* q, int64_t tokens, int64_t heads, const float* keys, 
               const int32_t* table, int64_t width, int64_t window, float* out, int threads) {
   const Cache cache{keys, values, table, width, page_size, kv_heads, head_dim};
   const int64_t shared = heads / kv_heads;
+  const AttendHead attend = attend_head_for(head_dim / LANES, std::make_integer_sequence<int, MOST_VECTORS>());
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t head = 0; head < kv_heads; head++) {
       const int64_t last = positions[t], first = window ? std::max<int64_t>(0, last + 1 - window) : 0;
       const int64_t place = (t * heads + head * shared) * head_dim;
-      attend_head(cache, rows[t], first, last, head, q + place, shared, out + place);
+      attend(cache, rows[t], first, last, head, q + place, shared, out + place);
     }
 }
 

@@ -32,6 +32,7 @@ _SIGNATURES = {
         *(c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_float),
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     ),
+    "can_attend": (c_int64,),
     "attended": (
         *(c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64),
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
@@ -48,11 +49,12 @@ class Library:
         self.lanes: int = found.lanes()
         for name, signature in _SIGNATURES.items():
             function = getattr(found, name)
-            function.argtypes, function.restype = signature, None
+            function.argtypes, function.restype = signature, c_int if name == "can_attend" else None
         self.normed = found.normed
         self.gated = found.gated
         self.projected = found.projected
         self.rotated = found.rotated
+        self.can_attend = found.can_attend
         self.attended = found.attended
 
 
