@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
 import threading
 import time
@@ -21,9 +23,20 @@ from phonograph.engine.channel import Channel, frame
 from phonograph.engine.core import EngineCore
 from phonograph.engine.core_process import CoreLoop
 from phonograph.engine.llm import LLM
-from phonograph.engine.messages import Add, Cancel, Check, Checked, FromCore, Output, Shutdown, StepOutput, ToCore
+from phonograph.engine.messages import (
+    Add,
+    Cancel,
+    Check,
+    Checked,
+    FromCore,
+    Logged,
+    Output,
+    Shutdown,
+    StepOutput,
+    ToCore,
+)
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import GrammarSpec, Request, SamplingParams
+from phonograph.engine.request import FinishReason, GrammarSpec, Request, SamplingParams
 from phonograph.engine.spec import EngineSpec
 
 SPEC = EngineSpec(
@@ -34,6 +47,7 @@ SPEC = EngineSpec(
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 SLOW = replace(GREEDY, grammar=GrammarSpec("lark", "slow"))
 WRONG = replace(GREEDY, grammar=GrammarSpec("lark", "wrong"))
+PANIC = replace(GREEDY, grammar=GrammarSpec("lark", "panic"))
 
 
 class Sevens:
@@ -57,11 +71,13 @@ class SlowGrammars:
     def prepare(self) -> None:
         """There is nothing to share."""
 
-    def start(self, spec: GrammarSpec) -> Sevens:
+    def start(self, spec: GrammarSpec, count: int = 1) -> list[Sevens]:
         if spec.text == "wrong":
             raise RequestError("the grammar makes no sense")
+        if spec.text == "panic":
+            raise KeyboardInterrupt("no Exception")
         assert self.let_go.wait(60)
-        return Sevens()
+        return [Sevens() for _ in range(count)]
 
 
 class Front:
@@ -77,11 +93,17 @@ class Front:
     def tell(self, *messages: ToCore) -> None:
         self._channel.sock.sendall(frame(msgspec.msgpack.encode(messages)))
 
-    def ask(self, name: str, params: SamplingParams) -> None:
-        self.tell(Add(Request(name, (3, 4, 5), params, arrival=time.monotonic())))
+    def ask(self, name: str, params: SamplingParams, seconds: float | None = None) -> None:
+        now = time.monotonic()
+        self.tell(
+            Add(Request(name, (3, 4, 5), params, arrival=now, deadline=None if seconds is None else now + seconds))
+        )
+
+    def receive(self, seconds: float) -> list[bytes]:
+        return self._channel.receive(wait=seconds)
 
     def listen(self) -> None:
-        for data in self._channel.receive(wait=60):
+        for data in self.receive(60):
             match self._decode(data):
                 case StepOutput(outputs):
                     self.heard += outputs
@@ -154,6 +176,53 @@ def test_a_grammar_that_makes_no_sense_is_refused(front: Front) -> None:
     front.ask("wrong", WRONG)
     refusal = front.end_of("wrong")
     assert (refusal.refused, refusal.error) == (True, "the grammar makes no sense")
+
+
+def test_a_compiler_that_breaks_breaks_nothing_else(front: Front) -> None:
+    front.ask("panic", PANIC)
+    front.ask("plain", GREEDY)
+    assert "compiling the grammar: KeyboardInterrupt: no Exception" in front.end_of("panic").error
+    assert len(front.tokens("plain")) == 5
+
+
+def test_a_deadline_holds_while_a_grammar_is_compiled(front: Front) -> None:
+    front.ask("late", replace(SLOW, n=2), seconds=0.05)
+    front.end_of("late")
+    ends = [(output.index, output.finish) for output in front.heard if output.request_id == "late"]
+    while len(ends) < 2:
+        front.listen()
+        ends = [(output.index, output.finish) for output in front.heard if output.request_id == "late"]
+    assert ends == [(0, FinishReason.DEADLINE), (1, FinishReason.DEADLINE)]
+
+
+def test_who_compiles_and_does_nothing_else_is_quiet(front: Front) -> None:
+    front.ask("slow", SLOW)
+    end, count = time.monotonic() + 0.6, 0
+    while time.monotonic() < end:
+        count += len(front.receive(0.05))
+    assert count <= 6  # figures four times a second, and those from before
+
+
+def test_more_descriptors_than_select_takes(llm: LLM) -> None:
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(frame(b"here"))
+            assert theirs.fileno() > 1024
+            assert Channel(theirs).receive_one() == b"here"
+    finally:
+        for number in opened:
+            os.close(number)
+
+
+def test_the_log_takes_what_is_no_text() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        handler = core_process._ToFront(Channel(theirs))
+        handler.handle(logging.LogRecord("x", logging.WARNING, "", 0, "a path: %s", ("\udcff",), None))
+        found = msgspec.msgpack.decode(Channel(ours).receive_one(), type=FromCore)
+    assert found == Logged(logging.WARNING, "a path: \\udcff")
 
 
 def test_an_idle_device_is_asked_whether_it_is_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

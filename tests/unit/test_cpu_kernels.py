@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def test_other_precisions_are_left_to_the_reference() -> None:
     assert torch.equal(kernels.linear(x, weight), REFERENCE.linear(x, weight))
     assert torch.equal(kernels.add_norm(x, x, norm)[0], REFERENCE.add_norm(x, x, norm)[0])
     assert torch.equal(kernels.norm_gated(x, x, norm, weight)[0], REFERENCE.norm_gated(x, x, norm, weight)[0])
-    assert kernels.notes[1].startswith("0 of 1 matrices")
+    assert kernels.notes == ("slow: none of 1 matrices is in float32 and fits; torch multiplies them",)
 
 
 def test_gates_near_zero_and_far_from_it() -> None:
@@ -239,25 +240,57 @@ def test_it_is_compiled_once_and_shows_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.suffix for path in (tmp_path / "phonograph" / "native").iterdir()] == [".so"]
 
 
+def put_compiler(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+NO_OPENMP = "[ $1 = --version ] && echo clang && exit; echo 'x.cpp:1: error: no OpenMP' >&2; echo 1 error. >&2; exit 1"
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
-    [(None, "found none of c.., .* Install a C.. compiler"), ("echo none; echo no OpenMP >&2; exit 1", "no OpenMP")],
+    [
+        (None, "found none of g.., c.., clang... Install one"),
+        (NO_OPENMP, "failed: x.cpp:1: error: no OpenMP. Install g.., which has OpenMP"),
+        ("exit 7", "failed: status 7. Install g.."),
+    ],
 )
 def test_without_a_compiler_the_reference_serves_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, said: str
 ) -> None:
     if script:
-        (tmp_path / "c++").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "c++").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+        put_compiler(tmp_path, "c++", script)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(DeviceError, match=said):
         library()
     llm = make()
     assert llm.kernels.name == "reference"
     assert "kernels: reference; slow: compiling the CPU's kernels: " in llm.explain()
+    assert "attention: reference" in llm.explain()
     for name in ("kernels", "attention"):
         with pytest.raises(DeviceError, match=said):
             make(**{name: "cpu"})
+
+
+def test_the_next_compiler_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.which("g++") or shutil.which("c++")
+    put_compiler(tmp_path, "g++", NO_OPENMP)
+    put_compiler(tmp_path, "c++", f'exec {real} "$@"')
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library().lanes == native().lanes
+
+
+def test_half_a_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("phonograph.engine.native.library._opened", Library)  # as in another process
+    library()
+    (made,) = (tmp_path / "phonograph" / "native").iterdir()
+    made.unlink()
+    made.write_bytes(b"half")
+    assert library().lanes == native().lanes
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

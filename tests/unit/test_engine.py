@@ -287,3 +287,11 @@ def test_a_reader_that_stops_listening_gives_its_pages_back() -> None:
     stream.close()
     assert llm.core.is_idle
     llm.core.scheduler.integrity()
+
+
+def test_a_pass_for_nobody_needs_no_graph_where_others_do() -> None:
+    asked = [ask("graphs", "strict", origin="test"), ask("idle.backend", "disabled", origin="test")]
+    options = EngineOptions(max_seqs=2, max_tokens=16, max_len=32, page_size=8, dtype=torch.float32)
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
+    llm.core.idle()
+    assert llm.executor.runners["idle"].stats.eager.total() == 1

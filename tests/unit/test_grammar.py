@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.request import FinishReason, GrammarSpec
+from phonograph.engine.text.guidance import Guidance
+from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
 from phonograph.graphs.config import ask
+from server import tiny
 
 pytest.importorskip("llguidance")
 
@@ -51,6 +55,24 @@ def test_a_json_schema_is_followed(llm: LLM) -> None:
     assert done.finish is FinishReason.STOP
 
 
+def test_several_answers_follow_a_grammar_each(llm: LLM) -> None:
+    params = with_grammar("regex", "[ab]{6}[cd]{6}", temperature=1.5, seed=1, n=2)
+    first, second = llm.generate("Letters:", params)
+    assert first.text != second.text
+    assert re.fullmatch("[ab]{6}[cd]{6}", first.text)
+    assert re.fullmatch("[ab]{6}[cd]{6}", second.text)
+
+
+@pytest.mark.parametrize("eos", [(), (300,)], ids=["none", "behind the vocabulary"])
+def test_a_vocabulary_that_grammars_can_not_have_is_told_to_who_asks_for_one(tmp_path: Path, eos: tuple[int]) -> None:
+    folder = tiny.write(tmp_path / "tiny")
+    (folder / "tokenizer_config.json").unlink()
+    grammars = Guidance(Tokenizer.from_folder(folder, eos))
+    grammars.prepare()  # by a server, for which nobody may ever ask
+    with pytest.raises(RequestError, match="vocabulary can't follow a grammar: "):
+        grammars.start(GrammarSpec("regex", "a+"))
+
+
 def test_a_pattern_and_a_choice_are_followed(llm: LLM) -> None:
     pattern = r"[0-9]{3}-[a-f]{2}"
     done = llm.generate("Code:", with_grammar("regex", pattern, temperature=1.5, seed=1))[0]
@@ -79,8 +101,8 @@ class Alternations:
     def prepare(self) -> None:
         """There is nothing to share."""
 
-    def start(self, spec: GrammarSpec) -> Alternating:
-        return Alternating([range(10, 20), range(200, 256)])
+    def start(self, spec: GrammarSpec, count: int = 1) -> list[Alternating]:
+        return [Alternating([range(10, 20), range(200, 256)]) for _ in range(count)]
 
 
 @pytest.mark.parametrize("backend", ["disabled", "full"])

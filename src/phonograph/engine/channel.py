@@ -46,6 +46,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._sending = threading.Lock()
+        self._arrivals = select.poll()
+        self._arrivals.register(sock, select.POLLIN)
         self._frames = Frames()
         self._kept: list[bytes] = []
 
@@ -68,7 +70,7 @@ class Channel:
         """All messages that are there; if nothing is, what comes in so many seconds, or whenever it comes."""
         found, self._kept = self._kept, []
         if wait != 0 and not found:
-            select.select([self.sock], [], [], wait)
+            self._arrivals.poll(None if wait is None else wait * 1000)
         while True:
             try:
                 data = self.sock.recv(_MANY, socket.MSG_DONTWAIT)

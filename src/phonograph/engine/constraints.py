@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,7 +35,9 @@ class GrammarCompiler(Protocol):
         """Make now what the first constraint would make."""
         ...
 
-    def start(self, spec: GrammarSpec) -> Constraint: ...
+    def start(self, spec: GrammarSpec, count: int = 1) -> Many[Constraint]:
+        """For so many sequences, each at its beginning."""
+        ...
 
 
 class MaskTable:

@@ -48,14 +48,19 @@ class EngineCore:
             sequence.constraint = constraint
         return sequences
 
-    def constraints(self, request: Request) -> list[Constraint]:
+    def constraints(self, request: Request) -> Many[Constraint]:
         """One for each sequence of a request that has a grammar. Takes a while; any thread may do it."""
         grammar = request.params.grammar
         if grammar is None:
             return []
         if self._grammars is None:
             raise RequestError(f"request {request.id}: without a tokenizer no grammar can be followed. Leave it out.")
-        return [self._grammars.start(grammar) for _ in range(request.params.n)]
+        try:
+            return self._grammars.start(grammar, request.params.n)
+        except RequestError:
+            raise
+        except BaseException as error:  # a library's panic is none of Exception's, and must not end all others
+            raise RequestError(f"compiling the grammar: {type(error).__name__}: {error}. Change it.") from error
 
     def prepare_grammars(self) -> None:
         """What all grammars share, so that the first request with one need not wait for it."""

@@ -26,6 +26,9 @@ log = logging.getLogger("phonograph")
 _DYING = 5.0
 """Seconds that a process may take to end once its channel is closed."""
 
+_RESTING = 60.0
+"""Seconds, several times as long as a core with nothing to do is silent."""
+
 
 @dataclass(frozen=True)
 class Restarts:
@@ -38,7 +41,7 @@ class Restarts:
     longest_wait: float = 30.0
     steady: float = 60.0
     silence: float = 300.0
-    """A core that says nothing for so many seconds, though it has something to do, is killed: it hangs."""
+    """A core that says nothing for so many seconds is killed: it hangs. One with nothing to do has a little longer."""
 
 
 class Listener(Protocol):
@@ -235,8 +238,9 @@ class CoreClient:
         killed = ""
         while not (await asyncio.wait([self._wire.closed], timeout=silence / 4))[0]:
             since = self._listener.busy_since
-            if since is not None and time.monotonic() - max(since, self._wire.heard) > silence:
-                killed = f"the engine core had something to do and said nothing for {silence:g} s; it was killed"
+            allowed = silence if since is not None else silence + _RESTING
+            if time.monotonic() - max(since or begin, self._wire.heard) > allowed:
+                killed = f"the engine core said nothing for {allowed:g} s; it was killed"
                 self._process.kill()
         reason = await self._end()
         return killed or reason, time.monotonic() - begin

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 
 import msgspec
 
@@ -50,7 +50,7 @@ log = logging.getLogger("phonograph")
 STATS_SECONDS = 0.25
 """How often figures are sent while there is something to do."""
 HEARTBEAT_SECONDS = 10.0
-"""How long nothing may happen before a pass for nobody shows that the device is still there."""
+"""How long nothing may happen before a pass for nobody asks the device; then the front hears from this process too."""
 _COMPILING_SECONDS = 0.002
 """How often is looked whether a grammar is ready while there is nothing else to do."""
 _COMPILERS = 2
@@ -66,7 +66,7 @@ class CoreLoop:
         self._decode = msgspec.msgpack.Decoder(list[ToCore]).decode
         self._live: dict[str, dict[int, Sequence]] = {}
         """The sequences of every request whose end the front does not know."""
-        self._compiling: dict[str, tuple[Request, Future[list[Constraint]]]] = {}
+        self._compiling: dict[str, tuple[Request, Future[Many[Constraint]]]] = {}
         """Requests whose grammars are being compiled, while the others go on."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
         self._outputs: list[Output] = []
@@ -101,7 +101,8 @@ class CoreLoop:
         """One message for the step; figures every now and then, and before going to sleep."""
         now = time.monotonic()
         outputs, self._outputs = self._outputs, []
-        stats = engine_stats(self._core) if now >= self._stats_due or self._core.is_idle else None
+        rests = self._core.is_idle and not self._compiling
+        stats = engine_stats(self._core) if now >= self._stats_due or rests else None
         if stats is not None:
             self._stats_due = now + STATS_SECONDS
         if outputs or stats is not None:
@@ -117,7 +118,8 @@ class CoreLoop:
             case Add(request):
                 self._add(request, list)
             case Cancel(request_id):
-                self._compiling.pop(request_id, None)
+                if (compiling := self._compiling.pop(request_id, None)) is not None:
+                    compiling[1].cancel()
                 self._live.pop(request_id, None)
                 self._core.cancel(request_id)
             case Finish(request_id, index):
@@ -131,12 +133,19 @@ class CoreLoop:
                 self._is_over = True
 
     def _add_compiled(self) -> None:
+        now = time.monotonic()
         for request, compiled in list(self._compiling.values()):
-            if compiled.done():
+            late = request.deadline is not None and now >= request.deadline
+            if late or compiled.done():
                 del self._compiling[request.id]
+            if late:
+                compiled.cancel()
+                ends = (Output(request.id, index, (), FinishReason.DEADLINE) for index in range(request.params.n))
+                self._outputs += ends
+            elif compiled.done():
                 self._add(request, compiled.result)
 
-    def _add(self, request: Request, constraints: Callable[[], list[Constraint]]) -> None:
+    def _add(self, request: Request, constraints: Callable[[], Many[Constraint]]) -> None:
         try:
             self._live[request.id] = dict(enumerate(self._core.add(request, constraints())))
         except RequestError as error:
@@ -193,8 +202,13 @@ class _ToFront(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(EOFError):
-            self._channel.send(msgspec.msgpack.encode(Logged(record.levelno, self.format(record))))
+        try:
+            text = self.format(record).encode(errors="backslashreplace").decode()
+            self._channel.send(msgspec.msgpack.encode(Logged(record.levelno, text)))
+        except EOFError:
+            pass  # nobody is left to read it
+        except Exception:
+            self.handleError(record)
 
 
 def _log_to(channel: Channel) -> None:
@@ -256,4 +270,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # a grammar that is still being compiled holds nobody up

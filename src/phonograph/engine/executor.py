@@ -77,8 +77,10 @@ class Executor:
         self.num_recordings = sum(_num_recordings(phases[name], plans[name]) for name in phases)
         if largest_only:
             plans = {name: _largest(plans[name], phases[name].bucketed) for name in plans}
+        # A pass for nobody is no batch that must have a graph.
+        lenient = {"idle": replace(options, strict=False)}
         self.runners = {
-            name: Runner(phase, device, plans[name], pool=pool, memory=memory, options=options)
+            name: Runner(phase, device, plans[name], pool=pool, memory=memory, options=lenient.get(name, options))
             for name, phase in phases.items()
         }
         self._batches = BatchBuilder(limits)

@@ -139,6 +139,7 @@ class LLM:
             f"KV cache: {self.limits.capacity:,} tokens in pages of {self.limits.page_size}: {self.cache_size.reason}"
         )
         kernels = f"kernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
+        kernels += f"\nattention: {self.executor.model.attention.name}"
         return f"{self.plan.explain(phases=list(self.executor.runners))}\n{kernels}\n{cache}\n{runners}"
 
     def _text(self) -> Tokenizer:

@@ -38,7 +38,8 @@ class CpuKernels:
 
     def prepare(self, matrix: torch.Tensor) -> None:
         self._num_matrices += 1
-        if matrix.dtype != torch.float32:
+        least = matrix.numel() // 2  # bytes, with 4 bits a number
+        if matrix.dtype != torch.float32 or self._num_bytes + least > self._most_bytes:
             return
         packed = PackedMatrix.of(matrix, self._library.lanes)
         if self._num_bytes + packed.nbytes <= self._most_bytes:
@@ -49,11 +50,13 @@ class CpuKernels:
     def notes(self) -> tuple[str, ...]:
         found = Counter(packed.bits for _, packed in self._packed.values())
         parts = [f"{count} in {bits} bits" for bits, count in sorted(found.items())]
+        if not found:
+            return (f"slow: none of {self._num_matrices} matrices is in float32 and fits; torch multiplies them",)
         size = f"{self._num_bytes / 1e6:.0f} MB"
         return (
             f"compiled by {self._library.compiler}",
             f"{len(self._packed)} of {self._num_matrices} matrices packed for up to {MOST_TOKENS} tokens without loss "
-            f"({', '.join(parts) or 'none'}; {size}), multiplied in float32",
+            f"({', '.join(parts)}; {size}), multiplied in float32",
         )
 
     def places(self, table: Angles, queries: Queries, page_size: int) -> Places:

@@ -26,7 +26,7 @@ constexpr int BLOCK = 32;             // columns that share a step and an offset
 constexpr int MOST_TOKENS = 16;       // tokens whose sums are in registers together
 constexpr int CACHED_TOKENS = 128;    // tokens that a panel meets before the next panel comes
 constexpr int CHUNK = 64;             // positions whose scores are held together
-constexpr int MOST_VECTORS = 16;      // of a head
+constexpr int MOST_VECTORS = 256 / LANES;  // of a head
 constexpr int64_t WORTHWHILE = 1 << 13;  // numbers from which on threads share a pass over memory
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));

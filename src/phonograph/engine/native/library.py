@@ -20,7 +20,7 @@ from phonograph.graphs.progress import Progress, silent
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
-_COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = ("g++", "c++", "clang++")
 _SIGNATURES = {
     "normed": (c_void_p, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p, c_void_p, c_int),
     "gated": (c_void_p, c_int64, c_int64, c_void_p, c_int),
@@ -60,13 +60,38 @@ class Library:
 
 def library(progress: Progress = silent) -> Library:
     """The kernels, compiled now where that was not done before. Raises DeviceError where it can't be done."""
-    compiler = _compiler()
-    version = _run([compiler, "--version"])
-    path = cache_folder() / "native" / f"kernels-{_key(version)}.so"
-    if not path.exists():
-        progress("compiling kernels", 0, 1)
-        _compile(compiler, path)
-        progress("compiling kernels", 1, 1)
+    compilers = dict.fromkeys(path for name in _COMPILERS if (path := shutil.which(name)))
+    problems = []
+    for compiler in compilers:
+        try:
+            return _made_by(compiler, progress)
+        except _CompilerError as error:
+            problems.append(f"{error}. Install g++, which has OpenMP.")
+        except OSError as error:
+            problems.append(f"{error}. Set XDG_CACHE_HOME to a folder that can be written and run from.")
+    found = problems[0] if problems else f"found none of {', '.join(_COMPILERS)}. Install one, e.g. apt install g++."
+    raise DeviceError(f"compiling the CPU's kernels: {found}")
+
+
+class _CompilerError(Exception):
+    """It does not run, or not to its end."""
+
+
+def _made_by(compiler: str, progress: Progress) -> Library:
+    version, openmp = _run([compiler, "--version"]), _openmp()
+    path = cache_folder() / "native" / f"kernels-{_key(version, *openmp)}.so"
+    if path.exists():
+        try:
+            return _opened(path, version.splitlines()[0])
+        except OSError:  # half a file, after a crash; or it can't be run from there, which is seen again below
+            path.unlink()
+    progress("compiling kernels", 0, 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        fresh = Path(folder) / path.name
+        _run([compiler, *_FLAGS, str(SOURCE), "-o", str(fresh), *openmp])
+        fresh.replace(path)  # another process sees the whole file or none
+    progress("compiling kernels", 1, 1)
     return _opened(path, version.splitlines()[0])
 
 
@@ -75,20 +100,20 @@ def _opened(path: Path, compiler: str) -> Library:
     return Library(path, compiler)
 
 
-def _compiler() -> str:
-    found = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
-    if found is None:
-        raise DeviceError(
-            f"compiling the CPU's kernels: found none of {', '.join(_COMPILERS)}. Install a C++ compiler, e.g. apt "
-            "install g++."
-        )
-    return found
+def _openmp() -> list[str]:
+    """The one that torch brings: with another there would be two sets of threads, which wait for each other."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    found = sorted({line.split()[-1] for line in lines if "libgomp" in line})
+    return ["-Wl,--as-needed", *found] if found else []
 
 
-def _key(version: str) -> str:
+def _key(*parts: str) -> str:
     """Of everything that another result would come from."""
-    parts = (SOURCE.read_text(), version, str(_FLAGS), torch.__version__, _cpu())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    everything = (SOURCE.read_text(), str(_FLAGS), torch.__version__, _cpu(), *parts)
+    return hashlib.sha256("\0".join(everything).encode()).hexdigest()[:16]
 
 
 def _cpu() -> str:
@@ -100,26 +125,13 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _compile(compiler: str, path: Path) -> None:
-    # torch brings its own OpenMP: with another one there would be two sets of threads, which wait for each other.
-    openmp = sorted(str(found) for found in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            fresh = Path(folder) / path.name
-            _run([compiler, *_FLAGS, str(SOURCE), "-o", str(fresh), "-Wl,--as-needed", *openmp])
-            fresh.replace(path)  # another process sees the whole file or none
-    except OSError as error:
-        raise DeviceError(
-            f"compiling the CPU's kernels: {error}. Set XDG_CACHE_HOME to a folder that can be written."
-        ) from None
-
-
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise _CompilerError(str(error)) from None
     if done.returncode:
-        last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-        raise DeviceError(
-            f"compiling the CPU's kernels: {' '.join(command)} failed: {last}. Install g++, which has OpenMP."
-        )
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        cause = next((line for line in lines if "error" in line), lines[-1])
+        raise _CompilerError(f"{' '.join(command[:1])} failed: {cause.rstrip('.')}")
     return done.stdout

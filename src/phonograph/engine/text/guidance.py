@@ -33,22 +33,26 @@ class Guidance:
         with self._making:
             if self._made is None:
                 eos = list(self._tokenizer.eos_ids)
-                self._made = library.LLTokenizer(self._tokenizer.to_json(), eos_token=eos)
+                try:
+                    self._made = library.LLTokenizer(self._tokenizer.to_json(), eos_token=eos)
+                except ValueError as error:
+                    problem = f"this model's vocabulary can't follow a grammar: {error}"
+                    raise RequestError(f"{problem}. Leave the grammar out.") from None
             return self._made
 
-    def start(self, spec: GrammarSpec) -> GuidedText:
-        """The beginning of a text that follows the grammar; one that makes no sense is refused."""
+    def start(self, spec: GrammarSpec, count: int = 1) -> list[GuidedText]:
+        """The beginnings of so many texts that follow the grammar; one that makes no sense is refused."""
         library = _library()
         vocabulary = self._vocabulary(library)
         try:
-            grammar = _grammar_of(spec, library.LLMatcher)
-            problem = library.LLMatcher.validate_grammar(grammar, vocabulary)
+            first = library.LLMatcher(vocabulary, _grammar_of(spec, library.LLMatcher), log_level=0)
+            problem = first.get_error() if first.is_error() else ""
         except ValueError as error:
             problem = str(error)
         if problem:
-            first = problem.strip().splitlines()[0]
-            raise RequestError(f"the {spec.kind} grammar can't be followed: {first}. Correct it, or leave it out.")
-        return GuidedText(library.LLMatcher(vocabulary, grammar, log_level=0))
+            line = problem.strip().splitlines()[0]
+            raise RequestError(f"the {spec.kind} grammar can't be followed: {line}. Correct it, or leave it out.")
+        return [GuidedText(first), *(GuidedText(first.deep_copy()) for _ in range(count - 1))]
 
 
 class GuidedText:
