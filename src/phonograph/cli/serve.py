@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for what runs to finish on SIGTERM")
     limits.add_argument("--max-restarts", type=int, default=5, help="how often in a row a dead core is started again")
     limits.add_argument(
-        "--core-timeout", type=float, default=300.0, help="a core that has work and is silent for so long is restarted"
+        "--core-timeout", type=float, default=300.0, help="a core that is silent for so long is restarted"
     )
     log = parser.add_argument_group("log")
     log.add_argument("--log-level", choices=_LEVELS, default="info", help="info has a line for each request")
