@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from paged import Heads as HeadSizes
 from paged import by_hand, case_of, spans_of
@@ -18,7 +21,7 @@ from phonograph.engine.attention.cpu import CpuAttention
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.kernels.base import Angles, Heads, Norm
 from phonograph.engine.kernels.cpu import MOST_TOKENS, CpuKernels
-from phonograph.engine.kernels.packing import BLOCK, PackedMatrix
+from phonograph.engine.kernels.packing import BLOCK, NARROW, PackedMatrix
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
@@ -88,14 +91,37 @@ def q8_0(rows: int, columns: int) -> torch.Tensor:
     return in_blocks(levels, torch.rand(*blocks, 1) * 1e-3, 0)  # subnormal steps among them
 
 
+def raw(kind: str, half_fields: list[int]) -> Callable[[int, int], torch.Tensor]:
+    """Any bytes as llama.cpp unpacks them, but for the scales of a block, which are small numbers in float16."""
+
+    def make(rows: int, columns: int) -> torch.Tensor:
+        found = GGMLQuantizationType[kind]
+        width, size = GGML_QUANT_SIZES[found]
+        random = np.random.default_rng(0)
+        blocks = random.integers(0, 256, (rows, -(-columns // width), size), dtype=np.uint8)
+        for place in half_fields:
+            scales = random.uniform(0.001, 0.01, (*blocks.shape[:2], 1)).astype(np.float16)
+            blocks[..., place : place + 2] = scales.view(np.uint8)
+        return torch.from_numpy(dequantize(blocks.reshape(rows, -1), found))[:, :columns].contiguous()
+
+    return make
+
+
 MATRICES: dict[str, tuple[Callable[[int, int], torch.Tensor], int]] = {
     "q4_1": (q4_1, 4),
     "q4_0": (q4_0, 4),
     "q8_0": (q8_0, 8),
+    "q4_k": (raw("Q4_K", [0, 2]), 4),
+    "q5_0": (raw("Q5_0", [0]), 8),
+    "q5_1": (raw("Q5_1", [0, 2]), 8),
+    "q5_k": (raw("Q5_K", [0, 2]), 8),
+    "q6_k": (raw("Q6_K", [208]), 8),
     "bfloat16": (lambda *shape: torch.randn(*shape).bfloat16().float(), 16),
     "float32": (torch.randn, 32),
 }
 """What makes a matrix, and the bits that hold it."""
+SEARCHED = ("q4_k", "q5_0", "q5_1", "q5_k", "q6_k")
+"""Those whose steps are found by trying."""
 
 
 def near(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
@@ -167,11 +193,13 @@ def test_gates_near_zero_and_far_from_it() -> None:
 def test_a_matrix_is_packed_without_loss(name: str, num_tokens: int) -> None:
     make, bits = MATRICES[name]
     matrix, x = make(75, 96), torch.randn(num_tokens, 96)  # rows that fill no panel
-    assert PackedMatrix.of(matrix, native().lanes).bits == bits
+    assert PackedMatrix.of(matrix, native()).bits == bits
     kernels = prepared(matrix)
     near(kernels.linear(x, matrix).double(), x.double() @ matrix.double().t(), 1e-4)
-    if num_tokens == MOST_TOKENS:  # every value, bit by bit
-        assert torch.equal(kernels.linear(torch.eye(96)[:num_tokens], matrix), matrix.t()[:num_tokens])
+    if num_tokens == MOST_TOKENS:  # every value: bit by bit, or as near as float32 comes to the others of its block
+        found, wanted = kernels.linear(torch.eye(96)[:num_tokens], matrix), matrix.t()[:num_tokens]
+        largest = matrix.view(75, -1, NARROW).abs().amax(-1).repeat_interleave(NARROW, 1).t()[:num_tokens]
+        assert ((found - wanted).abs() <= (largest * 2**-20 if name in SEARCHED else 0)).all()
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -194,16 +222,16 @@ def test_what_fewer_bits_would_change_stays_as_it_is() -> None:
     for name, (make, bits) in MATRICES.items():
         matrix = make(256, 64)
         matrix[200, 40] += 0.01  # behind the rows that are tried first
-        found = PackedMatrix.of(matrix, native().lanes).bits
+        found = PackedMatrix.of(matrix, native()).bits
         assert found == 32 or found > bits, name
         x = torch.randn(4, 64)
         near(prepared(matrix).linear(x, matrix), x @ matrix.t(), 1e-4)
 
 
-@pytest.mark.parametrize(("shape", "bits"), [((16, 48), 16), ((1, 32), 4), ((7, 31), 32), ((5, 2), 16)], ids=str)
+@pytest.mark.parametrize(("shape", "bits"), [((16, 48), 8), ((1, 32), 4), ((7, 31), 32), ((5, 18), 16)], ids=str)
 def test_every_shape_can_be_packed(shape: tuple[int, int], bits: int) -> None:
     matrix, x = torch.full(shape, 0.25), torch.randn(3, shape[1])
-    assert PackedMatrix.of(matrix, native().lanes).bits == bits
+    assert PackedMatrix.of(matrix, native()).bits == bits
     near(prepared(matrix).linear(x, matrix), x @ matrix.t())
 
 

@@ -92,8 +92,9 @@ class LLM:
         limits = limits_for(options, self.device, config.max_len, eos_ids)
         weights = load_weights(self.checkpoint, dtype, on, progress)
         self.kernels = kernels_for(self.device, options, self.plan, progress)
-        for matrix in weights.matrices:
+        for number, matrix in enumerate(matrices := weights.matrices, 1):
             self.kernels.prepare(matrix)
+            progress("preparing matrices", number, len(matrices))
         decoder = Decoder(config, weights, attention, self.kernels, limits.max_len)
         sampler = sampler_for(self.device, options, self.plan)
         self.cache_size = cache_size(decoder, sampler, self.device, self.plan, limits, options, progress)

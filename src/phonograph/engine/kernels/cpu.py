@@ -1,4 +1,4 @@
-"""The kernels of a layer on the CPU, in float32: C++, over matrices in as few bits as hold them exactly."""
+"""The kernels of a layer on the CPU, in float32: C++, over matrices in as few bits as hold them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CpuKernels:
         least = matrix.numel() // 2  # bytes, with 4 bits a number
         if matrix.dtype != torch.float32 or self._num_bytes + least > self._most_bytes:
             return
-        packed = PackedMatrix.of(matrix, self._library.lanes)
+        packed = PackedMatrix.of(matrix, self._library)
         if self._num_bytes + packed.nbytes <= self._most_bytes:
             self._num_bytes += packed.nbytes
             self._packed[id(matrix)] = matrix, packed

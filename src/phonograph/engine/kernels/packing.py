@@ -1,4 +1,4 @@
-"""Matrices in the fewest bits that hold their values exactly, laid out as the C++ kernels read them."""
+"""Matrices in the fewest bits that hold their values, laid out as the C++ kernels read them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Literal
 
 import torch
 
+from phonograph.engine.native.library import Library
+
 BLOCK = 32
-"""Columns that share a step and an offset, in llama.cpp's formats and here."""
+"""Columns that share a step and an offset, in most of llama.cpp's formats and here."""
+NARROW = 16
+"""The same, in its finer ones."""
 _SAMPLE = 64
 """Rows that are tried before the whole matrix is."""
 
@@ -22,40 +26,61 @@ class PackedMatrix:
     """A matrix in panels of rows, padded with zeros to whole panels."""
 
     bits: Bits
-    """4 and 8: whole numbers, in blocks with a step and, for 4, an offset; 16: bfloat16; 32: float32."""
+    """4 and 8: whole numbers, in blocks with a step and an offset; 16: bfloat16; 32: float32."""
     words: torch.Tensor  # int32 [panels, columns * bits / 32, lanes]: in a lane the next numbers of one row
-    scales: torch.Tensor | None  # float16 [panels, columns / BLOCK, 1 or 2, lanes]
+    scales: torch.Tensor | None  # [panels, blocks, 2, lanes], float16 or float32
     rows: int
     columns: int
 
     @cached_property
     def arguments(self) -> tuple[int, ...]:
         """As the C++ kernels take it."""
+        wide = self.scales is not None and self.scales.dtype == torch.float32
         scales = 0 if self.scales is None else self.scales.data_ptr()
-        return self.bits, self.words.data_ptr(), scales, self.rows, self.columns
+        return _FORMATS[self.bits, wide], self.words.data_ptr(), scales, self.rows, self.columns
 
     @property
     def nbytes(self) -> int:
         return self.words.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     @staticmethod
-    def of(matrix: torch.Tensor, lanes: int) -> PackedMatrix:
-        """A float32 matrix, none of whose values is changed."""
+    def of(matrix: torch.Tensor, library: Library) -> PackedMatrix:
+        """A float32 matrix, none of whose values changes by more than float32 rounds."""
         rows, columns = matrix.shape
-        for bits, split in _SPLITS.items():
-            if columns % (BLOCK if bits < 16 else 2) == 0 and split(matrix[:_SAMPLE]) and (found := split(matrix)):
-                numbers, scales = found
-                return PackedMatrix(bits, _words(numbers, bits, lanes), _panels(scales, lanes), rows, columns)
-        words = _padded(matrix, lanes).view(-1, lanes, columns).transpose(1, 2).contiguous().view(torch.int32)
-        return PackedMatrix(32, words, None, rows, columns)
+        for way in _WAYS:
+            if columns % way.multiple == 0 and way.split(matrix[:_SAMPLE], library):
+                found = way.split(matrix, library)
+                if found is not None:
+                    words, scales = _words(found[0], way.bits, library.lanes), _panels(found[1], library.lanes)
+                    return PackedMatrix(way.bits, words, scales, rows, columns)
+        panels = _padded(matrix, library.lanes).view(-1, library.lanes, columns)
+        return PackedMatrix(32, panels.transpose(1, 2).contiguous().view(torch.int32), None, rows, columns)
 
+
+_FORMATS: dict[tuple[Bits, bool], int] = {
+    (4, False): 0,
+    (4, True): 1,
+    (8, False): 2,
+    (8, True): 3,
+    (16, False): 4,
+    (32, False): 5,
+}
+"""The numbers that `kernels.cpp` has for bits, and whether scales are float32."""
 
 _Split = tuple[torch.Tensor, torch.Tensor | None]
-"""Whole numbers [rows, columns], of which the lowest bits count; and scales [rows, blocks, 1 or 2]."""
+"""Whole numbers [rows, columns], of which the lowest bits count; and scales [rows, blocks, 2]."""
 
 
-def _in_4_bits(matrix: torch.Tensor) -> _Split | None:
-    """Blocks of 16 evenly spaced values: of which the least and the most occur, or of eight below zero the lowest."""
+@dataclass(frozen=True)
+class _Way:
+    bits: Bits
+    multiple: int
+    """Of this the number of columns must be one."""
+    split: Callable[[torch.Tensor, Library], _Split | None]
+
+
+def _in_4_bits(matrix: torch.Tensor, library: Library) -> _Split | None:
+    """Q4_1 and Q4_0: 16 evenly spaced values, of which the least and the most occur, or the farthest below zero."""
     blocks = matrix.view(matrix.shape[0], -1, BLOCK)
     least, most = blocks.aminmax(dim=-1)
     farthest = torch.where(least.abs() >= most, least, most)
@@ -66,20 +91,37 @@ def _in_4_bits(matrix: torch.Tensor) -> _Split | None:
     return None
 
 
-def _in_8_bits(matrix: torch.Tensor) -> _Split | None:
-    """Blocks of multiples of a step, the farthest from zero being 127 steps away."""
+def _in_8_bits(matrix: torch.Tensor, library: Library) -> _Split | None:
+    """Q8_0: multiples of a step, the farthest from zero being 127 steps away."""
     blocks = matrix.view(matrix.shape[0], -1, BLOCK)
     step = (blocks.abs().amax(-1) / 127).half()
     found = _in_steps(blocks, step, torch.zeros_like(step), (-127, 127))
-    return None if found is None else (found.view(matrix.shape), step[..., None])
+    return None if found is None else (found.view(matrix.shape), torch.stack([step, torch.zeros_like(step)], -1))
 
 
-def _in_bfloat16(matrix: torch.Tensor) -> _Split | None:
+def _in_bfloat16(matrix: torch.Tensor, library: Library) -> _Split | None:
     rounded = matrix.to(torch.bfloat16)
     return (rounded.view(torch.int16).int(), None) if torch.equal(rounded.float(), matrix) else None
 
 
-_SPLITS: dict[Bits, Callable[[torch.Tensor], _Split | None]] = {4: _in_4_bits, 8: _in_8_bits, 16: _in_bfloat16}
+def _in_any_4_bits(matrix: torch.Tensor, library: Library) -> _Split | None:
+    """Q4_K and whatever else has up to 16 evenly spaced values in a block."""
+    return _searched(matrix, library, BLOCK, 15, 0)
+
+
+def _in_any_8_bits(matrix: torch.Tensor, library: Library) -> _Split | None:
+    """Q5_0 to Q6_K: up to 256 evenly spaced values in a block."""
+    return _searched(matrix, library, NARROW, 255, 128)
+
+
+_WAYS = (
+    _Way(4, BLOCK, _in_4_bits),
+    _Way(4, BLOCK, _in_any_4_bits),
+    _Way(8, BLOCK, _in_8_bits),
+    _Way(8, NARROW, _in_any_8_bits),
+    _Way(16, 2, _in_bfloat16),
+)
+"""From the fewest bits on."""
 
 
 def _in_steps(
@@ -89,6 +131,21 @@ def _in_steps(
     size, start = step.float()[..., None], offset.float()[..., None]
     steps = ((blocks - start) / torch.where(size == 0, 1, size)).round_().clamp_(*bounds)
     return steps.int() if torch.equal(steps * size + start, blocks) else None
+
+
+def _searched(matrix: torch.Tensor, library: Library, block: int, most: int, zero: int) -> _Split | None:
+    """Steps and offsets that are found by trying; whole numbers start at minus `zero`."""
+    matrix = matrix.contiguous()
+    rows, columns = matrix.shape
+    levels = torch.empty(rows, columns, dtype=torch.uint8)
+    step, offset = torch.empty(2, rows, columns // block).unbind(0)
+    failed = library.stepped(
+        *(matrix.data_ptr(), rows, columns, block, most, levels.data_ptr(), step.data_ptr(), offset.data_ptr()),
+        torch.get_num_threads(),
+    )
+    if failed:
+        return None
+    return levels.int() - zero, torch.stack([step, offset + step * zero], -1)
 
 
 def _padded(rows: torch.Tensor, lanes: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 // The kernels of a layer for the CPU, in float32: products with packed matrices, norms, rotation, and attention.
 //
-// A matrix stays in the bits that hold its values exactly, and is unpacked in registers. It is stored in panels of LANES
+// A matrix stays in the bits that hold its values, and is unpacked in registers. It is stored in panels of LANES
 // rows: a word of a panel holds, in a lane for each of its rows, the next few numbers of that row. A product goes through
 // a panel from its first column to its last with one sum for each row and token. So a token's result has the same bits
 // whatever else is in the batch, and however many threads there are.
@@ -22,7 +22,6 @@ constexpr int LANES = 8, SUMS = 12;
 #else
 constexpr int LANES = 4, SUMS = 24;
 #endif
-constexpr int BLOCK = 32;             // columns that share a step and an offset
 constexpr int MOST_TOKENS = 16;       // tokens whose sums are in registers together
 constexpr int CACHED_TOKENS = 128;    // tokens that a panel meets before the next panel comes
 constexpr int CHUNK = 64;             // positions whose scores are held together
@@ -76,49 +75,60 @@ inline Floats exponential(Floats x) {
 
 // -- products -------------------------------------------------------------------------------------------------
 
+// A format says how many numbers a word has, how many columns share scales (BLOCK), how many scales those have, and of
+// what type: a step, and an offset that is added.
+
+inline Floats scale_at(const uint16_t* from) { return from_half(from); }
+inline Floats scale_at(const float* from) { return load<Floats>(from); }
+
 struct Float32 {
-  static constexpr int PER_WORD = 1, SCALES = 0;
+  using Scale = float;
+  static constexpr int PER_WORD = 1, SCALES = 0, BLOCK = 1;
   static Floats number(Ints word, int) { return (Floats)word; }
 };
 struct Bfloat16 {
-  static constexpr int PER_WORD = 2, SCALES = 0;
+  using Scale = float;
+  static constexpr int PER_WORD = 2, SCALES = 0, BLOCK = 2;
   static Floats number(Ints word, int i) { return (Floats)(i ? word & (int32_t)0xffff0000 : word << 16); }
 };
-struct Int8 {  // times a step
-  static constexpr int PER_WORD = 4, SCALES = 1;
+template <int WIDTH, class SCALE> struct Int8 {
+  using Scale = SCALE;
+  static constexpr int PER_WORD = 4, SCALES = 2, BLOCK = WIDTH;
   static Floats number(Ints word, int i) { return __builtin_convertvector(word << (24 - 8 * i) >> 24, Floats); }
 };
-struct Int4 {  // 0 to 15, times a step, plus an offset
-  static constexpr int PER_WORD = 8, SCALES = 2;
+template <int WIDTH, class SCALE> struct Int4 {  // from 0
+  using Scale = SCALE;
+  static constexpr int PER_WORD = 8, SCALES = 2, BLOCK = WIDTH;
   static Floats number(Ints word, int i) { return __builtin_convertvector(word >> 4 * i & 15, Floats); }
 };
 
 struct Matrix {
   const int32_t* words;    // [panels, columns / PER_WORD, LANES]
-  const uint16_t* scales;  // [panels, columns / BLOCK, SCALES, LANES], half precision
+  const void* scales;      // [panels, columns / BLOCK, SCALES, LANES]
   int64_t rows, columns;
 };
 
 // Some panels times some tokens: x is [columns, TOKENS], out [TOKENS, rows].
 template <class Format, int TOKENS, int PANELS>
 void multiply(const Matrix& matrix, int64_t panel, const float* x, const float* bias, float* out) {
-  constexpr int PER_WORD = Format::PER_WORD, SCALES = Format::SCALES, STRETCH = SCALES ? BLOCK : PER_WORD;
-  const int64_t stretches = matrix.columns / STRETCH;
+  using Scale = typename Format::Scale;
+  constexpr int PER_WORD = Format::PER_WORD, SCALES = Format::SCALES, BLOCK = Format::BLOCK;
+  const int64_t blocks = matrix.columns / BLOCK;
   const int32_t* words[PANELS];
-  const uint16_t* scales[PANELS];
+  const Scale* scales[PANELS];
   for (int p = 0; p < PANELS; p++) {
     words[p] = matrix.words + (panel + p) * (matrix.columns / PER_WORD) * LANES;
-    scales[p] = matrix.scales + (panel + p) * stretches * SCALES * LANES;
+    scales[p] = (const Scale*)matrix.scales + (panel + p) * blocks * SCALES * LANES;
   }
   Floats sums[TOKENS][PANELS] = {};
-  for (int64_t stretch = 0; stretch < stretches; stretch++) {
+  for (int64_t block = 0; block < blocks; block++) {
     Floats step[PANELS], offset[PANELS];
 #pragma GCC unroll 4
-    for (int p = 0; p < PANELS; p++) {
-      if (SCALES > 0) step[p] = from_half(scales[p] + stretch * SCALES * LANES);
-      if (SCALES > 1) offset[p] = from_half(scales[p] + (stretch * SCALES + 1) * LANES);
+    for (int p = 0; p < PANELS && SCALES; p++) {
+      step[p] = scale_at(scales[p] + block * SCALES * LANES);
+      offset[p] = scale_at(scales[p] + (block * SCALES + 1) * LANES);
     }
-    for (int word = 0; word < STRETCH / PER_WORD; word++) {
+    for (int word = 0; word < BLOCK / PER_WORD; word++) {
       Ints bits[PANELS];
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; p++) {
@@ -131,8 +141,7 @@ void multiply(const Matrix& matrix, int64_t panel, const float* x, const float* 
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) {
           w[p] = Format::number(bits[p], i);
-          if (SCALES == 1) w[p] *= step[p];
-          if (SCALES == 2) w[p] = w[p] * step[p] + offset[p];
+          if (SCALES) w[p] = w[p] * step[p] + offset[p];
         }
 #pragma GCC unroll 16
         for (int t = 0; t < TOKENS; t++)
@@ -325,11 +334,54 @@ template <int... NUMBERS> AttendHead attend_head_for(int64_t vectors, std::integ
   return heads[vectors - 1];
 }
 
+// -- finding the steps of a matrix --------------------------------------------------------------------------------
+
+// The fewest even steps from the least of these numbers to the most that meet all of them, but for rounding; 0 where
+// there are none. Numbers that are all the same are no step apart.
+int steps_of(const float* x, int count, int most_steps, float* step, float* offset) {
+  const auto [least, most] = std::minmax_element(x, x + count);
+  const double range = (double)*most - *least;
+  const double tolerance = (std::max(std::fabs(*least), std::fabs(*most)) + range) * 0x1p-22;
+  *offset = *least;
+  *step = 0;
+  if (range <= tolerance) return std::isfinite(range) && range == 0;
+  for (int steps = 1; steps <= most_steps; steps++) {
+    const double size = range / steps;
+    if (size < 4 * tolerance) return 0;
+    *step = (float)size;
+    int i = 0;
+    for (; i < count; i++) {
+      const double away = (x[i] - (double)*least) / size;
+      if (std::fabs(away - std::nearbyint(away)) * size > tolerance) break;
+    }
+    if (i == count) return steps;
+  }
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
 
 int lanes() { return LANES; }
+
+// Every block of so many columns as whole numbers of steps from an offset, at most `most_steps` of them: levels is [rows,
+// columns], steps and offsets [rows, columns / block]. Returns how many blocks can't be had so.
+int64_t stepped(const float* x, int64_t rows, int64_t columns, int64_t block, int most_steps, uint8_t* levels,
+                float* steps, float* offsets, int threads) {
+  const int64_t blocks = columns / block;
+  int64_t failed = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : failed)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t b = 0; b < blocks && !failed; b++) {
+      const int64_t first = row * columns + b * block, place = row * blocks + b;
+      if (!steps_of(x + first, block, most_steps, steps + place, offsets + place)) failed++;
+      const double size = steps[place] ? steps[place] : 1;
+      for (int64_t i = first; i < first + block; i++)
+        levels[i] = (uint8_t)std::nearbyint((x[i] - (double)offsets[place]) / size);
+    }
+  return failed;
+}
 
 // Whether `attended` takes heads that are so wide.
 int can_attend(int64_t head_dim) { return head_dim % LANES == 0 && head_dim / LANES <= MOST_VECTORS; }
@@ -367,8 +419,8 @@ void gated(const float* x, int64_t tokens, int64_t width, float* out, int thread
 
 // x, normed first where there is a norm (as `normed` does it), times the matrix transposed, plus the bias where there is
 // one, and gated where that is asked for (as `gated` does it).
-void projected(const float* x, const float* delta, const float* norm, float eps, float* sum, int64_t tokens, int bits,
-               const int32_t* words, const uint16_t* scales, int64_t rows, int64_t columns, const float* bias,
+void projected(const float* x, const float* delta, const float* norm, float eps, float* sum, int64_t tokens, int format,
+               const int32_t* words, const void* scales, int64_t rows, int64_t columns, const float* bias,
                int is_gated, float* out, int threads) {
   static thread_local std::vector<float> normed_memory, gated_memory;
   const Matrix matrix{words, scales, rows, columns};
@@ -379,11 +431,13 @@ void projected(const float* x, const float* delta, const float* norm, float eps,
   }
   if (is_gated) gated_memory.resize(tokens * rows);
   float* const product_out = is_gated ? gated_memory.data() : out;
-  switch (bits) {
-    case 4: product<Int4>(matrix, x, tokens, bias, product_out, threads); break;
-    case 8: product<Int8>(matrix, x, tokens, bias, product_out, threads); break;
-    case 16: product<Bfloat16>(matrix, x, tokens, bias, product_out, threads); break;
-    case 32: product<Float32>(matrix, x, tokens, bias, product_out, threads); break;
+  switch (format) {
+    case 0: product<Int4<32, uint16_t>>(matrix, x, tokens, bias, product_out, threads); break;
+    case 1: product<Int4<32, float>>(matrix, x, tokens, bias, product_out, threads); break;
+    case 2: product<Int8<32, uint16_t>>(matrix, x, tokens, bias, product_out, threads); break;
+    case 3: product<Int8<16, float>>(matrix, x, tokens, bias, product_out, threads); break;
+    case 4: product<Bfloat16>(matrix, x, tokens, bias, product_out, threads); break;
+    case 5: product<Float32>(matrix, x, tokens, bias, product_out, threads); break;
   }
   if (is_gated) gated(product_out, tokens, rows / 2, out, threads);
 }

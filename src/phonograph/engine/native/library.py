@@ -32,12 +32,15 @@ _SIGNATURES = {
         *(c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_float),
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     ),
+    "stepped": (c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
     "can_attend": (c_int64,),
     "attended": (
         *(c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64),
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
     ),
 }
+
+_RESULTS = {"stepped": c_int64, "can_attend": c_int}
 
 
 class Library:
@@ -49,11 +52,12 @@ class Library:
         self.lanes: int = found.lanes()
         for name, signature in _SIGNATURES.items():
             function = getattr(found, name)
-            function.argtypes, function.restype = signature, c_int if name == "can_attend" else None
+            function.argtypes, function.restype = signature, _RESULTS.get(name)
         self.normed = found.normed
         self.gated = found.gated
         self.projected = found.projected
         self.rotated = found.rotated
+        self.stepped = found.stepped
         self.can_attend = found.can_attend
         self.attended = found.attended
 
