@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +222,31 @@ def test_a_token_has_the_same_bits_in_every_batch_and_with_every_number_of_threa
         torch.set_num_threads(threads)
 
 
+def test_threads_do_not_get_into_each_others_way() -> None:
+    matrix, inputs = q4_1(512, 512), [torch.randn(5, 512) for _ in range(200)]
+    kernels = prepared(matrix)
+    wanted = [kernels.linear(x, matrix) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda x: kernels.linear(x, matrix), inputs))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_the_child_of_a_fork_can_go_on() -> None:
+    matrix, x = q4_1(512, 512), torch.randn(5, 512)
+    kernels = prepared(matrix)
+    wanted = kernels.linear(x, matrix)  # the threads that helped do not come along
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(kernels.linear(x, matrix), wanted) else 1)
+    end = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+
+
 def test_what_fewer_bits_would_change_stays_as_it_is() -> None:
     for name, (make, bits) in MATRICES.items():
         matrix = make(256, 64)
@@ -273,15 +302,15 @@ def put_compiler(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-NO_OPENMP = "[ $1 = --version ] && echo clang && exit; echo 'x.cpp:1: error: no OpenMP' >&2; echo 1 error. >&2; exit 1"
+BROKEN = "[ $1 = --version ] && echo clang && exit; echo 'x.cpp:1: error: no vectors' >&2; echo 1 error. >&2; exit 1"
 
 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
         (None, "found none of g.., c.., clang... Install one"),
-        (NO_OPENMP, "failed: x.cpp:1: error: no OpenMP. Install g.., which has OpenMP"),
-        ("exit 7", "failed: status 7. Install g.."),
+        (BROKEN, "failed: x.cpp:1: error: no vectors. Install a newer g.."),
+        ("exit 7", "failed: status 7. Install a newer g.."),
     ],
 )
 def test_without_a_compiler_the_reference_serves_and_says_why(
@@ -304,7 +333,7 @@ def test_without_a_compiler_the_reference_serves_and_says_why(
 
 def test_the_next_compiler_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.which("g++") or shutil.which("c++")
-    put_compiler(tmp_path, "g++", NO_OPENMP)
+    put_compiler(tmp_path, "g++", BROKEN)
     put_compiler(tmp_path, "c++", f'exec {real} "$@"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -6,10 +6,15 @@
 // whatever else is in the batch, and however many threads there are.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -71,6 +76,89 @@ inline Floats exponential(Floats x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
   return p * (Floats)((__builtin_convertvector(whole, Ints) + 127) << 23);
+}
+
+// -- threads --------------------------------------------------------------------------------------------------
+
+inline void pause_a_little() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Threads that help whoever has a loop to run. The caller takes part, and waits for no helper that has not begun: where
+// other programs keep the processors busy, or after a fork, the loop is done all the same.
+class Helpers {
+ public:
+  // Calls body(0) to body(count - 1), in any order, by so many threads at most.
+  template <class Body> void run(int64_t count, int threads, const Body& body) {
+    std::unique_lock<std::mutex> turn(in_use_, std::try_to_lock);
+    if (threads <= 1 || count <= 1 || !turn.owns_lock()) {
+      for (int64_t i = 0; i < count; i++) body(i);
+      return;
+    }
+    for (; num_ < threads - 1; num_++) std::thread(&Helpers::help, this, num_).detach();
+    call_ = [](const void* context, int64_t i) { (*static_cast<const Body*>(context))(i); };
+    context_ = &body;
+    count_ = count;
+    most_ = threads - 1;
+    next_ = 0;
+    is_open_ = true;
+    number_++;
+    if (asleep_) {
+      std::lock_guard<std::mutex> guard(sleep_);
+      wake_.notify_all();
+    }
+    work();
+    is_open_ = false;
+    for (int i = 0; inside_; i++) i < 1000 ? pause_a_little() : std::this_thread::yield();
+  }
+
+ private:
+  void work() {
+    for (int64_t i; (i = next_.fetch_add(1)) < count_;) call_(context_, i);
+  }
+
+  [[noreturn]] void help(int own) {
+    for (int64_t seen = 0;;) {
+      seen = await(seen);
+      inside_++;  // the job stays as it is while somebody is inside and it was open
+      if (is_open_ && own < most_) work();
+      inside_--;
+    }
+  }
+
+  // The number of a job that is not the one seen last: looks for a while, then sleeps.
+  int64_t await(int64_t seen) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
+    do {
+      for (int i = 0; i < 16; i++) {
+        if (number_ != seen) return number_;
+        pause_a_little();
+      }
+    } while (std::chrono::steady_clock::now() < end);
+    std::unique_lock<std::mutex> guard(sleep_);
+    asleep_++;
+    wake_.wait(guard, [&] { return number_ != seen; });
+    asleep_--;
+    return number_;
+  }
+
+  std::mutex in_use_, sleep_;
+  std::condition_variable wake_;
+  int num_ = 0;
+  void (*call_)(const void*, int64_t) = nullptr;
+  const void* context_ = nullptr;
+  int64_t count_ = 0;
+  int most_ = 0;
+  std::atomic<int64_t> next_{0}, number_{0};
+  std::atomic<int> inside_{0}, asleep_{0};
+  std::atomic<bool> is_open_{false};
+};
+
+Helpers& helpers() {
+  static Helpers* const found = new Helpers;  // for ever: its threads never end
+  return *found;
 }
 
 // -- products -------------------------------------------------------------------------------------------------
@@ -182,8 +270,7 @@ template <class Format> Tile tile_for(int64_t tokens) {
 // Tokens in groups of a tile, the numbers of a group's tokens side by side: [groups, columns, tile tokens].
 void turn(const float* x, int64_t tokens, int64_t columns, int64_t size, float* out, int threads) {
   const int64_t groups = (tokens + size - 1) / size;
-#pragma omp parallel for num_threads(threads) if (tokens * columns > WORTHWHILE)
-  for (int64_t g = 0; g < groups; g++) {
+  helpers().run(groups, tokens * columns > WORTHWHILE ? threads : 1, [=](int64_t g) {
     const int64_t real = std::min(size, tokens - g * size);
     const float* from = x + g * size * columns;
     float* to = out + g * size * columns;
@@ -191,7 +278,7 @@ void turn(const float* x, int64_t tokens, int64_t columns, int64_t size, float* 
       for (int64_t t = 0; t < real; t++) to[t] = from[t * columns + k];
       for (int64_t t = real; t < size; t++) to[t] = 0;
     }
-  }
+  });
 }
 
 // At most CACHED_TOKENS tokens.
@@ -206,8 +293,8 @@ void few(const Matrix& matrix, const float* x, int64_t tokens, const float* bias
   last_memory.resize(size * matrix.rows);  // the last group may have tokens that nobody asked for
   float *const turned = turned_memory.data(), *const last = last_memory.data();
   turn(x, tokens, columns, size, turned, threads);
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t first = 0; first < panels; first += tile.panels) {
+  helpers().run((panels + tile.panels - 1) / tile.panels, threads, [&](int64_t step) {
+    const int64_t first = step * tile.panels;
     for (int64_t g = 0; g < groups; g++) {
       float* const to = g < whole ? out + g * size * matrix.rows : last;
       const float* const from = turned + g * size * columns;
@@ -216,7 +303,7 @@ void few(const Matrix& matrix, const float* x, int64_t tokens, const float* bias
       else
         for (int64_t p = first; p < panels; p++) tile.single(matrix, p, from, bias, to);
     }
-  }
+  });
   if (whole < groups) std::copy_n(last, (tokens - whole * size) * matrix.rows, out + whole * size * matrix.rows);
 }
 
@@ -370,9 +457,8 @@ int lanes() { return LANES; }
 int64_t stepped(const float* x, int64_t rows, int64_t columns, int64_t block, int most_steps, uint8_t* levels,
                 float* steps, float* offsets, int threads) {
   const int64_t blocks = columns / block;
-  int64_t failed = 0;
-#pragma omp parallel for num_threads(threads) reduction(+ : failed)
-  for (int64_t row = 0; row < rows; row++)
+  std::atomic<int64_t> failed{0};
+  helpers().run(rows, threads, [&](int64_t row) {
     for (int64_t b = 0; b < blocks && !failed; b++) {
       const int64_t first = row * columns + b * block, place = row * blocks + b;
       if (!steps_of(x + first, block, most_steps, steps + place, offsets + place)) failed++;
@@ -380,6 +466,7 @@ int64_t stepped(const float* x, int64_t rows, int64_t columns, int64_t block, in
       for (int64_t i = first; i < first + block; i++)
         levels[i] = (uint8_t)std::nearbyint((x[i] - (double)offsets[place]) / size);
     }
+  });
   return failed;
 }
 
@@ -389,8 +476,7 @@ int can_attend(int64_t head_dim) { return head_dim % LANES == 0 && head_dim / LA
 // sum = x + delta where there is a delta; out = norm(sum).
 void normed(const float* x, const float* delta, const float* weight, float eps, int64_t tokens, int64_t width,
             float* sum, float* out, int threads) {
-#pragma omp parallel for num_threads(threads) if (tokens * width > WORTHWHILE)
-  for (int64_t t = 0; t < tokens; t++) {
+  helpers().run(tokens, tokens * width > WORTHWHILE ? threads : 1, [=](int64_t t) {
     const float* row = x + t * width;
     float *__restrict const added = sum + t * width, *__restrict const to = out + t * width;
     if (delta) {
@@ -399,13 +485,12 @@ void normed(const float* x, const float* delta, const float* weight, float eps, 
     }
     const float scale = norm_scale(row, width, eps);
     for (int64_t i = 0; i < width; i++) to[i] = row[i] * scale * weight[i];
-  }
+  });
 }
 
 // x is [tokens, 2, width]: out = silu of the first half times the second.
 void gated(const float* x, int64_t tokens, int64_t width, float* out, int threads) {
-#pragma omp parallel for num_threads(threads) if (tokens * width > WORTHWHILE)
-  for (int64_t t = 0; t < tokens; t++) {
+  helpers().run(tokens, tokens * width > WORTHWHILE ? threads : 1, [=](int64_t t) {
     const float *gate = x + t * 2 * width, *up = gate + width;
     float* const to = out + t * width;
     int64_t i = 0;
@@ -414,7 +499,7 @@ void gated(const float* x, int64_t tokens, int64_t width, float* out, int thread
       store(to + i, g / (1.0f + exponential(-g)) * load<Floats>(up + i));
     }
     for (; i < width; i++) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-  }
+  });
 }
 
 // x, normed first where there is a norm (as `normed` does it), times the matrix transposed, plus the bias where there is
@@ -447,8 +532,7 @@ void rotated(const float* qkv, int64_t tokens, int64_t heads, int64_t kv_heads, 
              float q_eps, const float* k_norm, float k_eps, const float* cos, const float* sin, const int64_t* slots, float* keys,
              float* values, float* queries, int threads) {
   const int64_t turned = heads + kv_heads, half = head_dim / 2;
-#pragma omp parallel for num_threads(threads) if (tokens * turned * head_dim > WORTHWHILE)
-  for (int64_t t = 0; t < tokens; t++) {
+  helpers().run(tokens, tokens * turned * head_dim > WORTHWHILE ? threads : 1, [=](int64_t t) {
     const float *row = qkv + t * (turned + kv_heads) * head_dim, *c = cos + t * head_dim, *s = sin + t * head_dim;
     float* const key = keys + slots[t] * kv_heads * head_dim;
     for (int64_t h = 0; h < turned; h++) {
@@ -463,7 +547,7 @@ void rotated(const float* qkv, int64_t tokens, int64_t heads, int64_t kv_heads, 
       }
     }
     std::copy_n(row + turned * head_dim, kv_heads * head_dim, values + slots[t] * kv_heads * head_dim);
-  }
+  });
 }
 
 // Every token sees its row's positions up to its own, the last `window` of them where that is not 0.
@@ -473,13 +557,12 @@ void attended(const float* q, int64_t tokens, int64_t heads, const float* keys, 
   const Cache cache{keys, values, table, width, page_size, kv_heads, head_dim};
   const int64_t shared = heads / kv_heads;
   const AttendHead attend = attend_head_for(head_dim / LANES, std::make_integer_sequence<int, MOST_VECTORS>());
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
-  for (int64_t t = 0; t < tokens; t++)
-    for (int64_t head = 0; head < kv_heads; head++) {
-      const int64_t last = positions[t], first = window ? std::max<int64_t>(0, last + 1 - window) : 0;
-      const int64_t place = (t * heads + head * shared) * head_dim;
-      attend(cache, rows[t], first, last, head, q + place, shared, out + place);
-    }
+  helpers().run(tokens * kv_heads, threads, [&](int64_t i) {
+    const int64_t t = i / kv_heads, head = i % kv_heads, last = positions[t];
+    const int64_t first = window ? std::max<int64_t>(0, last + 1 - window) : 0;
+    const int64_t place = (t * heads + head * shared) * head_dim;
+    attend(cache, rows[t], first, last, head, q + place, shared, out + place);
+  });
 }
 
 }  // extern "C"

@@ -12,14 +12,12 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache as memo
 from pathlib import Path
 
-import torch
-
 from phonograph.engine.kernels.tuning import cache_folder
 from phonograph.errors import DeviceError
 from phonograph.graphs.progress import Progress, silent
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC", "-shared")
 _COMPILERS = ("g++", "c++", "clang++")
 _SIGNATURES = {
     "normed": (c_void_p, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p, c_void_p, c_int),
@@ -70,7 +68,7 @@ def library(progress: Progress = silent) -> Library:
         try:
             return _made_by(compiler, progress)
         except _CompilerError as error:
-            problems.append(f"{error}. Install g++, which has OpenMP.")
+            problems.append(f"{error}. Install a newer g++.")
         except OSError as error:
             problems.append(f"{error}. Set XDG_CACHE_HOME to a folder that can be written and run from.")
     found = problems[0] if problems else f"found none of {', '.join(_COMPILERS)}. Install one, e.g. apt install g++."
@@ -82,8 +80,8 @@ class _CompilerError(Exception):
 
 
 def _made_by(compiler: str, progress: Progress) -> Library:
-    version, openmp = _run([compiler, "--version"]), _openmp()
-    path = cache_folder() / "native" / f"kernels-{_key(version, *openmp)}.so"
+    version = _run([compiler, "--version"])
+    path = cache_folder() / "native" / f"kernels-{_key(version)}.so"
     if path.exists():
         try:
             return _opened(path, version.splitlines()[0])
@@ -93,7 +91,7 @@ def _made_by(compiler: str, progress: Progress) -> Library:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         fresh = Path(folder) / path.name
-        _run([compiler, *_FLAGS, str(SOURCE), "-o", str(fresh), *openmp])
+        _run([compiler, *_FLAGS, str(SOURCE), "-o", str(fresh)])
         fresh.replace(path)  # another process sees the whole file or none
     progress("compiling kernels", 1, 1)
     return _opened(path, version.splitlines()[0])
@@ -104,19 +102,9 @@ def _opened(path: Path, compiler: str) -> Library:
     return Library(path, compiler)
 
 
-def _openmp() -> list[str]:
-    """The one that torch brings: with another there would be two sets of threads, which wait for each other."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    found = sorted({line.split()[-1] for line in lines if "libgomp" in line})
-    return ["-Wl,--as-needed", *found] if found else []
-
-
-def _key(*parts: str) -> str:
+def _key(version: str) -> str:
     """Of everything that another result would come from."""
-    everything = (SOURCE.read_text(), str(_FLAGS), torch.__version__, _cpu(), *parts)
+    everything = (SOURCE.read_text(), version, str(_FLAGS), _cpu())
     return hashlib.sha256("\0".join(everything).encode()).hexdigest()[:16]
 
 
