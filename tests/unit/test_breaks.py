@@ -31,9 +31,11 @@ def test_no_break_equals_full(device: Device) -> None:
     assert not runner.recording(runner.captured[0]).has_gaps
 
 
-def test_full_takes_no_notice_of_breaks(device: Device) -> None:
+def test_full_records_marked_calls_with_the_rest_and_says_so(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     runner = make_runner(lambda batch: negate(batch["x"]), device)
     assert num_graphs(runner) == 1
+    assert "negate is marked @graph_break" in caplog.text
+    assert "Use backend='breakable', or call negate.inline" in caplog.text
     equal(runner.run({"x": rows(device, 3)}), -rows(device, 3))
 
 

@@ -30,6 +30,11 @@ def test_generate_answers_with_the_default_model(default: None, capsys: Capture)
     assert "decode.backend   disabled  measured" in out
 
 
+def test_a_generation_that_fails_is_told_and_ends_with_a_status(default: None, capsys: Capture) -> None:
+    assert main(["generate", "--prompt", "One, two,", "--graphs", "strict", "--device", "cpu"]) == 1
+    assert "strict: prefill has no graph for this batch" in capsys.readouterr().err
+
+
 def test_generate_on_the_graph_path_as_json(default: None, capsys: Capture) -> None:
     flags = ["--device", "emulated", "--max-len", "64", "--max-seqs", "1", "--prefill-graph-limit", "16"]
     assert main(["generate", "--prompt", "One, two, three,", "--max-tokens", "4", "--json", *flags]) == 0

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph import Device, EmulatedDevice, RequestError, verify
+from phonograph import Device, EmulatedDevice, PlanError, RequestError, verify
 from phonograph.engine.attention.base import Queries, Span
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.executor import Executor, Launched
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import FinishReason, Request, SamplingParams
+from phonograph.engine.step import Step
 from phonograph.graphs.config import ask
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -295,3 +297,58 @@ def test_a_pass_for_nobody_needs_no_graph_where_others_do() -> None:
     llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
     llm.core.idle()
     assert llm.executor.runners["idle"].stats.eager.total() == 1
+
+
+def test_an_interrupt_ends_what_ran_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, launch = make("cpu"), Executor.launch
+    wanted = tokens(llm)
+
+    def interrupted(executor: Executor, step: Step) -> Launched:
+        steps.append(step)
+        if len(steps) > 3:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return launch(executor, step)
+
+    steps: list[Step] = []
+    monkeypatch.setattr(Executor, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    assert llm.core.is_idle
+    assert tokens(llm) == wanted
+
+
+def test_a_second_caller_is_refused_and_the_first_loses_nothing() -> None:
+    llm = make("cpu")
+    wanted = llm.generate([PROMPTS[0]], GREEDY)[0].tokens
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    with llm._alone():
+        with pytest.raises(RequestError, match="generating for somebody else"):
+            next(stream)
+        with pytest.raises(RequestError, match="take AsyncLLM"):
+            llm.generate([PROMPTS[0]], GREEDY)
+    assert llm.generate([PROMPTS[0]], GREEDY)[0].tokens == wanted
+
+
+def test_a_top_k_beyond_every_vocabulary_cuts_nothing() -> None:
+    llm = make("cpu")
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
+    wanted = tokens(llm, params=params)
+    assert tokens(llm, params=replace(params, top_k=3_000_000_000)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_len": 0}, "max_len is a whole number from 1 on; found 0"),
+        ({"page_size": True}, "page_size is a whole number from 1 on; found True"),
+        ({"cache_tokens": -1}, "cache_tokens is a whole number from 1 on"),
+        ({"attention": "foo"}, "attention is one of reference, cpu, triton; found 'foo'"),
+        ({"kernels": "foo"}, "kernels is one of reference"),
+        ({"dtype": "float16"}, "dtype is a torch.dtype, e.g. torch.float32; found 'float16'"),
+    ],
+    ids=str,
+)
+def test_options_that_can_not_be_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        EngineOptions(**options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
         print(done.text)
     if args.report:
         print(_report(llm, done, loaded - begin, seconds))
-    return 0
+    if done.error:
+        print(f"phonograph: {done.error}", file=sys.stderr)
+    return 1 if done.error else 0
 
 
 def _as_json(done: Completion, seconds: float) -> dict[str, object]:
@@ -50,6 +53,7 @@ def _as_json(done: Completion, seconds: float) -> dict[str, object]:
         "tokens": done.tokens,
         "prompt_tokens": len(done.prompt),
         "finish": done.finish.value if done.finish else None,
+        "error": done.error,
         "seconds": round(seconds, 4),
     }
 

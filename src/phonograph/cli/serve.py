@@ -139,7 +139,7 @@ def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
     route, body = (
         (
             "/v1/chat/completions",
-            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}',
+            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}',
         )
         if llm.tokenizer is not None
         else ("/v1/completions", '{"prompt": [1, 2, 3]}')

@@ -236,7 +236,7 @@ class CudaDevice:
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
-            raise DeviceError("opening a CUDA device: torch sees none. Use device='emulated' on the CPU.")
+            raise DeviceError("opening a CUDA device: torch sees none. Use device='cpu'.")
         count = torch.cuda.device_count()
         if index is not None and index >= count:
             raise DeviceError(f"opening cuda:{index}: torch sees {count} of them. Use an index below {count}.")

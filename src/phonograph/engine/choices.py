@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from phonograph.devices import Device
@@ -17,6 +19,8 @@ from phonograph.engine.sampler import Sampler, TorchSampler
 from phonograph.errors import DeviceError, PlanError
 from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.resolve import Plan
+
+log = logging.getLogger("phonograph")
 
 
 def _default(device: Device, plan: Plan) -> str:
@@ -35,6 +39,7 @@ def _native(asked: str | None, best: str, what: str, progress: Progress) -> Libr
     except DeviceError as error:
         if asked is not None:
             raise
+        log.warning("slow: %s", error)
         return error
 
 

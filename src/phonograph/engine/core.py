@@ -85,7 +85,8 @@ class EngineCore:
         if step is not None:
             self._in_flight.append(self._execute(step))
         if self._in_flight and (step is None or len(self._in_flight) > self.scheduler.limits.max_ahead):
-            self._commit(self._in_flight.popleft())
+            self._commit(self._in_flight[0])
+            self._in_flight.popleft()
         news, self._news = self._news, []
         return news
 
@@ -121,6 +122,12 @@ class EngineCore:
                 "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
             )
             return self._execute_singly(step)
+        except BaseException:
+            # A Ctrl-C: nobody knows how far the step is. It is over, and so are its sequences; the engine goes on.
+            for sequence in step.sequences:
+                self._news += self.scheduler.fail(sequence, "interrupted")
+            self._in_flight.append(Finished(step, _joined([None] * len(step.sampling))))
+            raise
 
     def _execute_singly(self, step: Step) -> Finished:
         """One pass per sequence: whoever raises is failed, the others go on.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from phonograph.engine.sequence import Sequence, TokenLogprob
 from phonograph.engine.sizing import cache_size, limits_for, plan_for
 from phonograph.engine.text import ChatTemplate, TextReader, Tokenizer
 from phonograph.engine.text.guidance import Guidance
-from phonograph.errors import CheckpointError
+from phonograph.errors import CheckpointError, RequestError
 from phonograph.graphs.config import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
 
@@ -107,15 +109,17 @@ class LLM:
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
         self.core = EngineCore(scheduler, self.executor, grammars)
         self._numbers = itertools.count()
+        self._turn = threading.Lock()
 
     def generate(
         self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Complete prompts, texts or token ids; results in the order of the prompts, n for each."""
         many: list[str | Many[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        readers = self._submit([self._encoded(prompt) for prompt in many], params or SamplingParams())
-        for _ in self._run(readers):
-            pass
+        with self._alone():
+            readers = self._submit([self._encoded(prompt) for prompt in many], params or SamplingParams())
+            for _ in self._run(readers):
+                pass
         return [reader.done for reader in readers.values()]
 
     def chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Completion:
@@ -124,10 +128,11 @@ class LLM:
 
     def stream(self, prompt: str | Many[int], params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, as it comes."""
-        readers = self._submit([self._encoded(prompt)], params or SamplingParams())
-        for _, text in self._run(readers):
-            if text:
-                yield text
+        with self._alone():
+            readers = self._submit([self._encoded(prompt)], params or SamplingParams())
+            for _, text in self._run(readers):
+                if text:
+                    yield text
 
     def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
         """The answer to a conversation, as it comes."""
@@ -142,6 +147,19 @@ class LLM:
         kernels = f"kernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
         return f"{self.plan.explain(phases=list(self.executor.runners))}\n{kernels}\n{cache}\n{runners}"
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One caller at a time: what a second one's steps bring would be lost for the first."""
+        if not self._turn.acquire(blocking=False):
+            raise RequestError(
+                "this LLM is generating for somebody else, a stream that is open or another thread. Finish or close "
+                "that first, or take AsyncLLM, which serves many at once."
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:

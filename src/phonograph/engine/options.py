@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from phonograph.errors import PlanError
+
+AttentionName = Literal["reference", "cpu", "triton"]
+KernelsName = Literal["reference", "cpu", "triton"]
+_ATTENTIONS, _KERNELS = get_args(AttentionName), get_args(KernelsName)
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,22 @@ class EngineOptions:
     """Steps that may be launched before their predecessor is committed."""
     dtype: torch.dtype | None = None
     """Default: float32 on the CPU, bfloat16 elsewhere."""
-    attention: Literal["reference", "cpu", "triton"] | None = None
+    attention: AttentionName | None = None
     """Default: triton on a GPU; on a CPU where nothing is recorded, in C++ if it compiles; else the torch reference."""
-    kernels: Literal["reference", "cpu", "triton"] | None = None
+    kernels: KernelsName | None = None
     """Default: as for attention."""
     eager_copies: bool = False
     """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
 
     def __post_init__(self) -> None:
+        for name in ("max_seqs", "max_tokens", "max_len", "page_size", "cache_tokens"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise PlanError(f"{name} is a whole number from 1 on; found {value!r}.")
+        for name, known in (("attention", _ATTENTIONS), ("kernels", _KERNELS)):
+            if getattr(self, name) not in (None, *known):
+                raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
+        if not isinstance(self.dtype, torch.dtype | None):
+            raise PlanError(f"dtype is a torch.dtype, e.g. torch.float32; found {self.dtype!r}.")
         if not isinstance(self.memory, float | int) or not 0 < self.memory <= 1:
             raise PlanError(f"memory is a share of the device's memory, above 0 and at most 1; found {self.memory!r}.")

@@ -18,6 +18,8 @@ from phonograph.graphs.slots import Pad, Slot
 
 _FLOATS = ("temperature", "top_p", "min_p")
 _INTS = ("top_k",)
+_LARGEST = 2**31 - 1
+"""More than any vocabulary has."""
 
 
 @dataclass
@@ -125,6 +127,6 @@ def _as_arrays(updates: TableUpdates) -> dict[str, Any]:
         "seeds": np.asarray(updates.seeds, dtype=np.int64),
         "lengths": np.asarray(updates.lengths, dtype=np.int64),
         "floats": np.asarray([[getattr(p, name) for p in params] for name in _FLOATS], dtype=np.float32),
-        "ints": np.asarray([[getattr(p, name) for p in params] for name in _INTS], dtype=np.int32),
+        "ints": np.asarray([[min(getattr(p, name), _LARGEST) for p in params] for name in _INTS], dtype=np.int32),
         "places": places,
     }

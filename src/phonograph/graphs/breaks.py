@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from phonograph.graphs.context import current
+from phonograph.graphs.context import Stage, current
+
+log = logging.getLogger("phonograph")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,8 +24,14 @@ class GraphBreak(Generic[P, R]):
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        breaker = current().breaker
+        breaker, stage = current().breaker, current().stage
         if breaker is None:
+            if stage is Stage.CAPTURING:
+                log.warning(
+                    "%s is marked @graph_break, but this recording has no breaks: it is recorded with the rest, for "
+                    "the batch of now. Use backend='breakable', or call %s.inline",
+                    *(self.inline.__qualname__, self.inline.__name__),
+                )
             return self.inline(*args, **kwargs)
         result: R = breaker.gap(self.inline, args, kwargs)
         return result
