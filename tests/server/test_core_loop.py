@@ -246,7 +246,7 @@ def test_an_idle_device_is_asked_whether_it_is_there(llm: LLM, monkeypatch: pyte
 
 
 def test_what_the_core_logs_is_in_the_log_of_the_front(caplog: pytest.LogCaptureFixture) -> None:
-    broken = replace(SPEC, options=replace(SPEC.options, max_ahead="one"))  # type: ignore[arg-type]
+    broken = replace(SPEC, asked=5)  # type: ignore[arg-type]
     with pytest.raises(CoreError):
         asyncio.run(AsyncLLM(broken).start())
     assert any(text.startswith("core: the engine core can't go on\nTraceback") for text in caplog.messages)
