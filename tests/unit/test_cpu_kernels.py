@@ -314,7 +314,7 @@ BROKEN = "[ $1 = --version ] && echo clang && exit; echo 'x.cpp:1: error: no vec
     ],
 )
 def test_without_a_compiler_the_reference_serves_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str | None, said: str
 ) -> None:
     if script:
         put_compiler(tmp_path, "c++", script)
@@ -323,6 +323,7 @@ def test_without_a_compiler_the_reference_serves_and_says_why(
     with pytest.raises(DeviceError, match=said):
         library()
     llm = make()
+    assert [text.startswith("slow: compiling the CPU's kernels: ") for text in caplog.messages] == [True]
     assert llm.kernels.name == "reference"
     assert "kernels: reference; slow: compiling the CPU's kernels: " in llm.explain()
     assert "attention: reference" in llm.explain()

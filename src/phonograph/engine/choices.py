@@ -39,7 +39,6 @@ def _native(asked: str | None, best: str, what: str, progress: Progress) -> Libr
     except DeviceError as error:
         if asked is not None:
             raise
-        log.warning("slow: %s", error)
         return error
 
 
@@ -65,7 +64,10 @@ def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Pr
     name = options.kernels or best
     if name == "cpu":
         found = _native(options.kernels, best, "kernels", progress)
-        return ReferenceKernels((f"slow: {found}",)) if isinstance(found, DeviceError) else CpuKernels(found)
+        if isinstance(found, Library):
+            return CpuKernels(found)
+        log.warning("slow: %s", found)
+        return ReferenceKernels((f"slow: {found}",))
     if name == "reference":
         return ReferenceKernels()
     try:

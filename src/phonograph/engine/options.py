@@ -9,9 +9,8 @@ import torch
 
 from phonograph.errors import PlanError
 
-AttentionName = Literal["reference", "cpu", "triton"]
-KernelsName = Literal["reference", "cpu", "triton"]
-_ATTENTIONS, _KERNELS = get_args(AttentionName), get_args(KernelsName)
+Implementation = Literal["reference", "cpu", "triton"]
+"""In torch's ops, in C++, or in Triton."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,9 @@ class EngineOptions:
     """Steps that may be launched before their predecessor is committed."""
     dtype: torch.dtype | None = None
     """Default: float32 on the CPU, bfloat16 elsewhere."""
-    attention: AttentionName | None = None
+    attention: Implementation | None = None
     """Default: triton on a GPU; on a CPU where nothing is recorded, in C++ if it compiles; else the torch reference."""
-    kernels: KernelsName | None = None
+    kernels: Implementation | None = None
     """Default: as for attention."""
     eager_copies: bool = False
     """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
@@ -48,7 +47,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise PlanError(f"{name} is a whole number from 1 on; found {value!r}.")
-        for name, known in (("attention", _ATTENTIONS), ("kernels", _KERNELS)):
+        known = get_args(Implementation)
+        for name in ("attention", "kernels"):
             if getattr(self, name) not in (None, *known):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
         if not isinstance(self.dtype, torch.dtype | None):

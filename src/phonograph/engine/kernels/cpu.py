@@ -55,8 +55,8 @@ class CpuKernels:
         size = f"{self._num_bytes / 1e6:.0f} MB"
         return (
             f"compiled by {self._library.compiler}",
-            f"{len(self._packed)} of {self._num_matrices} matrices packed for up to {MOST_TOKENS} tokens without loss "
-            f"({', '.join(parts)}; {size}), multiplied in float32",
+            f"{len(self._packed)} of {self._num_matrices} matrices packed for up to {MOST_TOKENS} tokens "
+            f"({', '.join(parts)}; {size}), as the checkpoint has them, multiplied in float32",
         )
 
     def places(self, table: Angles, queries: Queries, page_size: int) -> Places:
