@@ -202,9 +202,18 @@ def test_a_strided_weight_goes_to_the_library() -> None:
     near(TRITON.linear(x, weight), x @ weight.T)
 
 
-def test_a_gated_product_of_many_rows_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phonograph.engine.kernels.triton.products.CHUNK", 4)
-    x, gate_up = torch.randn(11, 32, device=DEVICE), torch.randn(48, 32, device=DEVICE)
-    norm = Norm(torch.randn(32, device=DEVICE), 1e-6)
-    found, wanted = TRITON.norm_gated(x, None, norm, gate_up)[0], REFERENCE.norm_gated(x, None, norm, gate_up)[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("num_tokens", [6, 7, 11])
+def test_many_tokens_are_projected_piece_by_piece(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SHAPES["tiny"]
+    weights = load_weights(RandomCheckpoint(config), torch.float32, DEVICE)
+    rows, positions = torch.ones(num_tokens, dtype=torch.long, device=DEVICE), torch.arange(num_tokens, device=DEVICE)
+    table = torch.tensor([[0, 0, 0], [3, 1, 2]], dtype=torch.int32, device=DEVICE)
+    tokens, found = torch.arange(num_tokens, device=DEVICE) + 40, []
+    for piece in (2048, 3):
+        monkeypatch.setattr("phonograph.engine.models.decoder.PIECE", piece)
+        shape = (config.num_layers, 4, PAGE, config.num_kv_heads, config.head_dim)
+        cache = PagedCache.empty(*shape, dtype=torch.float32, device=DEVICE)
+        decoder = Decoder(config, weights, ReferenceAttention(), REFERENCE, max_len=16)
+        hidden = decoder.hidden(tokens, Queries(rows, positions, table, one_per_sequence=False), cache)
+        found.append((hidden, cache.keys, cache.values))
+    near(found[1], found[0])

@@ -8,9 +8,12 @@ import torch
 from torch.nn import functional
 
 from phonograph.engine.attention.base import Attention, PagedCache, Queries
-from phonograph.engine.kernels.base import Heads, Kernels, Norm
+from phonograph.engine.kernels.base import Heads, Kernels, Norm, Places
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.rope import rope_table
+
+PIECE = 2048
+"""Tokens that are projected at a time: so many keep a device busy; all of a long step would set the memory's peak."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,51 @@ class Decoder:
         places = kernels.places(self.rope, queries, cache.page_size)
         attention = self.attention.prepare(cache, queries, self.config.num_heads)
         for index, layer in enumerate(self.weights.layers):
-            qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
-            q = kernels.rotate_and_store(qkv, layer.heads, places, cache, index)
-            mixed = attention.attend(index, q, layer.window)
-            delta = kernels.linear(mixed.flatten(1), layer.out)
-            gated, x = kernels.norm_gated(x, delta, layer.mlp_norm, layer.gate_up)
-            delta = kernels.linear(gated, layer.down)
+            q, x = self._queries(layer, x, delta, places, cache, index)
+            mixed = attention.attend(index, q, layer.window).flatten(1)
+            del q, delta  # what nobody needs any more would stand beside the widest tensors of the layer
+            delta, x = self._mlp(layer, x, mixed)
+            del mixed
         return kernels.add_norm(x, delta, self.weights.norm)[0]
+
+    def _queries(
+        self,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        places: Places,
+        cache: PagedCache,
+        index: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rotated queries, x + delta); keys and values go to the cache. With many tokens x is changed in place."""
+        kernels, heads = self.kernels, layer.heads
+        if x.shape[0] <= PIECE:
+            qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+            return kernels.rotate_and_store(qkv, heads, places, cache, index), x
+        q = x.new_empty(x.shape[0], heads.num_heads, heads.head_dim)
+        for part in _pieces(x):
+            added = None if delta is None else delta[part]
+            qkv, x[part] = kernels.norm_linear(x[part], added, layer.input_norm, layer.qkv, layer.qkv_bias)
+            q[part] = kernels.rotate_and_store(qkv, heads, places[part], cache, index)
+        return q, x
+
+    def _mlp(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is to be added to x, x with what attention adds). With many tokens x is changed in place."""
+        kernels = self.kernels
+        if x.shape[0] <= PIECE:
+            gated, x = kernels.norm_gated(x, kernels.linear(mixed, layer.out), layer.mlp_norm, layer.gate_up)
+            return kernels.linear(gated, layer.down), x
+        delta = torch.empty_like(x)
+        for part in _pieces(x):
+            added = kernels.linear(mixed[part], layer.out)
+            gated, x[part] = kernels.norm_gated(x[part], added, layer.mlp_norm, layer.gate_up)
+            delta[part] = kernels.linear(gated, layer.down)
+        return delta, x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of these rows, in the model's precision."""
         return self.kernels.linear(hidden, self.weights.head)
+
+
+def _pieces(x: torch.Tensor) -> list[slice]:
+    return [slice(start, start + PIECE) for start in range(0, x.shape[0], PIECE)]

@@ -12,9 +12,6 @@ from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.triton import matrix, rows, vector
 from phonograph.engine.kernels.tuning import MAX_TILES, Choice, Overlap
 
-CHUNK = 2048
-"""Rows of a gated product that are computed at a time."""
-
 
 class Products:
     """Computes by any choice; owns the counters of split products, which every launch leaves at zero.
@@ -64,17 +61,7 @@ class Products:
         h, x = rows.add_norm(x, delta, norm, overlap=_of_companions(choice))
         if choice.kind == "matrix":
             return matrix.product(h, gate_up, choice, self._counters, gated=True)[0], x
-        if h.shape[0] > CHUNK:
-            return self._gated_in_chunks(choice, h, gate_up), x
         return rows.silu_mul(self.linear(choice, h, gate_up), overlap=_of_companions(choice)), x
-
-    def _gated_in_chunks(self, choice: Choice, h: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-        """As many rows at a time as keep the device busy: both halves of all of them would set the memory's peak."""
-        out = torch.empty((h.shape[0], gate_up.shape[0] // 2), dtype=h.dtype, device=h.device)
-        for start in range(0, h.shape[0], CHUNK):
-            part = slice(start, start + CHUNK)
-            rows.silu_mul(self.linear(choice, h[part], gate_up), out[part])
-        return out
 
 
 def _of_companions(choice: Choice) -> Overlap:
