@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged import Case, Heads, case_of, poison_dead, spans_of
+from paged import DEVICE, Case, Heads, case_of, poison_dead, spans_of
 
 pytest.importorskip("triton")
 
@@ -15,6 +15,7 @@ from phonograph.engine.attention.base import Span
 from phonograph.engine.attention.launches import HOPPER, Launch, Launches
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.attention.triton import TritonAttention
+from phonograph.engine.choices import overlap_on
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +75,7 @@ def test_one_recording_serves_all_lengths(decode: bool) -> None:
     """Splits that are empty at capture are full at replay, and the other way round; the result is that of eager."""
     given = spans_of(*[(900, 1)] * 4 if decode else [(836, 64)])
     first = case_of(given, QWEN3, page_size=16, decode=decode, padding=4, dtype=torch.bfloat16)
-    attention, size = TritonAttention(), first.q.shape[0]
+    attention, size = TritonAttention(overlap=overlap_on(DEVICE)), first.q.shape[0]
     first.run(attention)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

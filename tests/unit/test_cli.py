@@ -46,10 +46,18 @@ def test_generate_on_the_graph_path_as_json(default: None, capsys: Capture) -> N
 
 
 def test_explain_needs_no_weights(capsys: Capture) -> None:
-    assert main(["explain", "--device", "emulated", "--decode-graph-backend", "breakable"]) == 0
+    flags = ["--shape", "qwen3-8b", "--device", "emulated", "--max-seqs", "4", "--max-len", "1024"]
+    assert main(["explain", *flags, "--decode-graph-backend", "breakable"]) == 0
     out = capsys.readouterr().out
-    assert "decode.backend         breakable  asked" in out
-    assert "prefill.backend        breakable  default" in out
+    assert out.startswith("qwen3-8b: 36 layers of 4096, vocabulary of 151,936; up to 4 sequences of 1,024 tokens")
+    assert "decode.backend   breakable  asked" in out
+    assert "prefill.backend  breakable  default" in out
+    assert "draft" not in out, "a phase that this engine does not have"
+
+
+def test_explain_names_a_model_that_is_not_there(capsys: Capture) -> None:
+    assert main(["explain", "--model", "/nowhere"]) != 0
+    assert "/nowhere" in capsys.readouterr().err
 
 
 def test_chat_ends_at_an_empty_line(default: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

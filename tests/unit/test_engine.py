@@ -343,7 +343,7 @@ def test_a_top_k_beyond_every_vocabulary_cuts_nothing() -> None:
         ({"max_len": 0}, "max_len is a whole number from 1 on; found 0"),
         ({"page_size": True}, "page_size is a whole number from 1 on; found True"),
         ({"cache_tokens": -1}, "cache_tokens is a whole number from 1 on"),
-        ({"attention": "foo"}, "attention is one of reference, cpu, triton; found 'foo'"),
+        ({"attention": "foo"}, "attention is one of reference, cpu, triton, flashinfer; found 'foo'"),
         ({"kernels": "foo"}, "kernels is one of reference"),
         ({"dtype": "float16"}, "dtype is a torch.dtype, e.g. torch.float32; found 'float16'"),
     ],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from phonograph.cli.flags import add_engine_flags
-from phonograph.graphs.flags import asked_from
+from phonograph.cli.flags import add_engine_flags, spec_from
 
 HELP = "print the plan without loading weights"
 
@@ -16,10 +15,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every setting with its source and reason."""
+    """Print what the model is, and every setting of its phases with source and reason."""
     from phonograph.devices import open_device
-    from phonograph.engine.sizing import plan_for
+    from phonograph.engine.passes import PHASE_NAMES
+    from phonograph.engine.sizing import limits_for, plan_for
 
-    device = open_device(args.device)
-    print(plan_for(device, asked_from(args), on_cpu_by_default=args.device in (None, "cpu")).explain())
+    spec = spec_from(args)
+    config, device = spec.checkpoint().config, open_device(args.device)
+    plan = plan_for(device, spec.asked, spec.options, on_cpu_by_default=args.device in (None, "cpu"))
+    limits = limits_for(spec.options, device, config.max_len, config.eos_ids)
+    print(
+        f"{spec.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "
+        f"up to {limits.max_seqs} sequences of {limits.max_len:,} tokens, {limits.max_tokens:,} tokens a step"
+    )
+    print(plan.explain(phases=PHASE_NAMES))
     return 0

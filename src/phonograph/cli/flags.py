@@ -23,6 +23,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-tokens", type=int, help="tokens of the KV cache; default: what memory leaves")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory to use (default 0.9)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU")
+    parser.add_argument(
+        "--attention",
+        choices=("triton", "flashinfer", "cpu", "reference"),
+        help="default: triton on a GPU, C++ on a CPU; flashinfer is for prompts, decode steps stay with triton",
+    )
     graph_flags.add_flags(parser)
 
 
@@ -40,6 +45,7 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         cache_tokens=args.cache_tokens,
         memory=args.memory,
         dtype=getattr(torch, args.dtype) if args.dtype else None,
+        attention=args.attention,
     )
     return EngineSpec(args.model, args.shape, args.device, options, graph_flags.asked_from(args))
 

@@ -9,10 +9,12 @@ import torch
 from phonograph.devices import Device
 from phonograph.engine.attention.base import Attention
 from phonograph.engine.attention.cpu import CpuAttention
+from phonograph.engine.attention.flashinfer import FlashInferAttention
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.kernels.base import Kernels
 from phonograph.engine.kernels.cpu import CpuKernels
 from phonograph.engine.kernels.reference import ReferenceKernels
+from phonograph.engine.kernels.tuning import Overlap
 from phonograph.engine.native.library import Library, library
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.sampler import Sampler, TorchSampler
@@ -54,8 +56,20 @@ def attention_for(device: Device, options: EngineOptions, plan: Plan, progress: 
     try:
         from phonograph.engine.attention.triton import TritonAttention
     except ImportError:
-        raise DeviceError("attention='triton' needs Triton. Run: pip install triton") from None
-    return TritonAttention()
+        raise DeviceError(f"attention={name!r} needs Triton. Run: pip install triton") from None
+    attention = TritonAttention(overlap=overlap_on(device.torch_device))
+    return _flashinfer(device, plan, attention) if name == "flashinfer" else attention
+
+
+def _flashinfer(device: Device, plan: Plan, inner: Attention) -> Attention:
+    if device.torch_device.type != "cuda":
+        raise PlanError(f"attention='flashinfer' needs an NVIDIA GPU, not {device.name}. Leave it out.")
+    if plan.phase("prefill").backend == "full":
+        raise PlanError(
+            "attention='flashinfer' plans every prompt on the host, which one graph can't hold. "
+            "Ask for prefill.backend='breakable', or leave the backend out."
+        )
+    return FlashInferAttention(device, inner)
 
 
 def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:
@@ -75,7 +89,8 @@ def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Pr
         from phonograph.engine.kernels.triton.layers import TritonKernels
     except ImportError:
         raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
-    return TritonKernels(device.torch_device, tuning.load(hardware(device)))
+    where = device.torch_device
+    return TritonKernels(where, tuning.load(hardware(device)), overlap=overlap_on(where))
 
 
 def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
@@ -87,6 +102,13 @@ def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
     except ImportError:
         raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
     return TritonSampler()
+
+
+def overlap_on(device: torch.device) -> Overlap:
+    """How kernels begin behind each other: GPUs from sm_90 on may start one before its predecessor has ended."""
+    if device.type != "cuda":
+        return "none"
+    return "early" if torch.get_device_module(device).get_device_capability(device) >= (9, 0) else "none"
 
 
 def hardware(device: Device) -> str:

@@ -85,7 +85,7 @@ class LLM:
         self.checkpoint = open_checkpoint(model) if model is None or isinstance(model, str | Path) else model
         self.device = open_device(device)
         self.options = options
-        self.plan = plan_for(self.device, asked, on_cpu_by_default=device in (None, "cpu"))
+        self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
         attention = attention_for(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config, on = self.checkpoint.config, self.device.torch_device

@@ -9,8 +9,10 @@ import torch
 
 from phonograph.errors import PlanError
 
-Implementation = Literal["reference", "cpu", "triton"]
+KernelsName = Literal["reference", "cpu", "triton"]
 """In torch's ops, in C++, or in Triton."""
+AttentionName = Literal[KernelsName, "flashinfer"]
+"""As for kernels; or FlashInfer for prompts, which it plans on the host, and Triton for decode steps."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class EngineOptions:
     """Steps that may be launched before their predecessor is committed."""
     dtype: torch.dtype | None = None
     """Default: float32 on the CPU, bfloat16 elsewhere."""
-    attention: Implementation | None = None
+    attention: AttentionName | None = None
     """Default: triton on a GPU; on a CPU where nothing is recorded, in C++ if it compiles; else the torch reference."""
-    kernels: Implementation | None = None
+    kernels: KernelsName | None = None
     """Default: as for attention."""
     eager_copies: bool = False
     """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
@@ -47,8 +49,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise PlanError(f"{name} is a whole number from 1 on; found {value!r}.")
-        known = get_args(Implementation)
-        for name in ("attention", "kernels"):
+        for name, names in (("attention", AttentionName), ("kernels", KernelsName)):
+            known = get_args(names)
             if getattr(self, name) not in (None, *known):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
         if not isinstance(self.dtype, torch.dtype | None):

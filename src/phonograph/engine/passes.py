@@ -29,6 +29,7 @@ from phonograph.graphs.extent import Dim, Extent
 from phonograph.graphs.phase import Phase, Variant
 from phonograph.graphs.slots import Pad, Slot
 
+PHASE_NAMES = ("decode", "prefill", "idle")
 SAMPLED = Wants(Sampling.TRUNCATED)
 _ROWS = 32
 DETAILED = Wants(Sampling.PENALISED, logprobs=True, constrained=True)

@@ -26,12 +26,17 @@ _BYTES_PER_GRAPH = 6 << 20
 """What the driver takes for a graph besides the memory of its intermediates; measured: 2 to 6 MB."""
 
 
-def plan_for(device: Device, asked: Asked | Sequence[Ask], *, on_cpu_by_default: bool) -> Plan:
+def plan_for(
+    device: Device, asked: Asked | Sequence[Ask], options: EngineOptions = EngineOptions(), *, on_cpu_by_default: bool
+) -> Plan:
     """The plan; on the CPU nothing is recorded unless the emulated device was asked for."""
     measured = []
     if device.torch_device.type == "cuda":
+        backend = "full"
         reason = "attention reads lengths and pages from device memory, so one graph serves any number of requests"
-        measured = [Measured("prefill.backend", "full", reason)]
+        if options.attention == "flashinfer":
+            backend, reason = "breakable", "FlashInfer plans every prompt on the host, between graphs"
+        measured = [Measured("prefill.backend", backend, reason)]
         total = device.memory().total
         for phase, limit in zip(("decode", "prefill"), _sizes(device), strict=True):
             measured.append(Measured(f"{phase}.limit", limit, f"the device has {total / _GIB:.0f} GiB of memory"))

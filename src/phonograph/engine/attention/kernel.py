@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from phonograph.engine.kernels.triton.launch import begin, wait_for_inputs
+
 SMALL_ROWS = tl.constexpr(16)
 """The fewest rows that the matrix units take: what a tile of few tokens is computed with."""
 LARGE_ROWS = tl.constexpr(64)
@@ -26,10 +28,12 @@ def attend(
     scale, window, part_keys, q_token, q_head, table_row, page_stride, slot_stride, head_stride,
     page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
-    tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr,
+    tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One part of one tile for one KV head. `scale` is the softmax scale times log2(e)."""
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin(overlap)
+    wait_for_inputs(overlap)
     if tiled:
         first, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
         row, position = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
@@ -38,7 +42,7 @@ def attend(
         row, position = tl.load(rows_ptr + tile).to(tl.int32), tl.load(positions_ptr + tile).to(tl.int32)
     if count == 0:
         return
-    begin, stop, parts = _part(position, count, window, part_keys, split, block_n, splits, windowed)
+    start, stop, parts = _part(position, count, window, part_keys, split, block_n, splits, windowed)
     if split >= parts:
         return
     out_token = tl.num_programs(0) * (group * head_dim)
@@ -58,17 +62,19 @@ def attend(
         out_ptr, out_token, parts_ptr + place.to(tl.int64) * (room * dim_columns), bests_ptr + place * room,
         totals_ptr + place * room, arrived_ptr + place // splits,
     )  # fmt: skip
-    span = (count, position, begin, stop, split, parts)
+    span = (count, position, start, stop, split, parts)
+    # Two loops fill their pipelines twice, which pays for long walks alone.
+    apart: tl.constexpr = tiled and splits == 1 and not windowed
     small: tl.constexpr = tiled and block_m >= LARGE_ROWS and group_rows <= SMALL_ROWS
     if small and count * group_rows <= SMALL_ROWS:
         _attend_rows(
             queries, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
-            SMALL_ROWS, SMALL_ROWS, room, block_n, splits, windowed, wide,
+            SMALL_ROWS, SMALL_ROWS, room, block_n, splits, windowed, wide, False,
         )  # fmt: skip
     else:
         _attend_rows(
             queries, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
-            block_m, room, room, block_n, splits, windowed, wide,
+            block_m, room, room, block_n, splits, windowed, wide, apart,
         )  # fmt: skip
 
 
@@ -77,7 +83,7 @@ def _part(
     position, count, window, part_keys, split,
     block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr,
 ):  # fmt: skip
-    """The keys of this part, [begin, stop), and the number of parts.
+    """The keys of this part, [start, stop), and the number of parts.
 
     Parts are whole blocks and none is empty; but for the last, each has `part_keys` keys or more.
     """
@@ -87,8 +93,8 @@ def _part(
         first_block = tl.maximum(position - window + 1, 0) // block_n
         blocks -= first_block
     share = tl.maximum(tl.cdiv(blocks, splits), part_keys // block_n)
-    begin = (first_block + split * share) * block_n
-    return begin, tl.minimum(begin + share * block_n, end), tl.cdiv(blocks, share)
+    start = (first_block + split * share) * block_n
+    return start, tl.minimum(start + share * block_n, end), tl.cdiv(blocks, share)
 
 
 @triton.jit
@@ -96,7 +102,7 @@ def _attend_rows(
     queries, pages, result, span, scale, window,
     page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, num_rows: tl.constexpr, kept_rows: tl.constexpr, room: tl.constexpr,
-    block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr,
+    block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
 ):  # fmt: skip
     """Walk a part's keys with `num_rows` rows; write the result, or leave `kept_rows` of it for the last to arrive."""
     q_ptr, q_token, q_head = queries
@@ -106,12 +112,13 @@ def _attend_rows(
     mask = ((tokens < count) & (heads < group))[:, None] & (columns < head_dim)[None, :]
     q_at = tokens[:, None] * q_token + heads[:, None] * q_head + columns[None, :]
     q = tl.load(q_ptr + q_at, mask=mask, other=0.0)
-    best = tl.full([num_rows], UNSEEN, tl.float32)
-    total = tl.zeros([num_rows], tl.float32)
-    mixed = tl.zeros([num_rows, dim_columns], tl.float32)
+    unseen = (
+        tl.full([num_rows], UNSEEN, tl.float32), tl.zeros([num_rows], tl.float32),
+        tl.zeros([num_rows, dim_columns], tl.float32),
+    )  # fmt: skip
     best, total, mixed = _walk(
-        q, best, total, mixed, pages, span, tokens, scale, window,
-        page_size, head_dim, dim_columns, block_n, windowed, wide,
+        q, unseen, pages, span, tokens, scale, window,
+        page_size, head_dim, dim_columns, block_n, windowed, wide, apart,
     )  # fmt: skip
     if splits == 1 or parts == 1:
         mixed = mixed / _divisor(total)[:, None]
@@ -124,36 +131,60 @@ def _attend_rows(
 
 @triton.jit
 def _walk(
-    q, best, total, mixed, pages, span, tokens, scale, window,
+    q, state, pages, span, tokens, scale, window,
     page_size: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr, block_n: tl.constexpr,
-    windowed: tl.constexpr, wide: tl.constexpr,
+    windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys of the part."""
+    """Online softmax over the keys of the part; `apart`, blocks that every token sees whole in a loop of their own."""
+    _, position, start, stop, _, _ = span
+    if apart:
+        edge = start + tl.maximum(tl.minimum(position + 1, stop) - start, 0) // block_n * block_n
+        state = _blocks(
+            q, state, pages, span, start, edge, tokens, scale, window,
+            page_size, head_dim, dim_columns, block_n, windowed, wide, False,
+        )  # fmt: skip
+        start = edge
+    return _blocks(
+        q, state, pages, span, start, stop, tokens, scale, window,
+        page_size, head_dim, dim_columns, block_n, windowed, wide, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _blocks(
+    q, state, pages, span, first_key, stop, tokens, scale, window,
+    page_size: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr, block_n: tl.constexpr,
+    windowed: tl.constexpr, wide: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    """The keys from `first_key` to `stop`; without masks, all of them are seen by every token."""
     keys_ptr, values_ptr, table_ptr, page_stride, slot_stride = pages
-    count, position, begin, stop, _, _ = span
+    count, position, _, _, _, _ = span
+    best, total, mixed = state
     offsets, columns = tl.arange(0, block_n), tl.arange(0, dim_columns)
     low = position - window if windowed else -1  # keys above it are live
-    page = _pages(table_ptr, begin, low, stop, page_size, block_n)
-    for start in range(begin, stop, block_n):
+    page = _pages(table_ptr, first_key, low, stop, page_size, block_n)
+    for start in range(first_key, stop, block_n):
         at = start + offsets
         live = (at > low) & (at < stop) if windowed else at < stop
         place = (page.to(tl.int64) if wide else page) * page_stride + at % page_size * slot_stride
         # The pages of the next block are asked for one iteration early, so that its keys need not wait for them.
         page = _pages(table_ptr, start + block_n, low, stop, page_size, block_n)
-        k = _load(keys_ptr, place, live, columns, head_dim, dim_columns)
+        k = _load(keys_ptr, place, live, columns, head_dim, dim_columns, masked)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         # Blocks that every token of the tile sees whole need no mask.
         if windowed:
             if (start + block_n > position + 1) | (start <= low + count - 1):
                 ages = (position + tokens)[:, None] - at[None, :]
                 scores = tl.where((ages >= 0) & (ages < window), scores, float("-inf"))
-        elif start + block_n > position + 1:
-            scores = tl.where(at[None, :] <= (position + tokens)[:, None], scores, float("-inf"))
+        # `masked` is known when the kernel is compiled, the rest is not.
+        elif masked:  # noqa: SIM102
+            if start + block_n > position + 1:
+                scores = tl.where(at[None, :] <= (position + tokens)[:, None], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp2(scores * scale - (higher * scale)[:, None])
         kept = tl.exp2((best - higher) * scale)
         total = total * kept + tl.sum(weights, 1)
-        v = _load(values_ptr, place, live, columns, head_dim, dim_columns)
+        v = _load(values_ptr, place, live, columns, head_dim, dim_columns, masked)
         mixed = tl.dot(weights.to(v.dtype), v, mixed * kept[:, None], input_precision="ieee")
         best = higher
     return best, total, mixed
@@ -171,10 +202,14 @@ def _pages(table_ptr, start, low, stop, page_size: tl.constexpr, block_n: tl.con
 
 
 @triton.jit
-def _load(cache_ptr, place, live, columns, head_dim: tl.constexpr, dim_columns: tl.constexpr):
+def _load(
+    cache_ptr, place, live, columns, head_dim: tl.constexpr, dim_columns: tl.constexpr, masked: tl.constexpr
+):  # fmt: skip
     """Keys or values of one block; what is not live reads as zero, whatever is in its page."""
     pointers = cache_ptr + place[:, None] + columns[None, :]
-    if head_dim == dim_columns:
+    if not masked and head_dim == dim_columns:
+        loaded = tl.load(pointers)
+    elif head_dim == dim_columns:
         loaded = tl.load(pointers, mask=live[:, None], other=0.0)
     else:
         loaded = tl.load(pointers, mask=live[:, None] & (columns < head_dim)[None, :], other=0.0)
@@ -243,8 +278,8 @@ def _merge(
     total = tl.sum(totals * tl.exp2((bests - highest[None, :]) * scale), 0)
     mixed = tl.zeros([kept_rows, dim_columns], tl.float32)
     chunk: tl.constexpr = min(splits, max(1, 8192 // (kept_rows * dim_columns)))
-    for begin in range(0, parts, chunk):
-        some = begin + tl.arange(0, chunk)
+    for start in range(0, parts, chunk):
+        some = start + tl.arange(0, chunk)
         some_at, some_here = some[:, None] * room + rows[None, :], (some < parts)[:, None]
         best = tl.load(bests_ptr + some_at, mask=some_here, other=UNSEEN, cache_modifier=".cg")
         weight = tl.exp2((best - highest[None, :]) * scale)

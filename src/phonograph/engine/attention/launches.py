@@ -22,6 +22,8 @@ class Launch:
     """The keys of a tile are split until there are this many programs, whether they find work or not."""
     part_keys: int
     """Keys of one part at least; a tile with fewer is not split."""
+    max_registers: int | None = None
+    """Registers of a thread at most, so that more programs fit; None leaves it to the compiler."""
 
     def splits(self, num_tiles: int, kv_heads: int) -> int:
         """A power of two, of the bucket alone: how many keys there are is known on the device only.
@@ -53,7 +55,16 @@ HOPPER = Launches(
         Launch(max_tokens=64, block_m=64, block_n=32, num_warps=4, num_stages=3, programs=512, part_keys=256),
         Launch(max_tokens=256, block_m=64, block_n=32, num_warps=4, num_stages=3, programs=512, part_keys=256),
         Launch(max_tokens=1024, block_m=64, block_n=64, num_warps=4, num_stages=3, programs=1, part_keys=0),
-        Launch(max_tokens=_ANY, block_m=128, block_n=32, num_warps=8, num_stages=4, programs=1, part_keys=0),
+        Launch(
+            max_tokens=_ANY,
+            block_m=128,
+            block_n=32,
+            num_warps=8,
+            num_stages=3,
+            programs=1,
+            part_keys=0,
+            max_registers=128,
+        ),
     ),
 )
 """For an H200 with 8 KV heads of 128 in bfloat16; `bench/attention.py --sweep` finds them."""

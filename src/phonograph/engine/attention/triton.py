@@ -12,6 +12,8 @@ from phonograph.engine.attention.base import PagedCache, Queries, StepAttention
 from phonograph.engine.attention.kernel import attend
 from phonograph.engine.attention.launches import Launch, Launches, launches_for, pick
 from phonograph.engine.attention.tiles import list_tiles
+from phonograph.engine.kernels.triton.launch import code
+from phonograph.engine.kernels.tuning import Overlap
 
 
 class TritonAttention:
@@ -19,12 +21,14 @@ class TritonAttention:
 
     So graphs of all buckets share it, the parts that programs leave for each other take the same memory layer after
     layer, and the counters of arrivals are zeroed by the graph that uses them, whatever ran before.
+    `overlap` says how the kernel lets its neighbours begin; it needs sm_90 or later.
     """
 
     name = "triton"
 
-    def __init__(self, launches: Launches | None = None) -> None:
+    def __init__(self, launches: Launches | None = None, *, overlap: Overlap = "none") -> None:
         self._launches = launches
+        self._overlap = overlap
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         rows, kv_heads, head_dim = queries.rows, cache.keys.shape[3], cache.keys.shape[4]
@@ -41,7 +45,9 @@ class TritonAttention:
         splits = launch.splits(triton.cdiv(rows.shape[0], tile_tokens), kv_heads)
         # Where nothing is split, nobody counts.
         arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device) if splits > 1 else rows
-        return _TritonStep(cache, queries, launch, block_m, group_rows, splits, num_tiles, tiles, arrived)
+        return _TritonStep(
+            cache, queries, launch, block_m, group_rows, splits, num_tiles, tiles, arrived, self._overlap
+        )
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class _TritonStep:
     """None where every token is a tile of its own."""
     arrived: torch.Tensor
     """How many parts of each tile and KV head are done; zero between two layers."""
+    overlap: Overlap
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q.shape
@@ -77,7 +84,8 @@ class _TritonStep:
             page_size=self.cache.page_size, group=num_heads // kv_heads, group_rows=self.group_rows, head_dim=head_dim,
             dim_columns=dim_columns, block_m=self.block_m, block_n=self.launch.block_n, splits=self.splits,
             tiled=self.tiles is not None, windowed=window is not None, wide=keys.numel() >= 1 << 31,
-            num_warps=self.launch.num_warps, num_stages=self.launch.num_stages,
+            overlap=code(self.overlap), num_warps=self.launch.num_warps, num_stages=self.launch.num_stages,
+            maxnreg=self.launch.max_registers, launch_pdl=self.overlap != "none",
         )  # fmt: skip
         return out
 
