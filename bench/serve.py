@@ -98,13 +98,15 @@ def workload(name: str) -> tuple[Prompts, int]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts, new_tokens = workload(args.workload)
     new_tokens = args.tokens or new_tokens
-    spec = EngineSpec(shape=args.shape, options=EngineOptions(max_seqs=args.max_seqs))
-    flags = ["--max-seqs", str(args.max_seqs), *(["--shape", args.shape] if args.shape else [])]
+    # Two engines share the device's memory, the server's comes first; every round computes its prompts anew.
+    spec = EngineSpec(shape=args.shape, options=EngineOptions(max_seqs=args.max_seqs, prefix_cache=False))
+    flags = ["--max-seqs", str(args.max_seqs), "--memory", "0.45", "--no-prefix-cache"]
+    flags += ["--shape", args.shape] if args.shape else []
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    llm = spec.open()
     offline: list[float] = []
     http: list[dict[str, float]] = []
     with server(flags) as port:
+        llm = spec.open()
         asyncio.run(over_http(port, prompts[:4], 8))
         llm.generate(prompts[:4], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
         for _ in range(args.rounds):

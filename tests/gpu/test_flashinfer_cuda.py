@@ -56,7 +56,7 @@ def test_without_spans_the_inner_attention_attends() -> None:
 
 def opened(attention: AttentionName) -> LLM:
     options = EngineOptions(max_seqs=8, max_tokens=256, max_len=512, cache_tokens=4096, attention=attention)
-    return LLM(RandomCheckpoint(replace(SHAPES["smollm2-135m"], num_layers=4)), device="cuda", options=options)
+    return LLM(RandomCheckpoint(replace(SHAPES["qwen3-8b"], num_layers=2, vocab=2048)), device="cuda", options=options)
 
 
 def test_the_engine_answers_as_with_triton() -> None:

@@ -7,13 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged import Case, Heads, by_hand, case_of, poison_dead, spans_of
+from paged import DEVICE, Case, Heads, by_hand, case_of, poison_dead, spans_of
 
 pytest.importorskip("triton")
 
+from phonograph.engine.attention.base import RotatingAttention
 from phonograph.engine.attention.launches import HOPPER, PLAIN, Launch, Launches, pick
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.attention.triton import TritonAttention
+from phonograph.engine.kernels.base import Angles, Norm
+from phonograph.engine.kernels.base import Heads as KernelHeads
+from phonograph.engine.kernels.reference import ReferenceKernels
 
 
 def attention(block_m: int = 16, block_n: int = 16, programs: int = 1, part_keys: int = 0) -> TritonAttention:
@@ -167,3 +171,39 @@ class TestLaunches:
         wide = pick(HOPPER.prefill, 4096, 512)
         plain = pick(HOPPER.prefill, 4096, 256)
         assert wide.block_m * wide.block_n < plain.block_m * plain.block_n
+
+
+class TestRotating:
+    """One launch against the torch reference's two, with the same projections."""
+
+    @pytest.mark.parametrize("window", [None, 20])
+    @pytest.mark.parametrize("splits", [1, 4])
+    @pytest.mark.parametrize("normed", [False, True])
+    @pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(9, 3, 64), Heads(4, 2, 24)], ids=str)
+    def test_as_rotating_and_attending_apart(self, heads: Heads, normed: bool, splits: int, window: int | None) -> None:
+        case, angles = case_of(RAGGED, heads, decode=True, padding=2), rope(100, heads.dim)
+        norms = [Norm(torch.rand(heads.dim, device=DEVICE) + 0.5, 1e-6) if normed else None for _ in range(2)]
+        layout = KernelHeads(heads.queries, heads.kv, heads.dim, *norms)
+        qkv = torch.randn(case.q.shape[0], (heads.queries + 2 * heads.kv) * heads.dim, device=DEVICE)
+        other = replace(case.cache, keys=case.cache.keys.clone(), values=case.cache.values.clone())
+        reference = ReferenceKernels()
+        places = reference.places(angles, case.queries, case.cache.page_size)
+        q = reference.rotate_and_store(qkv, layout, places, other, 1)
+        wanted = ReferenceAttention().prepare(other, case.queries, heads.queries).attend(1, q, window)
+        step = attention(programs=splits * 6 * heads.kv).prepare(case.cache, case.queries, heads.queries)
+        assert isinstance(step, RotatingAttention)
+        found = step.rotate_and_attend(1, qkv, layout, places, window)
+        torch.testing.assert_close(found[: case.used], wanted[: case.used], rtol=1e-4, atol=1e-4)
+        assert found.isfinite().all()
+        torch.testing.assert_close(case.cache.keys[:, 1:], other.keys[:, 1:], rtol=1e-5, atol=1e-5)
+        assert torch.equal(case.cache.values[:, 1:], other.values[:, 1:]), "the null page is padding's alone"
+
+    def test_a_prefill_step_does_not(self) -> None:
+        case = case_of(spans_of((0, 5)), Heads(2, 1, 16))
+        assert not isinstance(attention().prepare(case.cache, case.queries, 2), RotatingAttention)
+
+
+def rope(num_positions: int, dim: int) -> Angles:
+    angle = torch.rand(num_positions, dim // 2, device=DEVICE).repeat(1, 2) * 6
+    signs = torch.tensor([-1.0, 1.0], device=DEVICE).repeat_interleave(dim // 2)
+    return Angles(angle.cos(), angle.sin() * signs)

@@ -37,7 +37,7 @@ def _measure_backend(bench: Bench, backend: str, *, with_decode: bool) -> None:
     begin = time.perf_counter()
     llm = bench.open(options, {"decode": "full" if with_decode else "disabled", "prefill": backend})
     bench.report.fact(f"engine_open_s_{backend}", time.perf_counter() - begin)
-    first = dict(zip(llm.executor.runners, llm.reports, strict=True))
+    first = {report.rows[0].key.phase: report for report in llm.reports if report.rows}
     for phase in ("decode", "prefill") if with_decode else ("prefill",):
         _add_phase(bench, llm.executor.runners[phase], first[phase])
     _add_totals(bench)

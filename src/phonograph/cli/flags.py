@@ -23,6 +23,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-tokens", type=int, help="tokens of the KV cache; default: what memory leaves")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory to use (default 0.9)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew, seen before or not")
     parser.add_argument(
         "--attention",
         choices=("triton", "flashinfer", "cpu", "reference"),
@@ -46,6 +47,7 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         memory=args.memory,
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         attention=args.attention,
+        prefix_cache=not args.no_prefix_cache,
     )
     return EngineSpec(args.model, args.shape, args.device, options, graph_flags.asked_from(args))
 

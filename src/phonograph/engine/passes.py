@@ -64,8 +64,10 @@ class _BrokenAttention:
     cache: PagedCache
     queries: Queries
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
-        return self._attend(layer, self.queries.rows, self.queries.positions, self.queries.table, q, window)
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        # Made by the graph before the gap, for the one behind it: nothing is copied between them.
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        return self._attend(layer, self.queries.rows, self.queries.positions, self.queries.table, q, window, out)
 
     @graph_break
     def _attend(
@@ -76,9 +78,10 @@ class _BrokenAttention:
         table: torch.Tensor,
         q: torch.Tensor,
         window: int | None,
+        out: torch.Tensor,
     ) -> torch.Tensor:
         queries = Queries(rows, positions, table, False)
-        return self.outer.prepared(self.cache, queries, q.shape[1]).attend(layer, q, window)
+        return self.outer.prepared(self.cache, queries, q.shape[1]).attend(layer, q, window, out)
 
 
 class Passes:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
+
+if TYPE_CHECKING:
+    from phonograph.engine.kernels.base import Heads, Places
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,22 @@ class PagedCache:
 class StepAttention(Protocol):
     """Attention of one step: what all layers share is already computed."""
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Mix values for q ([num_tokens, num_heads, head_dim]); with a window, only over that many last positions."""
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Mix values for q ([num_tokens, num_heads, head_dim]); with a window, only over that many last positions.
+
+        The result is new, or `out`, contiguous, where that is given.
+        """
+        ...
+
+
+@runtime_checkable
+class RotatingAttention(StepAttention, Protocol):
+    """One that takes projections as they come, where a launch of its own for their rotation can be saved."""
+
+    def rotate_and_attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, places: Places, window: int | None
+    ) -> torch.Tensor:
+        """What `Kernels.rotate_and_store` and `attend` do, one after the other."""
         ...
 
 

@@ -36,11 +36,11 @@ class _ByToken:
     positions: torch.Tensor  # [num_tokens]
     table: torch.Tensor  # [num_rows, width], the rows as far apart as in the whole table
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
         q, (keys, values) = q.contiguous(), (self.cache.keys, self.cache.values)
         num_tokens, num_heads, head_dim = q.shape
         offset = layer * keys.stride(0) * keys.itemsize
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         self.library.attended(
             *(q.data_ptr(), num_tokens, num_heads, keys.data_ptr() + offset, values.data_ptr() + offset),
             *(self.cache.page_size, keys.shape[3], head_dim, self.rows.data_ptr(), self.positions.data_ptr()),

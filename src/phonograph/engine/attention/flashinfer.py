@@ -99,9 +99,11 @@ class _FlashInferStep:
     num_heads: int
     plans: dict[int | None, Any] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
-        out, used = torch.empty_like(q), sum(span.count for span in self.spans)
-        out[used:].zero_()
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        used = sum(span.count for span in self.spans)
+        if used < out.shape[0]:
+            out[used:].zero_()
         if used == 0:
             return out
         if window not in self.plans:

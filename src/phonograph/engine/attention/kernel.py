@@ -4,6 +4,9 @@ A tile is some tokens of one sequence times the query heads of one KV head, pack
 token r // group_rows and head r % group_rows. The keys of a tile may be cut into parts that different programs walk;
 the last of them to arrive merges, in the order of the parts. Lengths, pages and tiles are read from device memory and
 the grid is (kv_heads, splits, tiles), so a recording serves any number of requests of any length.
+
+In a decode step the kernel can take the projections as they come: it norms and rotates its queries itself, and the
+program with the last keys does so with the token's own key, which it attends from registers and writes to its page.
 """
 
 from __future__ import annotations
@@ -24,13 +27,17 @@ UNSEEN = tl.constexpr(-1e30)
 @triton.jit
 def attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, positions_ptr, tiles_ptr, out_ptr,
-    parts_ptr, bests_ptr, totals_ptr, arrived_ptr,
-    scale, window, part_keys, q_token, q_head, table_row, page_stride, slot_stride, head_stride,
+    parts_ptr, bests_ptr, totals_ptr, arrived_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
+    scale, window, part_keys, q_token, q_head, table_row, page_stride, slot_stride, head_stride, q_eps, k_eps,
     page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
-    tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, overlap: tl.constexpr,
+    tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
+    rotating: tl.constexpr, has_norm: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One part of one tile for one KV head. `scale` is the softmax scale times log2(e)."""
+    """One part of one tile for one KV head. `scale` is the softmax scale times log2(e).
+
+    Rotating, q_ptr has the queries, keys and values of every token, and tiles are single tokens.
+    """
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin(overlap)
     wait_for_inputs(overlap)
@@ -57,24 +64,29 @@ def attend(
         keys_ptr + kv_head * head_stride, values_ptr + kv_head * head_stride,
         table_ptr + row.to(tl.int64) * table_row, page_stride, slot_stride,
     )  # fmt: skip
-    queries = (q_ptr + first.to(tl.int64) * q_token + kv_head * group * q_head, q_token, q_head)
+    q_ptr += first.to(tl.int64) * q_token
+    queries = (q_ptr + kv_head * group * q_head, q_token, q_head)
+    kv_heads = tl.num_programs(0)
+    raw = (
+        q_ptr + (kv_heads * group + kv_head) * q_head, q_ptr + (kv_heads * (group + 1) + kv_head) * q_head,
+        cos_ptr + first.to(tl.int64) * head_dim, sin_ptr + first.to(tl.int64) * head_dim, slots_ptr + first,
+        q_norm_ptr, k_norm_ptr, q_eps, k_eps,
+    )  # fmt: skip
     result = (
         out_ptr, out_token, parts_ptr + place.to(tl.int64) * (room * dim_columns), bests_ptr + place * room,
         totals_ptr + place * room, arrived_ptr + place // splits,
     )  # fmt: skip
     span = (count, position, start, stop, split, parts)
-    # Two loops fill their pipelines twice, which pays for long walks alone.
-    apart: tl.constexpr = tiled and splits == 1 and not windowed
     small: tl.constexpr = tiled and block_m >= LARGE_ROWS and group_rows <= SMALL_ROWS
     if small and count * group_rows <= SMALL_ROWS:
         _attend_rows(
-            queries, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
-            SMALL_ROWS, SMALL_ROWS, room, block_n, splits, windowed, wide, False,
+            queries, raw, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
+            SMALL_ROWS, SMALL_ROWS, room, block_n, splits, windowed, wide, False, False, False,
         )  # fmt: skip
     else:
         _attend_rows(
-            queries, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
-            block_m, room, room, block_n, splits, windowed, wide, apart,
+            queries, raw, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
+            block_m, room, room, block_n, splits, windowed, wide, apart and not windowed, rotating, has_norm,
         )  # fmt: skip
 
 
@@ -99,25 +111,32 @@ def _part(
 
 @triton.jit
 def _attend_rows(
-    queries, pages, result, span, scale, window,
+    queries, raw, pages, result, span, scale, window,
     page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, num_rows: tl.constexpr, kept_rows: tl.constexpr, room: tl.constexpr,
     block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
+    rotating: tl.constexpr, has_norm: tl.constexpr,
 ):  # fmt: skip
     """Walk a part's keys with `num_rows` rows; write the result, or leave `kept_rows` of it for the last to arrive."""
     q_ptr, q_token, q_head = queries
-    count, _, _, _, split, parts = span
+    count, position, start, stop, split, parts = span
     rows, columns = tl.arange(0, num_rows), tl.arange(0, dim_columns)
     tokens, heads = rows // group_rows, rows % group_rows
     mask = ((tokens < count) & (heads < group))[:, None] & (columns < head_dim)[None, :]
-    q_at = tokens[:, None] * q_token + heads[:, None] * q_head + columns[None, :]
-    q = tl.load(q_ptr + q_at, mask=mask, other=0.0)
-    unseen = (
-        tl.full([num_rows], UNSEEN, tl.float32), tl.zeros([num_rows], tl.float32),
-        tl.zeros([num_rows, dim_columns], tl.float32),
-    )  # fmt: skip
+    q_ptrs = q_ptr + tokens[:, None] * q_token + heads[:, None] * q_head
+    best = tl.full([num_rows], UNSEEN, tl.float32)
+    total = tl.zeros([num_rows], tl.float32)
+    mixed = tl.zeros([num_rows, dim_columns], tl.float32)
+    if rotating:
+        q = _turned(q_ptrs, mask, columns, raw[2], raw[3], raw[5], raw[7], head_dim, has_norm)
+        if split == parts - 1:
+            best, total, mixed = _own(q, pages, raw, columns, head_dim, num_rows, has_norm)
+        # Its own key is dealt with: what it walks are the keys that the token before it saw.
+        stop, position, window = tl.minimum(stop, position), position - 1, window - 1
+    else:
+        q = tl.load(q_ptrs + columns[None, :], mask=mask, other=0.0)
     best, total, mixed = _walk(
-        q, unseen, pages, span, tokens, scale, window,
+        q, (best, total, mixed), pages, (count, position, start, stop), tokens, scale, window,
         page_size, head_dim, dim_columns, block_n, windowed, wide, apart,
     )  # fmt: skip
     if splits == 1 or parts == 1:
@@ -130,13 +149,48 @@ def _attend_rows(
 
 
 @triton.jit
+def _turned(
+    row_ptrs, mask, columns, cos_ptr, sin_ptr, norm_ptr, eps, head_dim: tl.constexpr, has_norm: tl.constexpr
+):  # fmt: skip
+    """Heads of a token, normed and rotated; each column is mixed with its partner in the other half."""
+    inside = columns < head_dim
+    partner = tl.where(columns < head_dim // 2, columns + head_dim // 2, columns - head_dim // 2)
+    kept = tl.load(row_ptrs + columns[None, :], mask=mask, other=0.0)
+    mine = kept.to(tl.float32)
+    other = tl.load(row_ptrs + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if has_norm:
+        scale = tl.rsqrt(tl.sum(mine * mine, 1) / head_dim + eps)[:, None]
+        mine = mine * scale * tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        other = other * scale * tl.load(norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cos_ptr + columns, mask=inside, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + columns, mask=inside, other=0.0)[None, :]
+    return (mine * cos + other * sin).to(kept.dtype)
+
+
+@triton.jit
+def _own(q, pages, raw, columns, head_dim: tl.constexpr, num_rows: tl.constexpr, has_norm: tl.constexpr):
+    """What a token has seen once it has seen itself: best score, total, values. Its key and value go to their page."""
+    k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr, _, k_norm_ptr, _, k_eps = raw
+    inside = (columns < head_dim)[None, :]
+    one = tl.zeros([1, 1], tl.int32)
+    k = _turned(k_ptr + one, inside, columns, cos_ptr, sin_ptr, k_norm_ptr, k_eps, head_dim, has_norm)
+    v = tl.load(v_ptr + one + columns[None, :], mask=inside, other=0.0)
+    place = tl.load(slot_ptr) * pages[4]
+    tl.store(pages[0] + place + one + columns[None, :], k, mask=inside)
+    tl.store(pages[1] + place + one + columns[None, :], v, mask=inside)
+    best = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    mixed = tl.zeros([num_rows, 1], tl.float32) + v.to(tl.float32)
+    return best, tl.full([num_rows], 1.0, tl.float32), mixed
+
+
+@triton.jit
 def _walk(
     q, state, pages, span, tokens, scale, window,
     page_size: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr, block_n: tl.constexpr,
     windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys of the part; `apart`, blocks that every token sees whole in a loop of their own."""
-    _, position, start, stop, _, _ = span
+    _, position, start, stop = span
     if apart:
         edge = start + tl.maximum(tl.minimum(position + 1, stop) - start, 0) // block_n * block_n
         state = _blocks(
@@ -158,7 +212,7 @@ def _blocks(
 ):  # fmt: skip
     """The keys from `first_key` to `stop`; without masks, all of them are seen by every token."""
     keys_ptr, values_ptr, table_ptr, page_stride, slot_stride = pages
-    count, position, _, _, _, _ = span
+    count, position, _, _ = span
     best, total, mixed = state
     offsets, columns = tl.arange(0, block_n), tl.arange(0, dim_columns)
     low = position - window if windowed else -1  # keys above it are live

@@ -24,6 +24,9 @@ class Launch:
     """Keys of one part at least; a tile with fewer is not split."""
     max_registers: int | None = None
     """Registers of a thread at most, so that more programs fit; None leaves it to the compiler."""
+    apart: bool = False
+    """Whether blocks that need no mask are walked in a loop of their own: it fills its pipeline once more, which pays
+    for long walks."""
 
     def splits(self, num_tiles: int, kv_heads: int) -> int:
         """A power of two, of the bucket alone: how many keys there are is known on the device only.
@@ -58,12 +61,13 @@ HOPPER = Launches(
         Launch(
             max_tokens=_ANY,
             block_m=128,
-            block_n=32,
+            block_n=64,
             num_warps=8,
-            num_stages=3,
+            num_stages=2,
             programs=1,
             part_keys=0,
             max_registers=128,
+            apart=True,
         ),
     ),
 )

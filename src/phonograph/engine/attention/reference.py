@@ -54,7 +54,7 @@ class _ByToken:
             cache, positions, pages.flatten().long(), cache.keys.new_empty(shape), cache.values.new_empty(shape)
         )
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q.shape
         kv_heads = self.keys.shape[2]
         keys, values = (
@@ -66,7 +66,8 @@ class _ByToken:
         # The query heads that share a key head are queries of one sequence: nothing is repeated for them.
         grouped = q.view(num_tokens, kv_heads, num_heads // kv_heads, head_dim)
         mixed = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask(q.dtype, window))
-        return mixed.reshape(q.shape)
+        mixed = mixed.reshape(q.shape)
+        return mixed if out is None else out.copy_(mixed)
 
     def _mask(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:
         """[num_tokens, 1, 1, length]"""
@@ -86,8 +87,8 @@ class _BySpan:
     decodes: StepAttention | None
     prompts: tuple[_Prompt, ...]
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
-        mixed = torch.zeros_like(q)
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        mixed = torch.zeros_like(q) if out is None else out.zero_()
         if self.decodes is not None:
             mixed[: self.num_decodes] = self.decodes.attend(layer, q[: self.num_decodes], window)
         for prompt in self.prompts:

@@ -12,6 +12,7 @@ from phonograph.engine.attention.base import PagedCache, Queries, StepAttention
 from phonograph.engine.attention.kernel import attend
 from phonograph.engine.attention.launches import Launch, Launches, launches_for, pick
 from phonograph.engine.attention.tiles import list_tiles
+from phonograph.engine.kernels.base import Heads, Places
 from phonograph.engine.kernels.triton.launch import code
 from phonograph.engine.kernels.tuning import Overlap
 
@@ -45,9 +46,8 @@ class TritonAttention:
         splits = launch.splits(triton.cdiv(rows.shape[0], tile_tokens), kv_heads)
         # Where nothing is split, nobody counts.
         arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device) if splits > 1 else rows
-        return _TritonStep(
-            cache, queries, launch, block_m, group_rows, splits, num_tiles, tiles, arrived, self._overlap
-        )
+        step = _TritonDecode if queries.one_per_sequence else _TritonStep
+        return step(cache, queries, launch, block_m, group_rows, splits, num_tiles, tiles, arrived, self._overlap)
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,35 @@ class _TritonStep:
     """How many parts of each tile and KV head are done; zero between two layers."""
     overlap: Overlap
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
-        num_tokens, num_heads, head_dim = q.shape
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        return self._launch(layer, q, None, window, out)
+
+    def _launch(
+        self, layer: int, q: torch.Tensor, turning: tuple[Heads, Places] | None, window: int | None, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Of queries; or of projections, and how they are to be normed, turned and put away."""
+        num_tokens, num_heads, head_dim = out.shape
         queries, keys, values = self.queries, self.cache.keys[layer], self.cache.values[layer]
         kv_heads = keys.shape[2]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if num_tokens == 0:
             return out
         dim_columns = max(16, triton.next_power_of_2(head_dim))
         parts, bests, totals = self._workspace(kv_heads, dim_columns, out)
+        heads, places = turning or (None, None)
+        q_norm, k_norm = (heads.q_norm, heads.k_norm) if heads else (None, None)
         attend[(kv_heads, self.splits, self.num_tiles)](
             q, keys, values, queries.table, queries.rows, queries.positions,
             queries.rows if self.tiles is None else self.tiles, out, parts, bests, totals, self.arrived,
+            *((q, q, q) if places is None else (places.cos, places.sin, places.slots)),
+            q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight,
             head_dim**-0.5 * math.log2(math.e), window or 0, self.launch.part_keys,
             q.stride(0), q.stride(1), queries.table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
+            0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps,
             page_size=self.cache.page_size, group=num_heads // kv_heads, group_rows=self.group_rows, head_dim=head_dim,
             dim_columns=dim_columns, block_m=self.block_m, block_n=self.launch.block_n, splits=self.splits,
             tiled=self.tiles is not None, windowed=window is not None, wide=keys.numel() >= 1 << 31,
+            apart=self.launch.apart, rotating=turning is not None, has_norm=q_norm is not None and k_norm is not None,
             overlap=code(self.overlap), num_warps=self.launch.num_warps, num_stages=self.launch.num_stages,
             maxnreg=self.launch.max_registers, launch_pdl=self.overlap != "none",
         )  # fmt: skip
@@ -96,3 +108,15 @@ class _TritonStep:
         rows = self.num_tiles * kv_heads * self.splits * (self.group_rows if self.tiles is None else self.block_m)
         parts = torch.empty(rows * (dim_columns + 2), dtype=torch.float32, device=out.device)
         return torch.split(parts, [rows * dim_columns, rows, rows])
+
+
+class _TritonDecode(_TritonStep):
+    """One token of each sequence: nobody waits for a key of another's program, so all of it is one launch."""
+
+    def rotate_and_attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, places: Places, window: int | None
+    ) -> torch.Tensor:
+        projected = qkv.view(qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+        shape = (qkv.shape[0], heads.num_heads, heads.head_dim)
+        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+        return self._launch(layer, projected, (heads, places), window, out)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from phonograph.engine.attention.base import Attention, PagedCache, Queries
+from phonograph.engine.attention.base import Attention, PagedCache, Queries, RotatingAttention
 from phonograph.engine.kernels.base import Heads, Kernels, Norm, Places
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.rope import rope_table
@@ -65,10 +65,16 @@ class Decoder:
         x, delta = functional.embedding(tokens, self.weights.embedding), None
         places = kernels.places(self.rope, queries, cache.page_size)
         attention = self.attention.prepare(cache, queries, self.config.num_heads)
+        rotating = attention if isinstance(attention, RotatingAttention) else None
         for index, layer in enumerate(self.weights.layers):
-            q, x = self._queries(layer, x, delta, places, cache, index)
-            mixed = attention.attend(index, q, layer.window).flatten(1)
-            del q, delta  # what nobody needs any more would stand beside the widest tensors of the layer
+            if rotating is not None:
+                qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+                mixed = rotating.rotate_and_attend(index, qkv, layer.heads, places, layer.window).flatten(1)
+            else:
+                q, x = self._queries(layer, x, delta, places, cache, index)
+                mixed = attention.attend(index, q, layer.window).flatten(1)
+                del q  # what nobody needs any more would stand beside the widest tensors of the layer
+            del delta
             delta, x = self._mlp(layer, x, mixed)
             del mixed
         return kernels.add_norm(x, delta, self.weights.norm)[0]
