@@ -54,7 +54,7 @@ def test_bfloat16_at_real_sizes(step: str, heads: Heads, page_size: int, window:
     near(case.run(TritonAttention(), 1, window), with_spans(case, spans), window)
 
 
-@pytest.mark.parametrize("launches", [HOPPER.decode, HOPPER.prefill])
+@pytest.mark.parametrize("launches", [HOPPER.decode, HOPPER.prefill, HOPPER.narrow])
 @pytest.mark.parametrize("decode", [True, False])
 def test_every_launch_of_the_table_is_right(launches: tuple[Launch, ...], decode: bool) -> None:
     spans = spans_of(*((40 * i, 1 if decode else 50) for i in range(12)))

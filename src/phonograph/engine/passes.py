@@ -189,12 +189,12 @@ class Passes:
         # A recording may not look at the host's spans; an eager pass is faster with them.
         spans = batch.spans if current().stage is Stage.EAGER else None
         queries = Queries(rows, batch.positions, tables.pages[:, : batch.width], False, spans)
-        return self._prefiller.hidden(tokens, queries, self.cache)
+        return self._prefiller.hidden(tokens, queries, self.cache, wanted=batch.ends)
 
     def _prefill_tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         ends = batch.ends
         rows, positions = batch.rows[ends], batch.positions[ends]
-        return self._next_tokens(self._prefiller.logits(hidden[ends]), rows, positions + 1, batch.wants)
+        return self._next_tokens(self._prefiller.logits(hidden), rows, positions + 1, batch.wants)
 
     def _next_tokens(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, wants: Wants) -> Picked:
         """Pick a token for every row and note it in the tables."""

@@ -24,11 +24,12 @@ UNSEEN = tl.constexpr(-1e30)
 """The best score of a row that has seen no key yet; finite, so that the difference of two of them is no NaN."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, positions_ptr, tiles_ptr, out_ptr,
     parts_ptr, bests_ptr, totals_ptr, arrived_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
-    scale, window, part_keys, q_token, q_head, table_row, page_stride, slot_stride, head_stride, q_eps, k_eps,
+    scale, window, part_keys, num_tokens, q_token, q_head, table_row, page_stride, slot_stride, head_stride,
+    q_eps, k_eps,
     page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
     tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
@@ -52,41 +53,43 @@ def attend(
     start, stop, parts = _part(position, count, window, part_keys, split, block_n, splits, windowed)
     if split >= parts:
         return
-    out_token = tl.num_programs(0) * (group * head_dim)
+    kv_heads = tl.num_programs(0)
+    out_token = kv_heads * (group * head_dim)
     out_ptr += first.to(tl.int64) * out_token + kv_head * (group * head_dim)
     if row == 0:
         nothing = tl.zeros([block_m, dim_columns], tl.float32)
         _write(out_ptr, nothing, out_token, count, group, group_rows, head_dim, dim_columns, block_m)
         return
-    room: tl.constexpr = block_m if tiled else group_rows
-    place = (tile * tl.num_programs(0) + kv_head) * splits
     pages = (
         keys_ptr + kv_head * head_stride, values_ptr + kv_head * head_stride,
         table_ptr + row.to(tl.int64) * table_row, page_stride, slot_stride,
     )  # fmt: skip
     q_ptr += first.to(tl.int64) * q_token
     queries = (q_ptr + kv_head * group * q_head, q_token, q_head)
-    kv_heads = tl.num_programs(0)
     raw = (
         q_ptr + (kv_heads * group + kv_head) * q_head, q_ptr + (kv_heads * (group + 1) + kv_head) * q_head,
         cos_ptr + first.to(tl.int64) * head_dim, sin_ptr + first.to(tl.int64) * head_dim, slots_ptr + first,
         q_norm_ptr, k_norm_ptr, q_eps, k_eps,
     )  # fmt: skip
+    # A plane of rows for each part: those of a tile stand where its tokens stand.
+    plane = num_tokens * group_rows
+    place = kv_head * splits * plane + first * group_rows
     result = (
-        out_ptr, out_token, parts_ptr + place.to(tl.int64) * (room * dim_columns), bests_ptr + place * room,
-        totals_ptr + place * room, arrived_ptr + place // splits,
+        out_ptr, out_token, parts_ptr + place.to(tl.int64) * dim_columns, bests_ptr + place, totals_ptr + place,
+        arrived_ptr + tile * kv_heads + kv_head, plane,
     )  # fmt: skip
     span = (count, position, start, stop, split, parts)
     small: tl.constexpr = tiled and block_m >= LARGE_ROWS and group_rows <= SMALL_ROWS
     if small and count * group_rows <= SMALL_ROWS:
         _attend_rows(
             queries, raw, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
-            SMALL_ROWS, SMALL_ROWS, room, block_n, splits, windowed, wide, False, False, False,
+            SMALL_ROWS, SMALL_ROWS, block_n, splits, windowed, wide, False, False, False,
         )  # fmt: skip
     else:
         _attend_rows(
             queries, raw, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
-            block_m, room, room, block_n, splits, windowed, wide, apart and not windowed, rotating, has_norm,
+            block_m, block_m if tiled else group_rows, block_n, splits, windowed, wide, apart and not windowed,
+            rotating, has_norm,
         )  # fmt: skip
 
 
@@ -113,9 +116,9 @@ def _part(
 def _attend_rows(
     queries, raw, pages, result, span, scale, window,
     page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
-    dim_columns: tl.constexpr, num_rows: tl.constexpr, kept_rows: tl.constexpr, room: tl.constexpr,
-    block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
-    rotating: tl.constexpr, has_norm: tl.constexpr,
+    dim_columns: tl.constexpr, num_rows: tl.constexpr, kept_rows: tl.constexpr, block_n: tl.constexpr,
+    splits: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr, rotating: tl.constexpr,
+    has_norm: tl.constexpr,
 ):  # fmt: skip
     """Walk a part's keys with `num_rows` rows; write the result, or leave `kept_rows` of it for the last to arrive."""
     q_ptr, q_token, q_head = queries
@@ -143,9 +146,9 @@ def _attend_rows(
         mixed = mixed / _divisor(total)[:, None]
         _write(result[0], mixed, result[1], count, group, group_rows, head_dim, dim_columns, num_rows)
     else:
-        _leave(result, best, total, mixed, split, dim_columns, num_rows, kept_rows, room)
+        _leave(result, best, total, mixed, split, count * group_rows, dim_columns, num_rows)
         if _is_last(result[5], parts):
-            _merge(result, parts, count, scale, group, group_rows, head_dim, dim_columns, kept_rows, room, splits)
+            _merge(result, parts, count, scale, group, group_rows, head_dim, dim_columns, kept_rows, splits)
 
 
 @triton.jit
@@ -292,12 +295,11 @@ def _write(
 
 @triton.jit
 def _leave(
-    result, best, total, mixed, split,
-    dim_columns: tl.constexpr, num_rows: tl.constexpr, kept_rows: tl.constexpr, room: tl.constexpr,
+    result, best, total, mixed, split, used_rows, dim_columns: tl.constexpr, num_rows: tl.constexpr
 ):  # fmt: skip
     """Put a part where the last to arrive finds it."""
     rows, columns = tl.arange(0, num_rows), tl.arange(0, dim_columns)
-    at, kept = split * room + rows, rows < kept_rows
+    at, kept = split * result[6] + rows, rows < used_rows
     tl.store(result[2] + at[:, None] * dim_columns + columns[None, :], mixed, mask=kept[:, None])
     tl.store(result[3] + at, best, mask=kept)
     tl.store(result[4] + at, total, mask=kept)
@@ -320,12 +322,13 @@ def _is_last(arrived_ptr, parts):
 def _merge(
     result, parts, count, scale,
     group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr,
-    kept_rows: tl.constexpr, room: tl.constexpr, splits: tl.constexpr,
+    kept_rows: tl.constexpr, splits: tl.constexpr,
 ):  # fmt: skip
     """Weigh the parts by their best scores and totals, in their order; past the first cache, which may be stale."""
-    out_ptr, out_token, parts_ptr, bests_ptr, totals_ptr, _ = result
+    out_ptr, out_token, parts_ptr, bests_ptr, totals_ptr, _, plane = result
     rows, columns, all_parts = tl.arange(0, kept_rows), tl.arange(0, dim_columns), tl.arange(0, splits)
-    at, here = all_parts[:, None] * room + rows[None, :], (all_parts < parts)[:, None]
+    used = (rows < count * group_rows)[None, :]
+    at, here = all_parts[:, None] * plane + rows[None, :], (all_parts < parts)[:, None] & used
     bests = tl.load(bests_ptr + at, mask=here, other=UNSEEN, cache_modifier=".cg")
     totals = tl.load(totals_ptr + at, mask=here, other=0.0, cache_modifier=".cg")
     highest = tl.max(bests, 0)
@@ -334,7 +337,7 @@ def _merge(
     chunk: tl.constexpr = min(splits, max(1, 8192 // (kept_rows * dim_columns)))
     for start in range(0, parts, chunk):
         some = start + tl.arange(0, chunk)
-        some_at, some_here = some[:, None] * room + rows[None, :], (some < parts)[:, None]
+        some_at, some_here = some[:, None] * plane + rows[None, :], (some < parts)[:, None] & used
         best = tl.load(bests_ptr + some_at, mask=some_here, other=UNSEEN, cache_modifier=".cg")
         weight = tl.exp2((best - highest[None, :]) * scale)
         part = tl.load(

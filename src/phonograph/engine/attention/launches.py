@@ -43,6 +43,8 @@ class Launches:
 
     decode: tuple[Launch, ...]
     prefill: tuple[Launch, ...]
+    narrow: tuple[Launch, ...] = ()
+    """For decode with keys of at most 128 bytes, before those of `decode`."""
 
 
 MAX_SPLITS = 64
@@ -70,8 +72,9 @@ HOPPER = Launches(
             apart=True,
         ),
     ),
+    narrow=(Launch(max_tokens=16, block_m=16, block_n=64, num_warps=4, num_stages=3, programs=256, part_keys=64),),
 )
-"""For an H200 with 8 KV heads of 128 in bfloat16; `bench/attention.py --sweep` finds them."""
+"""For an H200 with 8 KV heads of 128 in bfloat16, narrow ones for 3 of 64; `bench/attention.py --sweep` finds them."""
 
 PLAIN = Launches(
     decode=(Launch(max_tokens=_ANY, block_m=16, block_n=32, num_warps=4, num_stages=2, programs=256, part_keys=64),),

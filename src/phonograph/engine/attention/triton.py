@@ -16,6 +16,9 @@ from phonograph.engine.kernels.base import Heads, Places
 from phonograph.engine.kernels.triton.launch import code
 from phonograph.engine.kernels.tuning import Overlap
 
+_NARROW = 2048
+"""Columns of all query heads up to which a decode step is bound by launches; measured at 576 and 4,096."""
+
 
 class TritonAttention:
     """Paged attention for GPUs. It keeps no tensors: what a step needs is made in the step, in the graph's own pool.
@@ -34,8 +37,11 @@ class TritonAttention:
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         rows, kv_heads, head_dim = queries.rows, cache.keys.shape[3], cache.keys.shape[4]
         launches = self._launches or launches_for(rows.device)
+        row_bytes = head_dim * cache.keys.element_size()
         known = launches.decode if queries.one_per_sequence else launches.prefill
-        launch = pick(known, rows.shape[0], head_dim * cache.keys.element_size())
+        if queries.one_per_sequence and row_bytes <= 128:
+            known = launches.narrow + known
+        launch = pick(known, rows.shape[0], row_bytes)
         group_rows = triton.next_power_of_2(num_heads // kv_heads)
         block_m = max(launch.block_m, group_rows)
         num_tiles, tile_tokens, tiles = rows.shape[0], 1, None
@@ -47,7 +53,10 @@ class TritonAttention:
         # Where nothing is split, nobody counts.
         arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device) if splits > 1 else rows
         step = _TritonDecode if queries.one_per_sequence else _TritonStep
-        return step(cache, queries, launch, block_m, group_rows, splits, num_tiles, tiles, arrived, self._overlap)
+        # Decode steps of wide models are bound by memory: programs that come early are in the way of those at work.
+        is_bound = queries.one_per_sequence and num_heads * head_dim > _NARROW
+        overlap = "none" if is_bound else self._overlap
+        return step(cache, queries, launch, block_m, group_rows, splits, num_tiles, tiles, arrived, overlap)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class _TritonStep:
             queries.rows if self.tiles is None else self.tiles, out, parts, bests, totals, self.arrived,
             *((q, q, q) if places is None else (places.cos, places.sin, places.slots)),
             q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight,
-            head_dim**-0.5 * math.log2(math.e), window or 0, self.launch.part_keys,
+            head_dim**-0.5 * math.log2(math.e), window or 0, self.launch.part_keys, num_tokens,
             q.stride(0), q.stride(1), queries.table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
             0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps,
             page_size=self.cache.page_size, group=num_heads // kv_heads, group_rows=self.group_rows, head_dim=head_dim,
@@ -105,7 +114,7 @@ class _TritonStep:
         """Where parts are left: values, best scores and totals. Without splits there are none."""
         if self.splits == 1:
             return out, out, out
-        rows = self.num_tiles * kv_heads * self.splits * (self.group_rows if self.tiles is None else self.block_m)
+        rows = out.shape[0] * self.group_rows * kv_heads * self.splits
         parts = torch.empty(rows * (dim_columns + 2), dtype=torch.float32, device=out.device)
         return torch.split(parts, [rows * dim_columns, rows, rows])
 

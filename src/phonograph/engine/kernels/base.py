@@ -38,10 +38,6 @@ class Places:
     sin: torch.Tensor
     slots: torch.Tensor  # [num_tokens]: page · page_size + place in the page, for their keys and values
 
-    def __getitem__(self, part: slice) -> Places:
-        """Those of some tokens."""
-        return Places(self.cos[part], self.sin[part], self.slots[part])
-
 
 @dataclass(frozen=True)
 class Heads:

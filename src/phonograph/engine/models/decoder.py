@@ -8,12 +8,13 @@ import torch
 from torch.nn import functional
 
 from phonograph.engine.attention.base import Attention, PagedCache, Queries, RotatingAttention
-from phonograph.engine.kernels.base import Heads, Kernels, Norm, Places
+from phonograph.engine.kernels.base import Heads, Kernels, Norm
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.rope import rope_table
 
 PIECE = 2048
-"""Tokens that are projected at a time: so many keep a device busy; all of a long step would set the memory's peak."""
+"""Tokens that go through a layer's widest part at a time: so many keep a device busy; all of a long step would set
+the memory's peak."""
 
 
 @dataclass(frozen=True)
@@ -59,46 +60,30 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.rope = rope_table(config, max_len, weights.embedding.device)
 
-    def hidden(self, tokens: torch.Tensor, queries: Queries, cache: PagedCache) -> torch.Tensor:
-        """Normed hidden states of every token, [num_tokens, hidden]; the cache gets their keys and values."""
+    def hidden(
+        self, tokens: torch.Tensor, queries: Queries, cache: PagedCache, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Normed hidden states of the wanted tokens, or of all; the cache gets keys and values of every token."""
         kernels = self.kernels
         x, delta = functional.embedding(tokens, self.weights.embedding), None
         places = kernels.places(self.rope, queries, cache.page_size)
         attention = self.attention.prepare(cache, queries, self.config.num_heads)
         rotating = attention if isinstance(attention, RotatingAttention) else None
         for index, layer in enumerate(self.weights.layers):
+            qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+            del delta  # what nobody needs any more would stand beside the widest tensors of the layer
             if rotating is not None:
-                qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
                 mixed = rotating.rotate_and_attend(index, qkv, layer.heads, places, layer.window).flatten(1)
             else:
-                q, x = self._queries(layer, x, delta, places, cache, index)
+                q = kernels.rotate_and_store(qkv, layer.heads, places, cache, index)
+                del qkv
                 mixed = attention.attend(index, q, layer.window).flatten(1)
-                del q  # what nobody needs any more would stand beside the widest tensors of the layer
-            del delta
+                del q
             delta, x = self._mlp(layer, x, mixed)
             del mixed
+        if wanted is not None:
+            x, delta = x[wanted], None if delta is None else delta[wanted]
         return kernels.add_norm(x, delta, self.weights.norm)[0]
-
-    def _queries(
-        self,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        delta: torch.Tensor | None,
-        places: Places,
-        cache: PagedCache,
-        index: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rotated queries, x + delta); keys and values go to the cache. With many tokens x is changed in place."""
-        kernels, heads = self.kernels, layer.heads
-        if x.shape[0] <= PIECE:
-            qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
-            return kernels.rotate_and_store(qkv, heads, places, cache, index), x
-        q = x.new_empty(x.shape[0], heads.num_heads, heads.head_dim)
-        for part in _pieces(x):
-            added = None if delta is None else delta[part]
-            qkv, x[part] = kernels.norm_linear(x[part], added, layer.input_norm, layer.qkv, layer.qkv_bias)
-            q[part] = kernels.rotate_and_store(qkv, heads, places[part], cache, index)
-        return q, x
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(what is to be added to x, x with what attention adds). With many tokens x is changed in place."""
@@ -106,11 +91,13 @@ class Decoder:
         if x.shape[0] <= PIECE:
             gated, x = kernels.norm_gated(x, kernels.linear(mixed, layer.out), layer.mlp_norm, layer.gate_up)
             return kernels.linear(gated, layer.down), x
-        delta = torch.empty_like(x)
+        # A piece of what attention gave is read before its place is written.
+        delta = mixed if mixed.shape == x.shape else torch.empty_like(x)
         for part in _pieces(x):
             added = kernels.linear(mixed[part], layer.out)
             gated, x[part] = kernels.norm_gated(x[part], added, layer.mlp_norm, layer.gate_up)
             delta[part] = kernels.linear(gated, layer.down)
+            del added, gated
         return delta, x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
