@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.engine.kernels.triton.launch import ceil_div, power_above
+
 _ORDERED = 64
 """Tiles that one program puts in order."""
 
@@ -31,12 +33,12 @@ def list_tiles(rows: torch.Tensor, positions: torch.Tensor, tile_tokens: int, ma
     if num_tokens == 0:
         return tiles
     num_found = torch.empty(1, dtype=torch.int32, device=rows.device)
-    chunk = min(triton.next_power_of_2(num_tokens), 4096)
+    chunk = min(power_above(num_tokens), 4096)
     _find_tiles[(1,)](
         rows, positions, found, num_found, num_tokens, capacity, tile_tokens=tile_tokens, chunk=chunk,
         num_warps=max(1, min(16, chunk // 128)),
     )  # fmt: skip
-    _order_tiles[(triton.cdiv(capacity, _ORDERED),)](
+    _order_tiles[(ceil_div(capacity, _ORDERED),)](
         found, num_found, tiles, capacity, ordered=_ORDERED, chunk=128, num_warps=4
     )
     return tiles

@@ -27,6 +27,16 @@ def code(overlap: Overlap) -> int:
     return {"none": 0, "late": 1, "early": 2}[overlap]
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """On the host: Triton's own passes through its compiler's wrapper, which costs as much as an op."""
+    return -(-number // divisor)
+
+
+def power_above(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
 @triton.jit
 def begin(overlap: tl.constexpr):
     """At the start of a program: let the next kernel begin, if it may so early."""

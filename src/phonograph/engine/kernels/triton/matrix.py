@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import LINE, begin, code, nearly_done, prefetch, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import (
+    LINE,
+    begin,
+    ceil_div,
+    code,
+    nearly_done,
+    power_above,
+    prefetch,
+    wait_for_inputs,
+)
 from phonograph.engine.kernels.tuning import Choice
 
 
@@ -157,13 +166,13 @@ def product(
     num_out = weight.shape[0] // (2 if gated else 1)
     out = torch.empty((num_tokens, num_out), dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    tiles, tokens = triton.cdiv(num_out, choice.rows), max(16, triton.next_power_of_2(num_tokens))
-    blocks = triton.cdiv(width, choice.block)
+    tiles, tokens = ceil_div(num_out, choice.rows), max(16, power_above(num_tokens))
+    blocks = ceil_div(width, choice.block)
     can_split = norm is None and not gated and tiles <= counters.numel()
     split = min(choice.split, blocks) if can_split else 1
     parts = out if split == 1 else torch.empty((tiles, split, tokens * choice.rows), device=x.device)
     per_line = LINE.value // weight.element_size()
-    part_width = triton.cdiv(blocks, split) * choice.block
+    part_width = ceil_div(blocks, split) * choice.block
     ahead = min(choice.ahead, part_width, width) // per_line
     _product[(tiles, split)](
         x, x if delta is None else delta, weight if norm is None else norm.weight, weight,
@@ -173,7 +182,7 @@ def product(
         width=width, tokens=tokens, rows=choice.rows, block=choice.block, part_width=part_width,
         split=split, stages=choice.stages, swap=choice.swap, has_norm=norm is not None,
         has_delta=delta is not None, has_bias=bias is not None, gated=gated, overlap=code(choice.overlap),
-        lines=triton.next_power_of_2(ahead) if ahead else 0, per_line=per_line,
+        lines=power_above(ahead) if ahead else 0, per_line=per_line,
         num_warps=choice.warps, launch_pdl=choice.overlap != "none",
     )  # fmt: skip
     return out, total

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from phonograph.engine.attention.base import PagedCache, Queries
 from phonograph.engine.kernels.base import Angles, Heads, Places
-from phonograph.engine.kernels.triton.launch import begin, code, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, power_above, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 
 
@@ -99,7 +99,7 @@ def places(table: Angles, queries: Queries, page_size: int, *, overlap: Overlap 
         _places[(num_tokens,)](
             queries.positions, queries.rows, queries.table, table.cos, table.sin, cos, sin, slots,
             queries.table.stride(0), table.cos.stride(0),
-            page_size=page_size, head_dim=head_dim, columns=triton.next_power_of_2(head_dim), overlap=code(overlap),
+            page_size=page_size, head_dim=head_dim, columns=power_above(head_dim), overlap=code(overlap),
             num_warps=1, launch_pdl=overlap != "none",
         )  # fmt: skip
     return Places(cos, sin, slots)
@@ -117,13 +117,13 @@ def rotate_and_store(
     q_norm, k_norm = heads.q_norm, heads.k_norm
     # Few tokens: small programs on many multiprocessors. Many: larger ones, which cost less to start.
     block = 1 if num_tokens <= 4 else 4 if num_tokens <= 64 else 16
-    _rotate_and_store[(num_tokens, triton.cdiv(total, block))](
+    _rotate_and_store[(num_tokens, ceil_div(total, block))](
         qkv, places.cos, places.sin,
         q_norm.weight if q_norm is not None else qkv, k_norm.weight if k_norm is not None else qkv,
         places.slots, keys, values, out, qkv.stride(0), keys.stride(1), keys.stride(2),
         q_norm.eps if q_norm is not None else 0.0, k_norm.eps if k_norm is not None else 0.0,
         num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
-        half_columns=triton.next_power_of_2(heads.head_dim // 2), block=block,
+        half_columns=power_above(heads.head_dim // 2), block=block,
         has_norm=q_norm is not None and k_norm is not None, overlap=code(overlap),
         num_warps=4 if block == 16 else 1, launch_pdl=overlap != "none",
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import begin, code, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, power_above, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.errors import DeviceError
 
@@ -68,7 +68,7 @@ def add_norm(
     normed = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(normed)
     if num_rows:
-        columns = triton.next_power_of_2(width)
+        columns = power_above(width)
         _add_norm[(num_rows,)](
             x, x if delta is None else delta, norm.weight, normed, total,
             x.stride(0), x.stride(0) if delta is None else delta.stride(0), norm.eps,
@@ -84,7 +84,7 @@ def silu_mul(mixed: torch.Tensor, out: torch.Tensor | None = None, *, overlap: O
     if out is None:
         out = torch.empty((num_rows, width), dtype=mixed.dtype, device=mixed.device)
     if num_rows:
-        _silu_mul[(num_rows, triton.cdiv(width, _SILU_BLOCK))](
+        _silu_mul[(num_rows, ceil_div(width, _SILU_BLOCK))](
             mixed,
             out,
             mixed.stride(0),

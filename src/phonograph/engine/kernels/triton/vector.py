@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import LINE, begin, code, nearly_done, prefetch, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import (
+    LINE,
+    begin,
+    ceil_div,
+    code,
+    nearly_done,
+    power_above,
+    prefetch,
+    wait_for_inputs,
+)
 from phonograph.engine.kernels.tuning import STREAMED, Choice
 
 
@@ -186,7 +195,7 @@ def product(
     total = x if delta is None else torch.empty_like(x)
     whole = choice.block >= width
     kernel = (_streamed if choice.stages == STREAMED else _whole) if whole else _blocked
-    tiles = triton.cdiv(num_out, choice.rows)
+    tiles = ceil_div(num_out, choice.rows)
     per_line = LINE.value // weight.element_size()
     ahead = min(choice.ahead, width) // per_line
     kernel[(min(choice.programs, tiles) if whole and choice.programs else tiles,)](
@@ -194,7 +203,7 @@ def product(
         weight if bias is None else bias, out, total, num_out, 0.0 if norm is None else norm.eps,
         width=width, rows=choice.rows, block=choice.block, stages=choice.stages,
         has_norm=norm is not None, has_delta=delta is not None, has_bias=bias is not None, gated=gated,
-        overlap=code(choice.overlap), lines=triton.next_power_of_2(ahead) if ahead else 0, per_line=per_line,
+        overlap=code(choice.overlap), lines=power_above(ahead) if ahead else 0, per_line=per_line,
         num_warps=choice.warps, launch_pdl=choice.overlap != "none",
     )  # fmt: skip
     return out, total
