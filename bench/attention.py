@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,8 @@ class Trial:
     num_stages: int
     splits: int
     part_keys: int
+    max_registers: int | None = None
+    apart: bool = False
 
     def launch(self, work: Work, heads: Heads) -> Launch:
         """The launch whose number of programs gives these splits for this step."""
@@ -255,7 +258,7 @@ class Trial:
         tile_tokens = 1 if work.is_decode else max(self.block_m, group_rows) // group_rows
         programs = self.splits * -(-work.num_tokens // tile_tokens) * heads.kv
         shape = (self.block_m, self.block_n, self.num_warps, self.num_stages)
-        return Launch(work.num_tokens, *shape, programs, self.part_keys)
+        return Launch(work.num_tokens, *shape, programs, self.part_keys, self.max_registers, self.apart)
 
 
 def trials(work: Work, heads: Heads) -> Iterator[Trial]:
@@ -269,7 +272,8 @@ def trials(work: Work, heads: Heads) -> Iterator[Trial]:
     elif tokens <= 256:
         yield from (Trial(*shape, count, 128) for shape in _FEW_TOKENS for count in (1, 2, 4, 8))
     else:
-        yield from (Trial(*shape, 1, 0) for shape in _MANY_TOKENS)
+        for shape, registers, apart in product(_MANY_TOKENS, (None, 128), (False, True)):
+            yield Trial(*shape, 1, 0, registers, apart)
 
 
 def compile_all(wanted: list[Work], heads: Heads, page_size: int, workers: int) -> list[str]:
