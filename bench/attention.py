@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -272,8 +271,8 @@ def trials(work: Work, heads: Heads) -> Iterator[Trial]:
     elif tokens <= 256:
         yield from (Trial(*shape, count, 128) for shape in _FEW_TOKENS for count in (1, 2, 4, 8))
     else:
-        for shape, registers, apart in product(_MANY_TOKENS, (None, 128), (False, True)):
-            yield Trial(*shape, 1, 0, registers, apart)
+        for registers, apart in ((None, False), (None, True), (128, False), (128, True)):
+            yield from (Trial(*shape, 1, 0, max_registers=registers, apart=apart) for shape in _MANY_TOKENS)
 
 
 def compile_all(wanted: list[Work], heads: Heads, page_size: int, workers: int) -> list[str]:
