@@ -94,9 +94,19 @@ def _draw_lines(axes: Axes, rows: list[Row], series: list[str], colors: dict[str
         ticks = sorted(set(sizes))
         axes.set_xticks(ticks, [f"{tick}" for tick in ticks], fontsize=8, rotation=45 if len(ticks) > 6 else 0)
     if values and max(values) / min(values) > _LOG_RATIO:
-        axes.set_yscale("log")
+        _set_log(axes)
     else:
         axes.set_ylim(bottom=0)
+
+
+def _set_log(axes: Axes) -> None:
+    """A logarithmic axis with numbers as people write them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _case(row: Row) -> str:
@@ -123,4 +133,6 @@ def _draw_bars(axes: Axes, rows: list[Row], series: list[str], colors: dict[str,
     axes.set_xticks(range(len(names)), names, fontsize=8, rotation=20 if len(names) > 3 else 0, ha="center")
     values = [row.value for row in rows if row.value > 0]
     if values and max(values) / min(values) > 10 * _LOG_RATIO:
-        axes.set_yscale("log")
+        _set_log(axes)
+    else:
+        axes.margins(y=0.2)  # room for the legend
