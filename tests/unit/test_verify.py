@@ -127,3 +127,23 @@ def test_a_tolerance_allows_other_kernels_in_capture(device: Device) -> None:
     factor = 1.001
     assert not verify(runner).ok
     assert verify(runner, tolerance=1e-2).ok
+
+
+def test_padding_that_writes_is_told(device: Device) -> None:
+    """The sample never uses row 0, so no output shows that padding overwrites it."""
+    on = device.torch_device
+    cache = torch.zeros(9, WIDTH, device=on)
+    slot = Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, 8))
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        return {"x": rows(device, extent.used["seqs"], seed), "rows": torch.arange(1, extent.used["seqs"] + 1, device=on)}
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        cache[batch["rows"]] = batch["x"] + 1
+        return cache[batch["rows"]] * 2
+
+    report = verify(make_runner(body, device, slots=[x_slot(), slot], sample=sample))
+    assert report.ok
+    (note,) = [note for note in report.notes if "padding writes" in note]
+    assert "null row" in note
+    assert not cache.any()

@@ -32,7 +32,7 @@ log = logging.getLogger("phonograph")
 
 _CAPTURE_SEED = 0
 _MAX_STATE_BYTES = 1 << 30
-_LOOK = "Run the body eagerly under a debugger, or mark the call @graph_break and use the breakable backend"
+_LOOK = "Run the body eagerly under a debugger, or mark the call @graph_break and use backend='breakable'"
 
 
 @dataclass(frozen=True)
