@@ -182,7 +182,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "best_of": 3}, "use `n`", "best_of"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "`suffix` can't be served", "suffix"),
     (TEXT, {"prompt": "x", "temprature": 1}, "did you mean `temperature`", "temprature"),
-    (TEXT, {"prompt": "x", "guided_regex": "[a"}, "regex grammar can't be followed", None),
+    (TEXT, {"prompt": "x", "guided_regex": "[a"}, "unclosed character class", None),
     (TEXT, {"prompt": "x", "guided_regex": "a", "guided_json": {}}, "one grammar", "guided_regex"),
     (TEXT, {"prompt": "x", "guided_choice": []}, "at least one", None),
     (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "json_object or json_schema", "response_format"),

@@ -28,6 +28,7 @@ def test_generate_answers_with_the_default_model(default: None, capsys: Capture)
     assert out.startswith("The capital of France is Paris.\n")
     assert "tokens/s" in out
     assert "decode.backend   disabled  measured" in out
+    assert "emulated" not in out.replace("device='emulated'", ""), "nothing is emulated here"
 
 
 def test_a_generation_that_fails_is_told_and_ends_with_a_status(default: None, capsys: Capture) -> None:
@@ -67,11 +68,24 @@ def test_chat_ends_at_an_empty_line(default: None, capsys: Capture, monkeypatch:
     assert "The capital of France is Paris." in capsys.readouterr().out
 
 
+def test_a_full_context_forgets_the_oldest_question(
+    default: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["Count: " + "one, two, " * 12, "What is the capital of France?", "long " * 100, "Hello!", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert main(["chat", "--device", "cpu", "--max-len", "96", "--max-tokens", "12"]) == 0
+    found = capsys.readouterr()
+    assert "The capital of France is Paris." in found.out
+    assert "the oldest question is forgotten" in found.err
+    assert "Shorten the prompt" in found.err, "a question that is too long alone is refused, and the talk goes on"
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["generate", "--prompt", "x", "--model", "/nowhere"], "does not exist"),
         (["generate", "--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["generate", "--prompt", "x", "--shape", "tiny", "--max-len", "100000"], "more than the model's context"),
         (["generate", "--prompt", "x", "--shape", "gpt-9"], "known: qwen3-8b"),
         (["generate", "--prompt", "x", "--device", "cuba"], "did you mean 'cuda'"),
         (["explain", "--device", "emulated", "--decode-graph-backend", "ful"], "did you mean 'full'"),

@@ -359,7 +359,8 @@ class TestChat:
     def test_a_template_that_trips_over_the_messages(self) -> None:
         calls: list[dict[str, object]] = [{"role": "assistant", "content": None, "tool_calls": [{}]}]
         with pytest.raises(RequestError, match="TypeError"):
-            ChatTemplate("{{ 'x' + messages[0].content }}").render(calls)
+            ChatTemplate("{{ 'x' + messages[0].tool_calls }}").render(calls)
+        assert ChatTemplate("{{ 'x' + messages[0].content }}").render(calls) == "x", "no content is an empty text"
 
     @pytest.mark.parametrize("template", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}"])
     def test_the_sandbox(self, template: str) -> None:

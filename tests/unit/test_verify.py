@@ -136,7 +136,10 @@ def test_padding_that_writes_is_told(device: Device) -> None:
     slot = Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, 8))
 
     def sample(extent: Extent, seed: int) -> dict[str, Any]:
-        return {"x": rows(device, extent.used["seqs"], seed), "rows": torch.arange(1, extent.used["seqs"] + 1, device=on)}
+        return {
+            "x": rows(device, extent.used["seqs"], seed),
+            "rows": torch.arange(1, extent.used["seqs"] + 1, device=on),
+        }
 
     def body(batch: dict[str, Any]) -> torch.Tensor:
         cache[batch["rows"]] = batch["x"] + 1

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from phonograph.cli.flags import add_engine_flags, add_sampling_flags, params_from, spec_from
+from phonograph.errors import ContextError
 from phonograph.graphs.progress import bar
+
+if TYPE_CHECKING:
+    from phonograph.engine.llm import LLM
+    from phonograph.engine.request import SamplingParams
 
 HELP = "talk to the model"
 
@@ -31,9 +37,25 @@ def run(args: argparse.Namespace) -> int:
         if not said.strip():
             return 0
         messages.append({"role": "user", "content": said})
+        if answer := _answer(llm, messages, params):
+            messages.append({"role": "assistant", "content": answer})
+        else:
+            messages.pop()
+
+
+def _answer(llm: LLM, messages: list[dict[str, object]], params: SamplingParams) -> str:
+    """Print the answer as it comes; where the context is full, the oldest question and answer are forgotten."""
+    while True:
         answer = ""
-        for text in llm.stream_chat(messages, params):
-            answer += text
-            print(text, end="", flush=True)
-        print()
-        messages.append({"role": "assistant", "content": answer})
+        try:
+            for text in llm.stream_chat(messages, params):
+                answer += text
+                print(text, end="", flush=True)
+            print()
+            return answer
+        except ContextError as error:
+            if len(messages) == 1:
+                print(f"phonograph: {error}", file=sys.stderr)
+                return ""
+            print("(the context is full: the oldest question is forgotten)", file=sys.stderr)
+            del messages[:2]

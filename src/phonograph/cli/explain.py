@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     spec = spec_from(args)
     config, device = spec.checkpoint().config, open_device(args.device)
     plan = plan_for(device, spec.asked, spec.options, on_cpu_by_default=args.device in (None, "cpu"))
-    limits = limits_for(spec.options, device, config.max_len, config.eos_ids)
+    limits = limits_for(spec.options, device, plan, config.max_len, config.eos_ids)
     print(
         f"{spec.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "
         f"up to {limits.max_seqs} sequences of {limits.max_len:,} tokens, {limits.max_tokens:,} tokens a step"

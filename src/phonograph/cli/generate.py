@@ -65,7 +65,7 @@ def _report(llm: LLM, done: Completion, load_seconds: float, seconds: float) -> 
         [
             "",
             f"model   {llm.checkpoint.source}: {config.architecture}, {config.num_layers} layers, {dtype}",
-            f"device  {llm.device.name} ({llm.device.torch_device}); KV cache {llm.limits.capacity:,} tokens",
+            f"device  {llm.where}; KV cache {llm.limits.capacity:,} tokens",
             f"speed   {len(done.prompt)} prompt tokens, {len(done.tokens)} new in {seconds:.2f} s "
             f"({len(done.tokens) / seconds:.1f} tokens/s); load and capture {load_seconds:.1f} s",
             "",

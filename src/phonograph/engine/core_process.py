@@ -187,7 +187,7 @@ def ready(llm: LLM) -> Ready:
         architecture=config.architecture,
         num_layers=config.num_layers,
         dtype=str(llm.executor.cache.keys.dtype).removeprefix("torch."),
-        device=f"{llm.device.name} ({llm.device.torch_device})",
+        device=llm.where,
         plan=llm.plan.explain(phases=list(llm.executor.runners)),
         captured=tuple(str(report) for report in llm.reports if report.rows),
         coverage="\n".join(runner.explain() for runner in llm.executor.runners.values()),

@@ -23,6 +23,7 @@ from phonograph.engine.executor import Executor
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.loading import load_weights
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes import is_recorded
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, TokenLogprob
@@ -91,7 +92,7 @@ class LLM:
         config, on = self.checkpoint.config, self.device.torch_device
         dtype = options.dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
-        limits = limits_for(options, self.device, config.max_len, eos_ids)
+        limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
         weights = load_weights(self.checkpoint, dtype, on, progress)
         self.kernels = kernels_for(self.device, options, self.plan, progress)
         for number, matrix in enumerate(matrices := weights.matrices, 1):
@@ -116,6 +117,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete prompts, texts or token ids; results in the order of the prompts, n for each."""
         many: list[str | Many[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if any(isinstance(prompt, int) for prompt in many):
+            raise RequestError("a list of token ids is one prompt, and generate takes a list of those: [[1, 2, 3]].")
         with self._alone():
             readers = self._submit([self._encoded(prompt) for prompt in many], params or SamplingParams())
             for _ in self._run(readers):
@@ -137,6 +140,12 @@ class LLM:
     def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
         """The answer to a conversation, as it comes."""
         return self.stream(self._rendered(messages), params)
+
+    @property
+    def where(self) -> str:
+        """The device, in words; a CPU on which nothing is recorded emulates nothing."""
+        on = self.device.torch_device
+        return f"{self.device.name} ({on})" if on.type != "cpu" or is_recorded(self.plan) else "cpu"
 
     def explain(self) -> str:
         """The plan, and what every phase has captured and counted."""

@@ -11,8 +11,9 @@ from phonograph.engine.executor import Executor
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes import is_recorded
 from phonograph.engine.sampler import Sampler
-from phonograph.errors import DeviceError
+from phonograph.errors import DeviceError, PlanError
 from phonograph.graphs.config import Ask, Asked, Measured
 from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.resolve import Plan, resolve
@@ -22,6 +23,8 @@ _GIB = 1 << 30
 # (from this much device memory on, sequences, tokens of a step)
 _SIZES = ((60 * _GIB, 256, 8192), (30 * _GIB, 128, 4096), (14 * _GIB, 64, 2048), (0, 16, 1024))
 _ON_CPU = (16, 512)
+_EMULATED = (4, 64)
+"""Every recording keeps its intermediates and is run op by op: few and small ones show all that there is to see."""
 _BYTES_PER_GRAPH = 6 << 20
 """What the driver takes for a graph besides the memory of its intermediates; measured: 2 to 6 MB."""
 
@@ -54,12 +57,15 @@ def _sizes(device: Device) -> tuple[int, int]:
     return next((seqs, tokens) for least, seqs, tokens in _SIZES if total >= least)
 
 
-def limits_for(options: EngineOptions, device: Device, context: int, eos_ids: Sequence[int]) -> Limits:
+def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int, eos_ids: Sequence[int]) -> Limits:
     """The scheduler's limits for a model of this context; the KV cache is as large as asked, or a default."""
-    seqs, tokens = _sizes(device)
+    if options.max_len is not None and options.max_len > context:
+        raise PlanError(f"max_len {options.max_len:,} is more than the model's context of {context:,}. Lower it.")
+    is_emulated = device.torch_device.type == "cpu" and is_recorded(plan)
+    seqs, tokens = _EMULATED if is_emulated else _sizes(device)
     max_seqs = seqs if options.max_seqs is None else options.max_seqs
     max_tokens = max(tokens if options.max_tokens is None else options.max_tokens, max_seqs)
-    max_len = min(options.max_len or 8192, context)
+    max_len = options.max_len or min(8192, context)
     cache_tokens = options.cache_tokens or max(max_len, max_seqs * min(max_len, 1024))
     return Limits(
         max_seqs=max_seqs,

@@ -368,9 +368,8 @@ class Runner:
     def explain(self) -> str:
         """What is captured, how often each recording was replayed, and why calls ran eagerly."""
         stats = self.stats
-        lines = [
-            f"{self.phase.name}: backend {self.plan.backend} on {self.device.name}, {len(self._entries)} recordings"
-        ]
+        on = self.device.torch_device.type if self.plan.backend == "disabled" else self.device.name
+        lines = [f"{self.phase.name}: backend {self.plan.backend} on {on}, {len(self._entries)} recordings"]
         if self._entries:
             lines.append(f"  {'recording':<28} {'graphs':>6} {'replays':>9} {'padding':>8}")
             for key, entry in sorted(self._entries.items(), key=_in_table_order):

@@ -92,7 +92,8 @@ def _checked_message(index: int, message: Message) -> dict[str, object]:
     if not isinstance(content, str | None):
         found = type(content).__name__
         raise RequestError(f"{doing} has content of type {found}; expected a string or a list of text parts.")
-    return dict(message)
+    # Templates join texts: an answer that only called tools has an empty one.
+    return {**message, "content": content or ""}
 
 
 def _text_of(doing: str, part: object) -> str:

@@ -14,6 +14,8 @@ from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import RequestError
 
 INSTALL = "pip install 'phonograph[grammar]'"
+_MOST_WORDS = 500
+"""Characters of a library's explanation that a message takes."""
 
 
 class Guidance:
@@ -50,8 +52,8 @@ class Guidance:
         except ValueError as error:
             problem = str(error)
         if problem:
-            line = problem.strip().splitlines()[0]
-            raise RequestError(f"the {spec.kind} grammar can't be followed: {line}. Correct it, or leave it out.")
+            why = _on_one_line(problem)
+            raise RequestError(f"the {spec.kind} grammar can't be followed: {why}. Correct it, or leave it out.")
         return [GuidedText(first), *(GuidedText(first.deep_copy()) for _ in range(count - 1))]
 
 
@@ -67,7 +69,12 @@ class GuidedText:
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
         if self._matcher.is_error():
-            raise RequestError(f"following the grammar: {self._matcher.get_error().strip().splitlines()[0]}")
+            raise RequestError(f"following the grammar: {_on_one_line(self._matcher.get_error())}")
+
+
+def _on_one_line(problem: str) -> str:
+    """The library's words; it puts the reason below the place."""
+    return "; ".join(line.strip() for line in problem.splitlines() if line.strip(" ^~-|")).rstrip(".")[:_MOST_WORDS]
 
 
 def _grammar_of(spec: GrammarSpec, matcher: Any) -> str:
