@@ -226,7 +226,7 @@ def test_a_request_past_its_deadline_ends_and_gives_its_pages_back(one_by_one: l
 
 def test_a_flat_list_of_token_ids_is_explained() -> None:
     with pytest.raises(RequestError, match=r"one prompt.*\[\[1, 2, 3\]\]"):
-        make("cpu").generate([1, 2, 3])  # type: ignore[list-item]
+        make("cpu").generate([1, 2, 3])  # type: ignore[arg-type]
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
