@@ -31,6 +31,7 @@ PUBLIC = [
     "CaptureError",
     "CaptureReport",
     "CheckpointError",
+    "ContextError",
     "CoreError",
     "CoverageError",
     "DataDependentShapeError",

@@ -85,6 +85,8 @@ def test_a_full_context_forgets_the_oldest_question(
     [
         (["generate", "--prompt", "x", "--model", "/nowhere"], "does not exist"),
         (["generate", "--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["generate", "--prompt", "x", "--device", "cpu", "--attention", "triton"], "needs a GPU, and this is a CPU"),
+        (["explain", "--shape", "tiny", "--device", "cpu", "--attention", "flashinfer"], "needs a GPU"),
         (["generate", "--prompt", "x", "--shape", "tiny", "--max-len", "100000"], "more than the model's context"),
         (["generate", "--prompt", "x", "--shape", "gpt-9"], "known: qwen3-8b"),
         (["generate", "--prompt", "x", "--device", "cuba"], "did you mean 'cuda'"),

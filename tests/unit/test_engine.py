@@ -224,6 +224,22 @@ def test_a_request_past_its_deadline_ends_and_gives_its_pages_back(one_by_one: l
     llm.core.scheduler.integrity()
 
 
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_one_sequence_whose_prompt_takes_many_steps(backend: str) -> None:
+    """Steps that sample nothing, from recordings that have a place for one."""
+    prompt = list(range(60, 100))
+    found = tokens(make(backend=backend, max_seqs=1, max_tokens=16), [prompt])
+    assert found == tokens(make("cpu", max_seqs=1, max_tokens=16), [prompt])
+
+
+def test_exact_sizes_serve_prompts_too() -> None:
+    asked = [ask("prefill.exact", True, origin="test"), ask("prefill.buckets", (4, 7, 32), origin="test")]
+    options = EngineOptions(max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32)
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
+    prompts = [[5, 9, 200, 3], list(range(40, 47))]
+    assert [tokens(llm, [prompt]) for prompt in prompts] == [tokens(make("cpu"), [prompt]) for prompt in prompts]
+
+
 def test_a_flat_list_of_token_ids_is_explained() -> None:
     with pytest.raises(RequestError, match=r"one prompt.*\[\[1, 2, 3\]\]"):
         make("cpu").generate([1, 2, 3])  # type: ignore[arg-type]

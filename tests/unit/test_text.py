@@ -361,6 +361,8 @@ class TestChat:
         with pytest.raises(RequestError, match="TypeError"):
             ChatTemplate("{{ 'x' + messages[0].tool_calls }}").render(calls)
         assert ChatTemplate("{{ 'x' + messages[0].content }}").render(calls) == "x", "no content is an empty text"
+        told_by_none = "{{ 'call' if messages[0].content is none else 'text' }}"
+        assert ChatTemplate(told_by_none).render(calls) == "call"
 
     @pytest.mark.parametrize("template", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}"])
     def test_the_sandbox(self, template: str) -> None:

@@ -26,6 +26,8 @@ SUBJECT = Subject(
 
 
 STEP, END_TO_END = "step", "end to end"
+_BEHIND = 16
+"""Places of a sequence behind its prompt."""
 _WARM_UPS = 2
 
 
@@ -39,7 +41,12 @@ def measure(bench: Bench) -> None:
 
 
 def _measure_backend(bench: Bench, backend: str, prefix: int, *, with_floors: bool) -> None:
-    sizes = bench.choose("tokens", (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (8,))
+    chosen = bench.choose("tokens", (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (8,))
+    sizes = tuple(size for size in chosen if prefix + size + _BEHIND <= bench.config.max_len)
+    if len(sizes) < len(chosen):
+        bench.report.note(f"left out: sizes that do not fit the context of {bench.config.max_len:,} behind {prefix:,}")
+    if not sizes:
+        return
     counts = bench.choose("requests", (1, 8), (1, 2))
     llm = open_prefill(bench, backend, prefix, sizes, counts)
     floors = Floors(bench.device, bench.config, llm.executor.model.weights)
@@ -58,7 +65,7 @@ def _measure_backend(bench: Bench, backend: str, prefix: int, *, with_floors: bo
 
 def open_prefill(bench: Bench, backend: str, prefix: int, sizes: tuple[int, ...], counts: tuple[int, ...]) -> LLM:
     """An engine for prefill steps of these sizes, by so many requests each; decode is never run."""
-    longest = prefix + max(sizes) + 16
+    longest = prefix + max(sizes) + _BEHIND
     # Steps in flight, and one row more: as many rows as a bucket has tokens could not be told from them.
     max_seqs = 4 * max(counts) + 1
     options = EngineOptions(

@@ -17,12 +17,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what the model is, and every setting of its phases with source and reason."""
     from phonograph.devices import open_device
+    from phonograph.engine.choices import refuse_misfits
     from phonograph.engine.passes import PHASE_NAMES
     from phonograph.engine.sizing import limits_for, plan_for
 
     spec = spec_from(args)
     config, device = spec.checkpoint().config, open_device(args.device)
     plan = plan_for(device, spec.asked, spec.options, on_cpu_by_default=args.device in (None, "cpu"))
+    refuse_misfits(device, spec.options, plan)
     limits = limits_for(spec.options, device, plan, config.max_len, config.eos_ids)
     print(
         f"{spec.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "

@@ -53,23 +53,35 @@ def attention_for(device: Device, options: EngineOptions, plan: Plan, progress: 
         return ReferenceAttention() if isinstance(found, DeviceError) else CpuAttention(found)
     if name == "reference":
         return ReferenceAttention()
+    refuse_misfits(device, options, plan)
     try:
         from phonograph.engine.attention.triton import TritonAttention
     except ImportError:
         raise DeviceError(f"attention={name!r} needs Triton. Run: pip install triton") from None
     attention = TritonAttention(overlap=overlap_on(device.torch_device))
-    return _flashinfer(device, plan, attention) if name == "flashinfer" else attention
+    return FlashInferAttention(device, attention) if name == "flashinfer" else attention
 
 
-def _flashinfer(device: Device, plan: Plan, inner: Attention) -> Attention:
-    if device.torch_device.type != "cuda":
-        raise PlanError(f"attention='flashinfer' needs an NVIDIA GPU, not {device.name}. Leave it out.")
+def refuse_misfits(device: Device, options: EngineOptions, plan: Plan) -> None:
+    """Refuse implementations that the device, the dtype or the plan can't have."""
+    on = device.torch_device.type
+    for name in ("attention", "kernels"):
+        asked = getattr(options, name)
+        if asked in ("triton", "flashinfer") and on == "cpu":
+            raise PlanError(f"{name}={asked!r} needs a GPU, and this is a CPU. Leave it out.")
+    if options.attention != "flashinfer":
+        return
+    if on != "cuda":
+        raise PlanError(f"attention='flashinfer' needs an NVIDIA GPU, not {on}. Leave it out.")
+    if options.dtype not in (None, torch.bfloat16, torch.float16):
+        raise PlanError(
+            f"attention='flashinfer' takes bfloat16 or float16, not {options.dtype}. Leave one of them out."
+        )
     if plan.phase("prefill").backend == "full":
         raise PlanError(
             "attention='flashinfer' plans every prompt on the host, which one graph can't hold. "
             "Ask for prefill.backend='breakable', or leave the backend out."
         )
-    return FlashInferAttention(device, inner)
 
 
 def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:
@@ -84,6 +96,7 @@ def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Pr
         return ReferenceKernels((f"slow: {found}",))
     if name == "reference":
         return ReferenceKernels()
+    refuse_misfits(device, options, plan)
     try:
         from phonograph.engine.kernels import tuning
         from phonograph.engine.kernels.triton.layers import TritonKernels
@@ -106,7 +119,7 @@ def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
 
 def overlap_on(device: torch.device) -> Overlap:
     """How kernels begin behind each other: GPUs from sm_90 on may start one before its predecessor has ended."""
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.version.hip:
         return "none"
     return "early" if torch.get_device_module(device).get_device_capability(device) >= (9, 0) else "none"
 

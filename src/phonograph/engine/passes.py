@@ -200,7 +200,9 @@ class Passes:
     def _prefill_tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         ends = batch.ends
         rows, positions = batch.rows[ends], batch.positions[ends]
-        return self._next_tokens(self._prefiller.logits(hidden), rows, positions + 1, batch.wants)
+        # A graph whose places for them never change in number puts out all of them.
+        logits = self._prefiller.logits(hidden[: ends.shape[0]])
+        return self._next_tokens(logits, rows, positions + 1, batch.wants)
 
     def _next_tokens(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, wants: Wants) -> Picked:
         """Pick a token for every row and note it in the tables."""

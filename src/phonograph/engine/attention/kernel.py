@@ -28,9 +28,8 @@ UNSEEN = tl.constexpr(-1e30)
 def attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, positions_ptr, tiles_ptr, out_ptr,
     parts_ptr, bests_ptr, totals_ptr, arrived_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
-    scale, window, part_keys, num_tokens, q_token, q_head, table_row, page_stride, slot_stride, head_stride,
-    q_eps, k_eps,
-    page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
+    q_eps, k_eps, scale, window, part_keys, num_tokens, q_token, q_head, table_row, page_stride, slot_stride,
+    head_stride, page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
     tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
     rotating: tl.constexpr, has_norm: tl.constexpr, overlap: tl.constexpr,
@@ -42,12 +41,7 @@ def attend(
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin(overlap)
     wait_for_inputs(overlap)
-    if tiled:
-        first, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
-        row, position = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
-    else:
-        first, count = tile, tl.full([], 1, tl.int32)
-        row, position = tl.load(rows_ptr + tile).to(tl.int32), tl.load(positions_ptr + tile).to(tl.int32)
+    first, count, row, position = _tile(tiles_ptr, rows_ptr, positions_ptr, tile, tiled)
     if count == 0:
         return
     start, stop, parts = _part(position, count, window, part_keys, split, block_n, splits, windowed)
@@ -91,6 +85,18 @@ def attend(
             block_m, block_m if tiled else group_rows, block_n, splits, windowed, wide, apart and not windowed,
             rotating, has_norm,
         )  # fmt: skip
+
+
+@triton.jit
+def _tile(tiles_ptr, rows_ptr, positions_ptr, tile, tiled: tl.constexpr):
+    """First token, number of tokens, row and first position."""
+    if tiled:
+        first, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
+        row, position = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
+    else:
+        first, count = tile, tl.full([], 1, tl.int32)
+        row, position = tl.load(rows_ptr + tile).to(tl.int32), tl.load(positions_ptr + tile).to(tl.int32)
+    return first, count, row, position
 
 
 @triton.jit

@@ -28,6 +28,11 @@ class Launch:
     """Whether blocks that need no mask are walked in a loop of their own: it fills its pipeline once more, which pays
     for long walks."""
 
+    @property
+    def bounds(self) -> dict[str, int]:
+        """What the compiler is told besides; not every vendor's knows the option."""
+        return {} if self.max_registers is None else {"maxnreg": self.max_registers}
+
     def splits(self, num_tiles: int, kv_heads: int) -> int:
         """A power of two, of the bucket alone: how many keys there are is known on the device only.
 

@@ -12,7 +12,7 @@ from phonograph.engine.attention.kernel import attend
 from phonograph.engine.attention.launches import Launch, Launches, launches_for, pick
 from phonograph.engine.attention.tiles import list_tiles
 from phonograph.engine.kernels.base import Heads, Places
-from phonograph.engine.kernels.triton.launch import ceil_div, code, power_above
+from phonograph.engine.kernels.triton.launch import ceil_div, code, dependent, power_above
 from phonograph.engine.kernels.tuning import Overlap
 
 _MOST_ROTATED = 64
@@ -100,15 +100,15 @@ class _TritonStep:
             queries.rows if self.tiles is None else self.tiles, out, parts, bests, totals, self.arrived,
             *((q, q, q) if places is None else (places.cos, places.sin, places.slots)),
             q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps,
             head_dim**-0.5 * math.log2(math.e), window or 0, self.launch.part_keys, num_tokens,
             q.stride(0), q.stride(1), queries.table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
-            0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps,
             page_size=self.cache.page_size, group=num_heads // kv_heads, group_rows=self.group_rows, head_dim=head_dim,
             dim_columns=dim_columns, block_m=self.block_m, block_n=self.launch.block_n, splits=self.splits,
             tiled=self.tiles is not None, windowed=window is not None, wide=keys.numel() >= 1 << 31,
             apart=self.launch.apart, rotating=turning is not None, has_norm=q_norm is not None and k_norm is not None,
             overlap=code(self.overlap), num_warps=self.launch.num_warps, num_stages=self.launch.num_stages,
-            maxnreg=self.launch.max_registers, launch_pdl=self.overlap != "none",
+            **self.launch.bounds, **dependent(self.overlap),
         )  # fmt: skip
         return out
 

@@ -60,15 +60,24 @@ class ChatTemplate:
             problem = f"{self.source} has no chat template"
             raise RequestError(f"rendering a chat: {problem}. Send a prompt instead of messages.")
         known = {**self._special_tokens, **(variables or {})}
-        known |= {"messages": _checked(messages), "tools": None if tools is None else [dict(tool) for tool in tools]}
+        known |= {"tools": None if tools is None else [dict(tool) for tool in tools]}
         known |= {"add_generation_prompt": add_generation_prompt, "documents": None}
+        checked = _checked(messages)
         try:
-            return self._template.render(known)
+            return self._template.render(known, messages=checked)
+        except TypeError:
+            # Some templates tell a call of tools by a content that is none, others join all contents.
+            texts = [{**message, "content": message["content"] or ""} for message in checked]
         except Exception as error:  # a template can raise anything
-            problem = f"{type(error).__name__}: {error}"
-            raise RequestError(
-                f"rendering a chat with the template of {self.source}: {problem}. Change the messages."
-            ) from None
+            raise self._refusal(error) from None
+        try:
+            return self._template.render(known, messages=texts)
+        except Exception as error:
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: Exception) -> RequestError:
+        problem = f"{type(error).__name__}: {error}"
+        return RequestError(f"rendering a chat with the template of {self.source}: {problem}. Change the messages.")
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, object]]:
@@ -92,8 +101,7 @@ def _checked_message(index: int, message: Message) -> dict[str, object]:
     if not isinstance(content, str | None):
         found = type(content).__name__
         raise RequestError(f"{doing} has content of type {found}; expected a string or a list of text parts.")
-    # Templates join texts: an answer that only called tools has an empty one.
-    return {**message, "content": content or ""}
+    return dict(message)
 
 
 def _text_of(doing: str, part: object) -> str:

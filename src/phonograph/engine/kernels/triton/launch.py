@@ -27,6 +27,11 @@ def code(overlap: Overlap) -> int:
     return {"none": 0, "late": 1, "early": 2}[overlap]
 
 
+def dependent(overlap: Overlap) -> dict[str, bool]:
+    """The option of a launch; only NVIDIA's compiler knows it."""
+    return {} if overlap == "none" else {"launch_pdl": True}
+
+
 def ceil_div(number: int, divisor: int) -> int:
     """On the host: Triton's own passes through its compiler's wrapper, which costs as much as an op."""
     return -(-number // divisor)

@@ -17,6 +17,7 @@ from phonograph.engine.kernels.triton.launch import (
     begin,
     ceil_div,
     code,
+    dependent,
     nearly_done,
     power_above,
     prefetch,
@@ -183,6 +184,6 @@ def product(
         split=split, stages=choice.stages, swap=choice.swap, has_norm=norm is not None,
         has_delta=delta is not None, has_bias=bias is not None, gated=gated, overlap=code(choice.overlap),
         lines=power_above(ahead) if ahead else 0, per_line=per_line,
-        num_warps=choice.warps, launch_pdl=choice.overlap != "none",
+        num_warps=choice.warps, **dependent(choice.overlap),
     )  # fmt: skip
     return out, total

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, power_above, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, power_above, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.errors import DeviceError
 
@@ -73,7 +73,7 @@ def add_norm(
             x, x if delta is None else delta, norm.weight, normed, total,
             x.stride(0), x.stride(0) if delta is None else delta.stride(0), norm.eps,
             width=width, columns=columns, has_delta=delta is not None, overlap=code(overlap),
-            num_warps=min(16, max(1, columns // 512)), launch_pdl=overlap != "none",
+            num_warps=min(16, max(1, columns // 512)), **dependent(overlap),
         )  # fmt: skip
     return normed, total
 
@@ -92,6 +92,6 @@ def silu_mul(mixed: torch.Tensor, out: torch.Tensor | None = None, *, overlap: O
             block=_SILU_BLOCK,
             overlap=code(overlap),
             num_warps=4,
-            launch_pdl=overlap != "none",
+            **dependent(overlap),
         )
     return out

@@ -16,6 +16,7 @@ from phonograph.engine.kernels.triton.launch import (
     begin,
     ceil_div,
     code,
+    dependent,
     nearly_done,
     power_above,
     prefetch,
@@ -204,6 +205,6 @@ def product(
         width=width, rows=choice.rows, block=choice.block, stages=choice.stages,
         has_norm=norm is not None, has_delta=delta is not None, has_bias=bias is not None, gated=gated,
         overlap=code(choice.overlap), lines=power_above(ahead) if ahead else 0, per_line=per_line,
-        num_warps=choice.warps, launch_pdl=choice.overlap != "none",
+        num_warps=choice.warps, **dependent(choice.overlap),
     )  # fmt: skip
     return out, total
