@@ -112,4 +112,4 @@ class _FlashInferStep:
 
 def _sent(numbers: Sequence[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """In pinned memory: from any other a copy to the device waits for all work before it."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=torch.cuda.is_available())
