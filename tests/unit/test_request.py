@@ -80,6 +80,13 @@ def test_the_message_says_what_was_found_and_expected() -> None:
         RequestError, match=r"top_p must be a finite number above 0 and at most 1, found 2\.0 \(float\)\."
     ):
         SamplingParams(top_p=2.0)
+    with pytest.raises(
+        RequestError, match=r"max_tokens must be a whole number and at least 1 and at most 9223372036854"
+    ):
+        SamplingParams(max_tokens=10**30)
+    with pytest.raises(RequestError, match=r"temperature must be a finite number at least 0"):
+        SamplingParams(temperature=10**400)
+    assert isinstance(SamplingParams(temperature=10**30).temperature, float), "what a message can carry"
     with pytest.raises(RequestError, match=r"max_tokens must be a whole number and at least 1, found True \(bool\)\."):
         SamplingParams(max_tokens=True)
     text: Any = "END"

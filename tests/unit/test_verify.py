@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from phonograph import Device, EmulatedDevice, Extent, Pad, Slot, VerifyError, current, graph_break, verify
+from phonograph.graphs.phase import sample_from
 from runners import WIDTH, equal, make_runner, rows, sample_x, x_slot
 
 
@@ -141,8 +142,9 @@ def test_rounding_is_no_writing_of_padding() -> None:
     assert not [note for note in verify(make_runner(body, device)).notes if "padding writes" in note]
 
 
-def test_padding_that_writes_is_told(device: Device) -> None:
-    """The sample never uses row 0, so no output shows that padding overwrites it."""
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_padding_that_writes_is_told(device: Device, offset: float) -> None:
+    """The sample never uses row 0, so no output shows that padding overwrites it; it may even write what is there."""
     on = device.torch_device
     cache = torch.zeros(9, WIDTH, device=on)
     slot = Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, 8))
@@ -154,7 +156,7 @@ def test_padding_that_writes_is_told(device: Device) -> None:
         }
 
     def body(batch: dict[str, Any]) -> torch.Tensor:
-        cache[batch["rows"]] = batch["x"] + 1
+        cache[batch["rows"]] = batch["x"] + offset
         return cache[batch["rows"]] * 2
 
     report = verify(make_runner(body, device, slots=[x_slot(), slot], sample=sample))
@@ -162,3 +164,18 @@ def test_padding_that_writes_is_told(device: Device) -> None:
     (note,) = [note for note in report.notes if "padding writes" in note]
     assert "null row" in note
     assert not cache.any()
+
+
+def test_a_null_row_inside_the_valid_range_is_left_to_padding(device: Device) -> None:
+    """Samples that a slot draws by itself do not name the row that padding has."""
+    cache = torch.zeros(9, WIDTH, device=device.torch_device)
+    slot = Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(8), valid=(0, 8))
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        cache[batch["rows"]] = 1.0
+        return batch["x"] + cache[batch["rows"]]
+
+    slots = [x_slot(), slot]
+    sample = sample_from(slots, device.torch_device)
+    assert all(8 not in sample(Extent({"seqs": 8}, {"seqs": 8}), seed)["rows"] for seed in range(9))
+    assert verify(make_runner(body, device, slots=slots, sample=sample)).ok

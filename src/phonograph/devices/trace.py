@@ -26,8 +26,9 @@ aten = torch.ops.aten
 
 _TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
 _OWN_DIR = str(Path(__file__).parent.parent) + os.sep
-_SLOT_OR_BREAK = "Put the value in a slot, or mark the function @graph_break"
-_FIXED_SHAPE = "Use a fixed-size form (torch.where, a mask, nonzero_static), or mark the function @graph_break"
+_SLOT_OR_BREAK = "Put the value in a slot, or mark the function @graph_break and use backend='breakable'"
+_FIXED_SHAPE = "Use a fixed-size form (torch.where, a mask, nonzero_static), or mark the function @graph_break and use "
+_FIXED_SHAPE += "backend='breakable'"
 _MAKE_ONCE = "Make the tensor once outside (a buffer, a parameter), or put the value in a slot"
 _DRAW_OUTSIDE = "Leave generator= out, or draw outside and put the numbers in a slot"
 # What torch says where a device waits although waiting was made an error.
@@ -259,7 +260,7 @@ def refusing(device_type: str) -> Iterator[None]:
 
 
 @contextmanager
-def before_writes(on_first: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def before_writes(on_first: Callable[[torch.UntypedStorage, torch.dtype], None]) -> Iterator[None]:
     """Calls `on_first` before an op writes to memory that no op under this context made: the state of a pass."""
     # Weak references keep a freed storage's identity from coming back as somebody else's.
     known: dict[int, StorageWeakRef] = {}
@@ -269,7 +270,7 @@ def before_writes(on_first: Callable[[torch.UntypedStorage], None]) -> Iterator[
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 known[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                on_first(storage)
+                on_first(storage, tensor.dtype)
         result = func(*args, **kwargs)
         before = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):

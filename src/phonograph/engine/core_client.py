@@ -111,7 +111,7 @@ class CoreClient:
         self._restarts = restarts
         self._log_level = log_level
         self._encode = msgspec.msgpack.Encoder().encode
-        self._outbox: list[ToCore] = []
+        self._outbox: list[msgspec.Raw] = []
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._wire: _Wire | None = None
@@ -131,9 +131,10 @@ class CoreClient:
 
     def send(self, message: ToCore) -> None:
         """Tell the core; all that is told in one turn of the event loop goes in one frame."""
+        encoded = msgspec.Raw(self._encode(message))  # one that can't be sent is its sender's error, and nobody else's
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(message)
+        self._outbox.append(encoded)
 
     async def stop(self, patience: float = _DYING) -> None:
         """End the core; if it does not end by itself in so many seconds, it is killed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +14,8 @@ from phonograph.errors import RequestError
 
 MAX_BIASED = 300
 MAX_LOGPROBS = 20
+_MAX_WHOLE = 2**63 - 1
+"""What fits into the numbers of a message and of a device."""
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -92,13 +95,15 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
-            _whole("seed", self.seed, least=0, most=2**63 - 1)
+            _whole("seed", self.seed, least=0)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
             raise RequestError(f"grammar must be a GrammarSpec, found {_shown(self.grammar)}.")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
@@ -141,17 +146,19 @@ def _shown(value: object) -> str:
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
 
-def _whole(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
+def _whole(name: str, value: object, least: int | None = None, most: int = _MAX_WHOLE) -> None:
     # A bool is an int to Python; to a user it is a slip.
     right = isinstance(value, int) and not isinstance(value, bool)
-    if right and (least is None or value >= least) and (most is None or value <= most):  # type: ignore[operator]
+    if right and (-_MAX_WHOLE if least is None else least) <= value <= most:  # type: ignore[operator]
         return
-    bounds = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * (most is not None)
+    is_bounded = most != _MAX_WHOLE or (right and value > most)  # type: ignore[operator]
+    bounds = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * is_bounded
     raise RequestError(f"{name} must be {' and '.join(['a whole number', *bounds])}, found {_shown(value)}.")
 
 
 def _number(name: str, value: object, least: float, most: float, *, open_below: bool = False) -> None:
-    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    right = right and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
     if right and least <= value <= most and not (open_below and value == least):  # type: ignore[operator]
         return
     floor = f" {'above' if open_below else 'at least'} {least}" if math.isfinite(least) else ""
@@ -186,4 +193,4 @@ def _bias(value: object) -> dict[int, float]:
     for token, bias in value.items():
         _whole("a token id in logit_bias", token, least=0)
         _number(f"logit_bias of token {token}", bias, -100, 100)
-    return dict(value)
+    return {token: float(bias) for token, bias in value.items()}

@@ -32,7 +32,7 @@ log = logging.getLogger("phonograph")
 
 _CAPTURE_SEED = 0
 _MAX_STATE_BYTES = 1 << 30
-_LOOK = "Run the body eagerly under a debugger, or mark the call @graph_break and use backend='breakable'"
+_LOOK = "Run the body eagerly under a debugger; a call that no graph can hold needs @graph_break, backend='breakable'"
 
 
 @dataclass(frozen=True)

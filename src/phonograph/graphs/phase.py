@@ -164,6 +164,11 @@ def draw(slot: Slot, used: Mapping[str, int], generator: torch.Generator) -> tor
         return (torch.rand(shape, generator=generator) * (high - low) + low).to(slot.dtype)
     if slot.valid is not None:
         low_int, high_int = math.ceil(slot.valid[0]), math.floor(slot.valid[1])
-        return torch.randint(low_int, high_int + 1, shape, generator=generator).to(slot.dtype)
+        padding = slot.pad.value if slot.pad is not None else None
+        if padding is None or low_int == high_int or not low_int <= padding <= high_int:
+            return torch.randint(low_int, high_int + 1, shape, generator=generator).to(slot.dtype)
+        # Not what padding has: a row that it names is nobody's.
+        drawn = torch.randint(low_int, high_int, shape, generator=generator)
+        return (drawn + (drawn >= padding)).to(slot.dtype)
     assert slot.pad is not None
     return torch.full(shape, int(slot.pad.value or 0), dtype=slot.dtype)

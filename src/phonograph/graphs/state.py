@@ -20,6 +20,7 @@ class SavedState:
         self._room = max_bytes
         self._seen: set[int] = set()
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._dtypes: list[torch.dtype] = []
         self.skipped_bytes = 0
         """Bytes of tensors that were too large to save."""
 
@@ -40,7 +41,15 @@ class SavedState:
         """All that was saved, as bytes."""
         return [memory for memory, _ in self._saved]
 
-    def _save(self, storage: torch.UntypedStorage) -> None:
+    @property
+    def elements(self) -> list[torch.Tensor]:
+        """The same memory, in the dtype in which it was first written."""
+        return [
+            memory.view(dtype) if memory.numel() % dtype.itemsize == 0 else memory
+            for memory, dtype in zip(self.memory, self._dtypes, strict=True)
+        ]
+
+    def _save(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         if storage._cdata in self._seen:
             return
         if storage.nbytes() > self._room:
@@ -51,6 +60,7 @@ class SavedState:
         memory = bytes_of(storage)
         self._seen.add(storage._cdata)
         self._saved.append((memory, memory.clone()))
+        self._dtypes.append(dtype)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

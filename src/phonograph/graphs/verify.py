@@ -85,13 +85,19 @@ def verify(
     write in `state`. Where padding writes, a note says so: it is right if nobody uses that place.
     """
     checks: list[Check] = []
-    notes = list(_notes(runner))
+    notes, padding_writes = list(_notes(runner)), ""
     with torch.no_grad():
         for key in runner.captured:
             for index, used in enumerate(_used_sizes(runner, key, batches)):
                 verification = _Verification(runner, key, used, seed + index, tolerance, state)
                 checks += verification.run()
-                notes += verification.notes if not any("padding writes" in note for note in notes) else []
+                if not padding_writes and verification.is_written_by_padding():
+                    padding_writes = f"first seen in {key} with {used} used"
+    if padding_writes:
+        notes.append(
+            f"padding writes state that a run without padding leaves alone ({padding_writes}). Nobody may use that "
+            "place: keep a null row for pad values."
+        )
     return VerifyReport(tuple(checks), tuple(notes))
 
 
@@ -112,7 +118,10 @@ def _notes(runner: Runner) -> Iterator[str]:
     for slot in runner.phase.slots:
         integer = not slot.dtype.is_floating_point and slot.dtype != torch.bool
         if integer and slot.valid is None and slot.compute is None:
-            yield f"slot {slot.name!r} names no valid range: unless sample= draws it, only its pad value was tried"
+            yield (
+                f"slot {slot.name!r} names no valid range: unless sample= draws it, only its pad value was tried, as "
+                "if every row were padding. Add valid=(smallest, largest)"
+            )
 
 
 class _Verification:
@@ -145,7 +154,7 @@ class _Verification:
         self._extent = Extent(measured, phase.padded(key.size))
         self._unpadded = Extent(measured, measured)
         self._state = list(state)
-        self.notes: list[str] = []
+        self._elements = list(state)
 
     def run(self) -> list[Check]:
         if self._runner.phase.preserve is None:
@@ -153,12 +162,7 @@ class _Verification:
         first, _ = self._replay(pattern=0)
         second, replayed_state = self._replay(pattern=1)
         eager, eager_state = self._eager(padded=True)
-        unpadded, unpadded_state = self._eager(padded=False)
-        if self._is_written_by_padding(eager_state, unpadded_state):
-            self.notes.append(
-                "padding writes state that a run without padding leaves alone (first seen in "
-                f"{self._key} with {self._used} used). Nobody may use that place: keep a null row for pad values."
-            )
+        unpadded, _ = self._eager(padded=False)
         same = self._compare("same view", second, eager, self._tolerance or 0.0)
         if same.passed and not self._tolerance:
             same = self._compare("same view, state", _numbered(replayed_state), _numbered(eager_state), 0.0)
@@ -168,13 +172,28 @@ class _Verification:
             self._compare("unpadded", second, unpadded, None),
         ]
 
-    def _is_written_by_padding(self, padded: Sequence[torch.Tensor], unpadded: Sequence[torch.Tensor]) -> bool:
-        """Whether something changes with padding alone; the state itself is again what it was before."""
-        for state in zip(self._state, padded, unpadded, strict=True):
-            was, one, other = map(_words, state)
-            if bool(((one != was) & (other == was)).any()):
-                return True
-        return False
+    def is_written_by_padding(self) -> bool:
+        """Whether a run with padding writes what one without leaves alone.
+
+        Both begin with noise in the place of all floating-point state: what padding writes may be there already.
+        """
+        if not self._extent.is_padded:
+            return False
+        numbers = torch.Generator().manual_seed(self._seed)
+        noise = [
+            torch.randn(state.shape, generator=numbers).to(state) if state.is_floating_point() else state.clone()
+            for state in self._elements
+        ]
+        padded, unpadded = (self._after_noise(noise, padded=one) for one in (True, False))
+        states = zip(noise, padded, unpadded, strict=True)
+        return any(bool((_differs(one, was) & ~_differs(other, was)).any()) for was, one, other in states)
+
+    def _after_noise(self, noise: Sequence[torch.Tensor], *, padded: bool) -> list[torch.Tensor]:
+        with self._restored():
+            for state, random in zip(self._elements, noise, strict=True):
+                state.copy_(random)
+            found = self._eager(padded=padded)[1]
+            return [state.view(known.dtype) for state, known in zip(found, self._elements, strict=True)]
 
     def _written(self) -> list[torch.Tensor]:
         """All memory from outside that the body writes, as bytes; found by a run whose effects are undone."""
@@ -194,6 +213,7 @@ class _Verification:
                 f"verifying {self._key}: the body writes {saved.skipped_bytes:,} bytes of tensors too large to copy. "
                 "Give the phase a `preserve` that saves the rows that a batch touches."
             )
+        self._elements += saved.elements
         return saved.memory
 
     def _replay(self, pattern: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -290,11 +310,10 @@ class _Verification:
         return f"differs by up to {worst:.3g}"
 
 
-def _words(state: torch.Tensor) -> torch.Tensor:
-    """Memory in words: of two numbers that are rounded differently, a single byte may well be the same."""
-    if state.dtype != torch.uint8 or state.numel() % 4:
-        return state
-    return state.view(torch.int64 if state.numel() % 8 == 0 else torch.int32)
+def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where two tensors have other bits."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.itemsize, torch.uint8)
+    return one.view(bits) != other.view(bits)
 
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
