@@ -31,7 +31,6 @@ PUBLIC = [
     "CaptureError",
     "CaptureReport",
     "CheckpointError",
-    "ContextError",
     "CoreError",
     "CoverageError",
     "DataDependentShapeError",

@@ -13,7 +13,6 @@ PhonographError
 ├── PlanError             the configuration asks for something that can't be
 ├── CoverageError         strict mode: a batch has no graph
 ├── RequestError          a request that can't be served as it is
-│   └── ContextError      its prompt is too long
 ├── UnavailableError      the engine takes no request right now
 ├── CoreError             the process of the engine core could not be started, or is gone
 └── VerifyError           a replay is not what the eager path gives
@@ -61,10 +60,6 @@ class CoverageError(PhonographError, RuntimeError):
 
 class RequestError(PhonographError, ValueError):
     """A request that can't be served as it is."""
-
-
-class ContextError(RequestError):
-    """A prompt that is longer than the context or the KV cache."""
 
 
 class UnavailableError(PhonographError, RuntimeError):

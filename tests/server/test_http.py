@@ -193,6 +193,9 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("/tokenize", {}, "either `prompt` or `messages`", "prompt"),
     ("/tokenize", {"prompt": "x", "messages": HELLO}, "either `prompt` or `messages`", "prompt"),
     ("/detokenize", {"tokens": ["a"]}, "got `str`", "tokens[0]"),
+    ("/detokenize", {"tokens": [99999999]}, "not in the vocabulary", None),
+    (TEXT, {"prompt": "x", "max_tokens": 10**30}, "at most 9223372036854775807", "max_tokens"),
+    (TEXT, {"prompt": "x", "top_k": 10**30}, "at most 9223372036854775807", "top_k"),
 ]
 
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -241,8 +242,14 @@ def test_exact_sizes_serve_prompts_too() -> None:
 
 
 def test_a_flat_list_of_token_ids_is_explained() -> None:
-    with pytest.raises(RequestError, match=r"one prompt.*\[\[1, 2, 3\]\]"):
-        make("cpu").generate([1, 2, 3])  # type: ignore[arg-type]
+    llm, wrong = make("cpu"), list[Any]([[1, 2, 3], 5, None, torch.tensor([1, 2, 3])])
+    for prompts in wrong:
+        with pytest.raises(
+            RequestError, match=r"lists of token ids each, as \[\[1, 2, 3\]\]; found (int|NoneType|Tensor)"
+        ):
+            llm.generate(prompts)
+    ids = [[5, 9, 200, 3]]
+    assert tokens(llm, [np.array(ids[0])]) == tokens(llm, ids)  # type: ignore[list-item]
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:

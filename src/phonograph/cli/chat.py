@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from phonograph.cli.flags import add_engine_flags, add_sampling_flags, params_from, spec_from
-from phonograph.errors import ContextError
+from phonograph.errors import RequestError
 from phonograph.graphs.progress import bar
 
 if TYPE_CHECKING:
@@ -44,18 +44,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(llm: LLM, messages: list[dict[str, object]], params: SamplingParams) -> str:
-    """Print the answer as it comes; where the context is full, the oldest question and answer are forgotten."""
-    while True:
-        answer = ""
-        try:
-            for text in llm.stream_chat(messages, params):
-                answer += text
-                print(text, end="", flush=True)
-            print()
-            return answer
-        except ContextError as error:
-            if len(messages) == 1:
-                print(f"phonograph: {error}", file=sys.stderr)
-                return ""
+    """Print the answer as it comes; where it has no room, the oldest question and answer are forgotten."""
+    answer, room = "", min(params.max_tokens, llm.limits.max_len // 2)
+    try:
+        while len(messages) > 1 and llm.chat_length(messages) + room > llm.limits.max_len:
             print("(the context is full: the oldest question is forgotten)", file=sys.stderr)
             del messages[:2]
+        for text in llm.stream_chat(messages, params):
+            answer += text
+            print(text, end="", flush=True)
+        print()
+    except RequestError as error:
+        print(f"phonograph: {error}", file=sys.stderr)
+    return answer

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(done.text)
     if args.report:
-        print(_report(llm, done, loaded - begin, seconds))
+        print(_report(llm, done, loaded - begin, seconds), file=sys.stderr if args.json else sys.stdout)
     if done.error:
         print(f"phonograph: {done.error}", file=sys.stderr)
     return 1 if done.error else 0

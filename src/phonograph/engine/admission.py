@@ -5,7 +5,7 @@ from __future__ import annotations
 from phonograph.engine.limits import Limits
 from phonograph.engine.request import Request
 from phonograph.engine.sequence import Sequence
-from phonograph.errors import ContextError, RequestError
+from phonograph.errors import RequestError
 
 
 def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence]:
@@ -38,12 +38,12 @@ def refuse_misfits(request: Request, limits: Limits) -> None:
     if not found:
         raise RequestError(f"{name}: its prompt is empty, but there must be a token to start from. Send at least one.")
     if found > limits.max_len - 1:
-        raise ContextError(
+        raise RequestError(
             f"{name}: its prompt has {found} tokens, but a context of {limits.max_len} leaves room for "
             f"{limits.max_len - 1} and one output. Shorten the prompt, or raise max_len."
         )
     if found > limits.capacity:
-        raise ContextError(
+        raise RequestError(
             f"{name}: its prompt has {found} tokens, but all {limits.num_pages - 1} pages of the KV cache hold "
             f"{limits.capacity}. Shorten the prompt, or give the KV cache more pages."
         )

@@ -242,6 +242,9 @@ class AsyncLLM:
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids."""
+        vocab = self.about.vocab
+        if outside := [token for token in tokens if token >= vocab]:
+            raise RequestError(f"tokens: {outside[0]} is not in the vocabulary of {vocab}.")
         return self._text().decode(tokens, skip_special=skip_special)
 
     async def render(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,6 +73,20 @@ class _Reader:
         return text, hit
 
 
+def _as_prompts(prompts: object) -> list[Any]:
+    """Texts, or lists of token ids; refuses what is neither."""
+    many: list[Any] = (
+        [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]
+    )
+    for prompt in many:
+        if not isinstance(prompt, str | Iterable) or getattr(prompt, "ndim", 1) != 1:
+            raise RequestError(
+                "prompts are a text, a list of texts, or a list of prompts that are lists of token ids each, as "
+                f"[[1, 2, 3]]; found {type(prompt).__name__} where a prompt belongs."
+            )
+    return many
+
+
 class LLM:
     """`LLM().generate("…")`: the embedded default model, or a folder or GGUF file."""
 
@@ -116,9 +132,7 @@ class LLM:
         self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Complete prompts, texts or token ids; results in the order of the prompts, n for each."""
-        many: list[str | Many[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if any(isinstance(prompt, int) for prompt in many):
-            raise RequestError("a list of token ids is one prompt, and generate takes a list of those: [[1, 2, 3]].")
+        many = _as_prompts(prompts)
         with self._alone():
             readers = self._submit([self._encoded(prompt) for prompt in many], params or SamplingParams())
             for _ in self._run(readers):
@@ -176,7 +190,11 @@ class LLM:
         return self.tokenizer
 
     def _encoded(self, prompt: str | Many[int]) -> tuple[int, ...]:
-        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else tuple(map(operator.index, prompt))
+
+    def chat_length(self, messages: Many[Message]) -> int:
+        """How many tokens a conversation has, as the model gets it."""
+        return len(self._rendered(messages))
 
     def _rendered(self, messages: Many[Message]) -> tuple[int, ...]:
         template: ChatTemplate = self.checkpoint.chat_template()

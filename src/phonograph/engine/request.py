@@ -142,7 +142,10 @@ class Request:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        text = "a number beyond all bounds"
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
 

@@ -99,7 +99,7 @@ class Delivery:
         try:
             yield
         except Exception as error:
-            self.log.end(self.generation, f"failed ({error})")
+            self.log.end(self.generation, self.log.failed(error))
             raise
 
 
@@ -123,7 +123,7 @@ class EventStream(Response):
                     await self._send_all(send)
                     end = delivery.writer.usage_event(generation.usage) if delivery.with_usage else b""
                 except Exception as error:
-                    end, outcome = failure_of(error).event(), f"failed ({error})"
+                    end, outcome = failure_of(error).event(), delivery.log.failed(error)
                 await send({"type": "http.response.body", "body": end + DONE, "more_body": False})
             delivery.log.end(generation, "left by its client" if client.is_gone else outcome)
 

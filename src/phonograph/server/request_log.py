@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from phonograph.engine.generation import Delta, Generation
+from phonograph.server.failures import failure_of
 
 log = logging.getLogger("phonograph.requests")
 
@@ -30,6 +31,11 @@ class RequestLog:
         if self._with_texts:
             for delta in deltas:
                 self._texts[delta.choice] = self._texts.get(delta.choice, "") + delta.text
+
+    def failed(self, error: Exception) -> str:
+        """The outcome of a request that failed; what is wrong with a request may quote it."""
+        status = failure_of(error).status
+        return f"failed ({error})" if self._with_texts or status >= 500 else f"failed (status {status})"
 
     def end(self, generation: Generation, outcome: str) -> None:
         """How it went."""

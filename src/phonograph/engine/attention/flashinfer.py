@@ -40,6 +40,7 @@ class FlashInferAttention:
             raise DeviceError("attention='flashinfer' needs FlashInfer. Run: pip install flashinfer-python") from None
         self.name = f"flashinfer; {inner.name} in decode steps"
         self._inner = inner
+        self._device = device
         # Plans of one stream run one after the other: they share what kernels work with.
         workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device.torch_device)
         self._planners = [
@@ -65,12 +66,12 @@ class FlashInferAttention:
         num_pages = [-(-length // size) for length in lengths]
         rows = [span.row for span, pages in zip(spans, num_pages, strict=True) for _ in range(pages)]
         columns = [column for pages in num_pages for column in range(pages)]
-        row, column = _sent([rows, columns], torch.int64).to(table.device, non_blocking=True)
+        row, column = self._sent([rows, columns], torch.int64).to(table.device, non_blocking=True)
         planner.wrapper.plan(
-            _sent([0, *accumulate(span.count for span in spans)]),
-            _sent([0, *accumulate(num_pages)]),
+            self._sent([0, *accumulate(span.count for span in spans)]),
+            self._sent([0, *accumulate(num_pages)]),
             table[row, column],
-            _sent([(length - 1) % size + 1 for length in lengths]),
+            self._sent([(length - 1) % size + 1 for length in lengths]),
             num_heads,
             cache.keys.shape[3],
             cache.keys.shape[4],
@@ -79,10 +80,15 @@ class FlashInferAttention:
             window_left=-1 if window is None else window - 1,
             q_data_type=cache.keys.dtype,
             kv_data_type=cache.keys.dtype,
-            seq_lens=_sent(lengths),
+            seq_lens=self._sent(lengths),
         )
         planner.copied.record()
         return planner.wrapper
+
+    def _sent(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """In memory of the host that a copy to the device need not wait for."""
+        made = torch.tensor(numbers, dtype=dtype)
+        return self._device.host_block(made.nbytes).view(dtype).view(made.shape).copy_(made)
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,3 @@ class _FlashInferStep:
         pages = self.cache.keys[layer], self.cache.values[layer]
         self.plans[window].run(q[:used], pages, out=out[:used])
         return out
-
-
-def _sent(numbers: Sequence[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """In pinned memory: from any other a copy to the device waits for all work before it."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=torch.cuda.is_available())
