@@ -83,9 +83,11 @@ class SlowGrammars:
 class Front:
     """The other end of a core loop that runs in a thread."""
 
-    def __init__(self, llm: LLM, sock: socket.socket) -> None:
-        self.llm = llm
-        self._channel = Channel(sock)
+    def __init__(self, core: EngineCore, ours: socket.socket, theirs: socket.socket) -> None:
+        self._channel = Channel(ours)
+        self._thread = threading.Thread(target=CoreLoop(core, Channel(theirs)).run)
+        self._thread.start()
+        self._asked: list[str] = []
         self._decode = msgspec.msgpack.Decoder(FromCore).decode
         self.heard: list[Output] = []
         self.checked: list[Checked] = []
@@ -95,6 +97,7 @@ class Front:
 
     def ask(self, name: str, params: SamplingParams, seconds: float | None = None) -> None:
         now = time.monotonic()
+        self._asked.append(name)
         self.tell(
             Add(Request(name, (3, 4, 5), params, arrival=now, deadline=None if seconds is None else now + seconds))
         )
@@ -103,7 +106,9 @@ class Front:
         return self._channel.receive(wait=seconds)
 
     def listen(self) -> None:
-        for data in self.receive(60):
+        arrived = self.receive(5)
+        assert arrived or self._thread.is_alive(), "the loop has ended; its exception is among the warnings"
+        for data in arrived:
             match self._decode(data):
                 case StepOutput(outputs):
                     self.heard += outputs
@@ -116,6 +121,23 @@ class Front:
                 if output.request_id == name and output.finish is not None:
                     return output
             self.listen()
+
+    def check(self) -> Checked:
+        self.checked.clear()
+        self.tell(Check())
+        while not self.checked:
+            self.listen()
+        return self.checked[0]
+
+    def end(self) -> None:
+        """Leaves nothing behind: the next loop has the same scheduler."""
+        self.tell(*(Cancel(name) for name in self._asked))
+        while (counts := self.check().counts).running or counts.waiting:
+            pass
+        self.check()  # a turn later, the last step is committed
+        self.tell(Shutdown())
+        self._thread.join(60)
+        assert not self._thread.is_alive()
 
     def tokens(self, name: str) -> list[int]:
         self.end_of(name)
@@ -137,14 +159,10 @@ def front(llm: LLM, grammars: SlowGrammars) -> Iterator[Front]:
     ours, theirs = socket.socketpair()
     core = EngineCore(llm.core.scheduler, llm.executor, grammars)
     with ours, theirs:
-        thread = threading.Thread(target=CoreLoop(core, Channel(theirs)).run)
-        thread.start()
-        found = Front(llm, ours)
+        found = Front(core, ours, theirs)
         yield found
         grammars.let_go.set()
-        found.tell(Shutdown())
-        thread.join(60)
-        assert not thread.is_alive()
+        found.end()
 
 
 def test_who_has_no_grammar_does_not_wait_for_one_to_be_compiled(front: Front, grammars: SlowGrammars) -> None:
@@ -164,11 +182,9 @@ def test_a_request_that_is_given_up_while_its_grammar_is_compiled_leaves_nothing
     grammars.let_go.set()
     front.ask("plain", GREEDY)
     front.end_of("plain")
-    front.tell(Check())
-    while not front.checked:
-        front.listen()
-    assert not front.checked[0].problem
-    assert front.checked[0].counts.running == 0
+    found = front.check()
+    assert not found.problem
+    assert found.counts.running == 0
     assert not any(output.request_id == "slow" for output in front.heard)
 
 
@@ -231,16 +247,13 @@ def test_an_idle_device_is_asked_whether_it_is_there(llm: LLM, monkeypatch: pyte
     before = stats.eager.total()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        thread = threading.Thread(target=CoreLoop(llm.core, Channel(theirs)).run)
-        thread.start()
-        front = Front(llm, ours)
+        front = Front(llm.core, ours, theirs)
         end = time.monotonic() + 60
         while stats.eager.total() < before + 3 and time.monotonic() < end:
             time.sleep(0.01)
         front.ask("plain", GREEDY)
         asked_between = front.tokens("plain")
-        front.tell(Shutdown())
-        thread.join(60)
+        front.end()
     assert stats.eager.total() >= before + 3
     assert asked_between == llm.generate([[3, 4, 5]], GREEDY)[0].tokens
 
