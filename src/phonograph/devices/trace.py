@@ -26,9 +26,9 @@ aten = torch.ops.aten
 
 _TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
 _OWN_DIR = str(Path(__file__).parent.parent) + os.sep
-_SLOT_OR_BREAK = "Put the value in a slot, or mark the function @graph_break and use backend='breakable'"
-_FIXED_SHAPE = "Use a fixed-size form (torch.where, a mask, nonzero_static), or mark the function @graph_break and use "
-_FIXED_SHAPE += "backend='breakable'"
+_BREAK = "mark the function @graph_break and use backend='breakable'"
+_SLOT_OR_BREAK = f"Put the value in a slot, or {_BREAK}"
+_FIXED_SHAPE = f"Use a fixed-size form (torch.where, a mask, nonzero_static), or {_BREAK}"
 _MAKE_ONCE = "Make the tensor once outside (a buffer, a parameter), or put the value in a slot"
 _DRAW_OUTSIDE = "Leave generator= out, or draw outside and put the numbers in a slot"
 # What torch says where a device waits although waiting was made an error.

@@ -177,7 +177,7 @@ class _Verification:
 
         Both begin with noise in the place of all floating-point state: what padding writes may be there already.
         """
-        if not self._extent.is_padded:
+        if not self._elements or not self._extent.is_padded:
             return False
         numbers = torch.Generator().manual_seed(self._seed)
         noise = [

@@ -99,7 +99,7 @@ class Attention(Protocol):
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         """Do once per step, before the layers, what depends on the queries alone.
 
-        It runs inside the recording. Host planning that a library needs belongs in `Phase.plan`, outside of it; what
-        was planned there is picked up here by the number of tokens.
+        It runs inside the recording. Host planning that a library needs belongs in `Phase.plan` or in a gap, outside
+        of it; what `Phase.plan` planned is picked up here by the number of tokens.
         """
         ...

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.engine.kernels.triton.launch import ceil_div, power_above
+from phonograph.engine.kernels.triton.launch import ceil_div
+from phonograph.graphs.pool import next_power_of_two
 
 _ORDERED = 64
 """Tiles that one program puts in order."""
@@ -33,7 +34,7 @@ def list_tiles(rows: torch.Tensor, positions: torch.Tensor, tile_tokens: int, ma
     if num_tokens == 0:
         return tiles
     num_found = torch.empty(1, dtype=torch.int32, device=rows.device)
-    chunk = min(power_above(num_tokens), 4096)
+    chunk = min(next_power_of_two(num_tokens), 4096)
     _find_tiles[(1,)](
         rows, positions, found, num_found, num_tokens, capacity, tile_tokens=tile_tokens, chunk=chunk,
         num_warps=max(1, min(16, chunk // 128)),

@@ -12,8 +12,9 @@ from phonograph.engine.attention.kernel import attend
 from phonograph.engine.attention.launches import Launch, Launches, launches_for, pick
 from phonograph.engine.attention.tiles import list_tiles
 from phonograph.engine.kernels.base import Heads, Places
-from phonograph.engine.kernels.triton.launch import ceil_div, code, dependent, power_above
+from phonograph.engine.kernels.triton.launch import ceil_div, code, dependent
 from phonograph.engine.kernels.tuning import Overlap
+from phonograph.graphs.pool import next_power_of_two
 
 _MOST_ROTATED = 64
 """Tokens up to which a decode step rotates and attends in one launch; with 128 two are faster by 1 %."""
@@ -43,7 +44,7 @@ class TritonAttention:
         if queries.one_per_sequence and row_bytes <= 128:
             known = launches.narrow + known
         launch = pick(known, rows.shape[0], row_bytes)
-        group_rows = power_above(num_heads // kv_heads)
+        group_rows = next_power_of_two(num_heads // kv_heads)
         block_m = max(launch.block_m, group_rows)
         num_tiles, tile_tokens, tiles = rows.shape[0], 1, None
         if not queries.one_per_sequence:
@@ -91,7 +92,7 @@ class _TritonStep:
         kv_heads = keys.shape[2]
         if num_tokens == 0:
             return out
-        dim_columns = max(16, power_above(head_dim))
+        dim_columns = max(16, next_power_of_two(head_dim))
         parts, bests, totals = self._workspace(kv_heads, dim_columns, out)
         heads, places = turning or (None, None)
         q_norm, k_norm = (heads.q_norm, heads.k_norm) if heads else (None, None)

@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from phonograph.graphs.pool import next_power_of_two
+
 log = logging.getLogger("phonograph")
 
 FORMAT = 1
@@ -123,7 +125,7 @@ def by_rule(product: Product) -> Choice:
     """One token: the vector kernel, which needs no tuning to beat a library. Otherwise the library."""
     if product.tokens != 1:
         return Choice("library")
-    block = _power_above(product.inputs)
+    block = next_power_of_two(product.inputs)
     if block > 16384:
         return Choice("vector", rows=4, block=1024, warps=4)
     rows = max(1, min(16, 8192 // block))
@@ -245,7 +247,3 @@ def _shape(product: Product) -> tuple[Op, int, int, torch.dtype]:
 
 def _is_power(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
-
-
-def _power_above(number: int) -> int:
-    return 1 << (number - 1).bit_length()

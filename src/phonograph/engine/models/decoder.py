@@ -93,7 +93,8 @@ class Decoder:
             return kernels.linear(gated, layer.down), x
         # A piece of what attention gave is read before its place is written.
         delta = mixed if mixed.shape == x.shape else torch.empty_like(x)
-        for part in _pieces(x):
+        for start in range(0, x.shape[0], PIECE):
+            part = slice(start, start + PIECE)
             added = kernels.linear(mixed[part], layer.out)
             gated, x[part] = kernels.norm_gated(x[part], added, layer.mlp_norm, layer.gate_up)
             delta[part] = kernels.linear(gated, layer.down)
@@ -103,7 +104,3 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of these rows, in the model's precision."""
         return self.kernels.linear(hidden, self.weights.head)
-
-
-def _pieces(x: torch.Tensor) -> list[slice]:
-    return [slice(start, start + PIECE) for start in range(0, x.shape[0], PIECE)]

@@ -37,11 +37,6 @@ def ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def power_above(number: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (number - 1).bit_length()
-
-
 @triton.jit
 def begin(overlap: tl.constexpr):
     """At the start of a program: let the next kernel begin, if it may so early."""

@@ -19,11 +19,11 @@ from phonograph.engine.kernels.triton.launch import (
     code,
     dependent,
     nearly_done,
-    power_above,
     prefetch,
     wait_for_inputs,
 )
 from phonograph.engine.kernels.tuning import Choice
+from phonograph.graphs.pool import next_power_of_two
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def product(
     num_out = weight.shape[0] // (2 if gated else 1)
     out = torch.empty((num_tokens, num_out), dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    tiles, tokens = ceil_div(num_out, choice.rows), max(16, power_above(num_tokens))
+    tiles, tokens = ceil_div(num_out, choice.rows), max(16, next_power_of_two(num_tokens))
     blocks = ceil_div(width, choice.block)
     can_split = norm is None and not gated and tiles <= counters.numel()
     split = min(choice.split, blocks) if can_split else 1
@@ -183,7 +183,7 @@ def product(
         width=width, tokens=tokens, rows=choice.rows, block=choice.block, part_width=part_width,
         split=split, stages=choice.stages, swap=choice.swap, has_norm=norm is not None,
         has_delta=delta is not None, has_bias=bias is not None, gated=gated, overlap=code(choice.overlap),
-        lines=power_above(ahead) if ahead else 0, per_line=per_line,
+        lines=next_power_of_two(ahead) if ahead else 0, per_line=per_line,
         num_warps=choice.warps, **dependent(choice.overlap),
     )  # fmt: skip
     return out, total

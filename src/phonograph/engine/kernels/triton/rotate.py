@@ -8,8 +8,9 @@ import triton.language as tl
 
 from phonograph.engine.attention.base import PagedCache, Queries
 from phonograph.engine.kernels.base import Angles, Heads, Places
-from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, power_above, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
+from phonograph.graphs.pool import next_power_of_two
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def places(table: Angles, queries: Queries, page_size: int, *, overlap: Overlap 
         _places[(num_tokens,)](
             queries.positions, queries.rows, queries.table, table.cos, table.sin, cos, sin, slots,
             queries.table.stride(0), table.cos.stride(0),
-            page_size=page_size, head_dim=head_dim, columns=power_above(head_dim), overlap=code(overlap),
+            page_size=page_size, head_dim=head_dim, columns=next_power_of_two(head_dim), overlap=code(overlap),
             num_warps=1, **dependent(overlap),
         )  # fmt: skip
     return Places(cos, sin, slots)
@@ -123,7 +124,7 @@ def rotate_and_store(
         places.slots, keys, values, out, qkv.stride(0), keys.stride(1), keys.stride(2),
         q_norm.eps if q_norm is not None else 0.0, k_norm.eps if k_norm is not None else 0.0,
         num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
-        half_columns=power_above(heads.head_dim // 2), block=block,
+        half_columns=next_power_of_two(heads.head_dim // 2), block=block,
         has_norm=q_norm is not None and k_norm is not None, overlap=code(overlap),
         num_warps=4 if block == 16 else 1, **dependent(overlap),
     )  # fmt: skip

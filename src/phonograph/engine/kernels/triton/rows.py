@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, power_above, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.errors import DeviceError
+from phonograph.graphs.pool import next_power_of_two
 
 WIDEST_ROW = 16384
 _SILU_BLOCK = 1024
@@ -68,7 +69,7 @@ def add_norm(
     normed = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(normed)
     if num_rows:
-        columns = power_above(width)
+        columns = next_power_of_two(width)
         _add_norm[(num_rows,)](
             x, x if delta is None else delta, norm.weight, normed, total,
             x.stride(0), x.stride(0) if delta is None else delta.stride(0), norm.eps,

@@ -18,11 +18,11 @@ from phonograph.engine.kernels.triton.launch import (
     code,
     dependent,
     nearly_done,
-    power_above,
     prefetch,
     wait_for_inputs,
 )
 from phonograph.engine.kernels.tuning import STREAMED, Choice
+from phonograph.graphs.pool import next_power_of_two
 
 
 @triton.jit
@@ -204,7 +204,7 @@ def product(
         weight if bias is None else bias, out, total, num_out, 0.0 if norm is None else norm.eps,
         width=width, rows=choice.rows, block=choice.block, stages=choice.stages,
         has_norm=norm is not None, has_delta=delta is not None, has_bias=bias is not None, gated=gated,
-        overlap=code(choice.overlap), lines=power_above(ahead) if ahead else 0, per_line=per_line,
+        overlap=code(choice.overlap), lines=next_power_of_two(ahead) if ahead else 0, per_line=per_line,
         num_warps=choice.warps, **dependent(choice.overlap),
     )  # fmt: skip
     return out, total
