@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phonograph.engine.kernels.triton.launch import begin, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, kernel, wait_for_inputs
 
 SMALL_ROWS = tl.constexpr(16)
 """The fewest rows that the matrix units take: what a tile of few tokens is computed with."""
@@ -24,7 +24,7 @@ UNSEEN = tl.constexpr(-1e30)
 """The best score of a row that has seen no key yet; finite, so that the difference of two of them is no NaN."""
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(unspecialised=["num_tokens"])
 def attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, positions_ptr, tiles_ptr, out_ptr,
     parts_ptr, bests_ptr, totals_ptr, arrived_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.engine.kernels.triton.launch import ceil_div
+from phonograph.engine.kernels.triton.launch import ceil_div, kernel
 from phonograph.graphs.pool import next_power_of_two
 
 _ORDERED = 64
@@ -50,7 +50,7 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit
+@kernel()
 def _find_tiles(
     rows_ptr, positions_ptr, found_ptr, num_found_ptr, num_tokens, capacity,
     tile_tokens: tl.constexpr, chunk: tl.constexpr,
@@ -79,7 +79,7 @@ def _find_tiles(
     tl.store(num_found_ptr, number)
 
 
-@triton.jit
+@kernel()
 def _order_tiles(found_ptr, num_found_ptr, tiles_ptr, capacity, ordered: tl.constexpr, chunk: tl.constexpr):
     """Each tile goes to the place that its number of keys has among all; places that are left over get no tokens."""
     number = tl.load(num_found_ptr)

@@ -18,6 +18,7 @@ from phonograph.engine.kernels.triton.launch import (
     ceil_div,
     code,
     dependent,
+    kernel,
     nearly_done,
     prefetch,
     wait_for_inputs,
@@ -91,7 +92,7 @@ def _finish(
     tl.store(out_ptr + token * num_out + row, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(unspecialised=["num_tokens"])
 def _product(
     x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, parts_ptr, counter_ptr,
     num_tokens, num_out, x_row, delta_row, eps,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from phonograph.engine.kernels.triton.launch import kernel
+
 CHUNK = 2048
 """Tokens that a program surveys; a constant, so that sums do not depend on the batch."""
 KEPT = 1024
@@ -71,7 +73,7 @@ def _first_best(score, token, vocab):
     return tl.minimum(tl.min(tl.where(score == best, token, vocab), 0), vocab - 1)
 
 
-@triton.jit
+@kernel()
 def survey(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, scores_ptr, tokens_ptr, tops_ptr, masses_ptr,
     logits_row, vocab, num_chunks,
@@ -184,7 +186,7 @@ def _settled(
     return drawn
 
 
-@triton.jit
+@kernel()
 def settle(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
     scores_ptr, tokens_ptr, tops_ptr, masses_ptr, kept_ptr, out_ptr, logits_row, vocab, num_chunks,
@@ -223,7 +225,7 @@ def settle(
     tl.store(out_ptr + row, drawn.to(tl.int64))
 
 
-@triton.jit
+@kernel()
 def favourites(
     logits_ptr, values_ptr, tokens_ptr, tops_ptr, masses_ptr, logits_row, vocab, num_chunks,
     chunk: tl.constexpr, most: tl.constexpr, columns: tl.constexpr,
@@ -259,7 +261,7 @@ def _highest(value, token, vocab, most: tl.constexpr, columns: tl.constexpr):
     return values, tokens
 
 
-@triton.jit
+@kernel()
 def rank(
     logits_ptr, picked_ptr, values_ptr, tokens_ptr, tops_ptr, masses_ptr, logprob_ptr, ids_ptr, logprobs_ptr,
     logits_row, vocab, num_chunks,

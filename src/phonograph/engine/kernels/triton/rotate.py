@@ -8,12 +8,12 @@ import triton.language as tl
 
 from phonograph.engine.attention.base import PagedCache, Queries
 from phonograph.engine.kernels.base import Angles, Heads, Places
-from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, kernel, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.graphs.pool import next_power_of_two
 
 
-@triton.jit
+@kernel()
 def _places(
     positions_ptr, rows_ptr, table_ptr, cos_ptr, sin_ptr, out_cos_ptr, out_sin_ptr, slots_ptr, table_row, angle_row,
     page_size: tl.constexpr, head_dim: tl.constexpr, columns: tl.constexpr, overlap: tl.constexpr,
@@ -44,7 +44,7 @@ def _scaled(low, high, weight_ptr, half, inside, eps, head_dim: tl.constexpr):
     return low * scale * low_weight[None, :], high * scale * high_weight[None, :]
 
 
-@triton.jit
+@kernel()
 def _rotate_and_store(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
     slots_ptr, keys_ptr, values_ptr, out_ptr, qkv_row, slot_stride, head_stride, q_eps, k_eps,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, kernel, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.errors import DeviceError
 from phonograph.graphs.pool import next_power_of_two
@@ -16,7 +16,7 @@ WIDEST_ROW = 16384
 _SILU_BLOCK = 1024
 
 
-@triton.jit
+@kernel()
 def _add_norm(
     x_ptr, delta_ptr, weight_ptr, normed_ptr, sum_ptr,
     x_row, delta_row, eps,
@@ -40,7 +40,7 @@ def _add_norm(
     tl.store(normed_ptr + row * width + column, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel()
 def _silu_mul(
     mixed_ptr, out_ptr, mixed_row, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip

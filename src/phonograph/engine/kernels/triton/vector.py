@@ -17,6 +17,7 @@ from phonograph.engine.kernels.triton.launch import (
     ceil_div,
     code,
     dependent,
+    kernel,
     nearly_done,
     prefetch,
     wait_for_inputs,
@@ -72,7 +73,7 @@ def _tile(weight_ptr, tile, num_out, first_row, width: tl.constexpr, rows: tl.co
     return tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit
+@kernel()
 def _streamed(
     x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_out, eps,
     width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
@@ -107,7 +108,7 @@ def _streamed(
     nearly_done(overlap)
 
 
-@triton.jit
+@kernel()
 def _whole(
     x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_out, eps,
     width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
@@ -140,7 +141,7 @@ def _whole(
     nearly_done(overlap)
 
 
-@triton.jit
+@kernel()
 def _blocked(
     x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_out, eps,
     width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
