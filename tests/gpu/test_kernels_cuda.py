@@ -48,11 +48,11 @@ def test_products_are_near_float64(name: str, overlap: Overlap) -> None:
     for found, wanted in (
         (products.linear(choice, x, weight), reference.linear(x.double(), weight.double())),
         (
-            products.norm_linear(choice, x, delta, norm, weight, None)[0],
+            products.norm_linear(choice, x.clone(), delta, norm, weight, None)[0],
             reference.norm_linear(x.double(), delta.double(), exact, weight.double(), None)[0],
         ),
         (
-            products.norm_gated(choice, x, delta, norm, gate_up)[0],
+            products.norm_gated(choice, x.clone(), delta, norm, gate_up)[0],
             reference.norm_gated(x.double(), delta.double(), exact, gate_up.double())[0],
         ),
     ):
@@ -93,7 +93,7 @@ def test_overlapping_kernels_in_a_graph_compute_what_plain_ones_do(num_tokens: i
     chain(ours, x.clone())
     with device.recorder(device.new_pool()) as recorder:
         recorder.begin()
-        out = chain(ours, x)
+        out = chain(ours, x.clone())
         graph = recorder.end()
     for _ in range(5):
         graph.replay()

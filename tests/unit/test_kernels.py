@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 from phonograph.engine.attention.base import PagedCache, Queries
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.kernels.base import Angles, Heads, Norm
+from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.triton import rows
 from phonograph.engine.kernels.triton.layers import TritonKernels
@@ -48,10 +49,11 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("size", [(1, 64), (3, 576), (17, 100), (0, 64)], ids=str)
 def test_add_norm(size: tuple[int, int], with_delta: bool) -> None:
     x, delta = random(*size), random(*size) if with_delta else None
-    kept, norm = x.clone(), Norm(random(size[1]), 1e-5)
-    for found, wanted in zip(TRITON.add_norm(x, delta, norm), REFERENCE.add_norm(x, delta, norm), strict=True):
+    norm = Norm(random(size[1]), 1e-5)
+    for found, wanted in zip(TRITON.add_norm(x.clone(), delta, norm), REFERENCE.add_norm(x, delta, norm), strict=True):
         near(found, wanted)
-    assert torch.equal(x, kept), "the residual stream that went in is still the caller's"
+    total = TRITON.add_norm(x, delta, norm)[1]
+    assert total is x, "the residual stream needs no second place"
 
 
 def test_add_norm_takes_strided_rows() -> None:
@@ -85,17 +87,67 @@ def test_rotate_and_store(shape: tuple[int, int, int], num_tokens: int, with_nor
     qkv = random(num_tokens, (num_heads + 2 * kv_heads) * head_dim + 8)[:, :-8]  # rows with a stride of their own
     table = Angles(random(40, head_dim), random(40, head_dim))
     queries = queries_of(num_tokens)
+
+    def places(kernels: Kernels) -> Places:
+        return kernels.enter(random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE)[1]
+
     caches = [PagedCache.empty(2, 140, PAGE, kv_heads, head_dim, dtype=torch.float32, device=DEVICE) for _ in "rt"]
-    wanted = REFERENCE.rotate_and_store(
-        qkv.contiguous(), heads, REFERENCE.places(table, queries, caches[0].page_size), caches[0], 1
-    )
-    found = TRITON.rotate_and_store(qkv, heads, TRITON.places(table, queries, caches[1].page_size), caches[1], 1)
+    wanted = REFERENCE.rotate_and_store(qkv.contiguous(), heads, places(REFERENCE), caches[0], 1)
+    found = TRITON.rotate_and_store(qkv, heads, places(TRITON), caches[1], 1)
     near(found, wanted)
     for cache in caches:  # two padding tokens may share the null page's first place: either may win
         cache.keys[:, 0], cache.values[:, 0] = 0, 0
     near(caches[1].keys, caches[0].keys)
     near(caches[1].values, caches[0].values)
     assert caches[1].keys[1].any()
+
+
+def test_queries_go_where_they_are_wanted() -> None:
+    heads, queries = Heads(2, 1, 16, None, None), queries_of(5)
+    qkv, table = random(5, 4 * 16), Angles(random(40, 16), random(40, 16))
+    for kernels in (REFERENCE, TRITON):
+        cache = PagedCache.empty(1, 12, PAGE, 1, 16, dtype=torch.float32, device=DEVICE)
+        _, places = kernels.enter(random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE)
+        wanted, out = kernels.rotate_and_store(qkv, heads, places, cache, 0), torch.empty(5, 2, 16, device=DEVICE)
+        assert kernels.rotate_and_store(qkv, heads, places, cache, 0, out) is out
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
+def test_the_ends_of_a_step(num_tokens: int, by_row: bool) -> None:
+    queries, embedding = queries_of(num_tokens), random(50, 24)
+    tokens = torch.randint(0, 50, (num_tokens,), device=DEVICE)
+    table = Angles(random(40, 12), random(40, 12))
+    if by_row:
+        queries, tokens = rowwise(queries, tokens)
+    states, tables = [], []
+    for kernels in (REFERENCE, TRITON):
+        x, places = kernels.enter(embedding, tokens, table, queries, PAGE)
+        states.append((x, places.cos, places.sin, places.slots))
+        last_token = torch.full((num_tokens + 2,), 7, device=DEVICE)
+        length = queries.positions.clone() if by_row else last_token.clone()
+        last_token[0], length[0] = 0, 0
+        picked = torch.arange(num_tokens, device=DEVICE) + 100
+        kernels.advance(replace(queries, positions=length) if by_row else queries, picked, last_token, length)
+        tables.append((last_token, length))
+    for one, other in (*zip(*states, strict=True), *zip(*tables, strict=True)):
+        assert torch.equal(one, other)
+    last_token, length = tables[0]
+    real = queries.rows > 0
+    assert torch.equal(last_token[queries.rows[real]], picked[real])
+    assert torch.equal(length[queries.rows[real]], queries.token_positions[real] + 1)
+    assert (last_token[0], length[0], last_token[-1]) == (0, 0, 7), "nobody's row, and one that is not in the step"
+
+
+def rowwise(queries: Queries, tokens: torch.Tensor) -> tuple[Queries, torch.Tensor]:
+    """The same with positions and tokens in tables of all rows."""
+    size = queries.rows.shape[0] + 2
+    positions, words = torch.full((2, size), 3, device=DEVICE)
+    positions[0], words[0] = 0, 0
+    positions[queries.rows], words[queries.rows] = queries.positions, tokens
+    words[0] = 0
+    return replace(queries, positions=positions, by_row=True), words
 
 
 def queries_of(num_tokens: int) -> Queries:
@@ -146,11 +198,11 @@ def test_products(name: str) -> None:
     near(products.linear(choice, x, weight), REFERENCE.linear(x, weight))
     near(products.linear(choice, x, weight, bias), REFERENCE.linear(x, weight) + bias)
     for with_delta, with_bias in ((None, None), (delta, bias)):
-        found = products.norm_linear(choice, x, with_delta, norm, weight, with_bias)
+        found = products.norm_linear(choice, x.clone(), with_delta, norm, weight, with_bias)
         wanted = REFERENCE.norm_linear(x, with_delta, norm, weight, with_bias)
         near(found[0], wanted[0])
         near(found[1], wanted[1])
-        found = products.norm_gated(choice, x, with_delta, norm, gate_up)
+        found = products.norm_gated(choice, x.clone(), with_delta, norm, gate_up)
         wanted = REFERENCE.norm_gated(x, with_delta, norm, gate_up)
         near(found[0], wanted[0])
         near(found[1], wanted[1])
@@ -176,7 +228,7 @@ def test_kernels_without_measurements_compute_any_number_of_tokens() -> None:
         x = random(num_tokens, WIDTH)
         near(TRITON.linear(x, weight), REFERENCE.linear(x, weight))
         near(TRITON.norm_linear(x, None, norm, weight, None)[0], REFERENCE.norm_linear(x, None, norm, weight, None)[0])
-        near(TRITON.norm_gated(x, x, norm, gate_up)[0], REFERENCE.norm_gated(x, x, norm, gate_up)[0])
+        near(TRITON.norm_gated(x.clone(), x, norm, gate_up)[0], REFERENCE.norm_gated(x, x, norm, gate_up)[0])
 
 
 def test_a_decoder_computes_the_same_with_either_kernels() -> None:

@@ -188,20 +188,28 @@ class TestRotating:
     @pytest.mark.parametrize("window", [None, 1, 20])
     @pytest.mark.parametrize("splits", [1, 4])
     @pytest.mark.parametrize("normed", [False, True])
-    @pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(6, 2, 24)], ids=str)
-    def test_as_rotating_and_attending_apart(self, heads: Heads, normed: bool, splits: int, window: int | None) -> None:
+    @pytest.mark.parametrize(("heads", "by_row"), [(Heads(2, 1, 16), True), (Heads(6, 2, 24), False)], ids=str)
+    def test_as_rotating_and_attending_apart(
+        self, heads: Heads, by_row: bool, normed: bool, splits: int, window: int | None
+    ) -> None:
         case, angles = case_of(RAGGED, heads, decode=True, padding=2), rope(100, heads.dim)
         norms = [Norm(torch.rand(heads.dim, device=DEVICE) + 0.5, 1e-6) if normed else None for _ in range(2)]
         layout = KernelHeads(heads.queries, heads.kv, heads.dim, *norms)
         qkv = torch.randn(case.q.shape[0], (heads.queries + 2 * heads.kv) * heads.dim, device=DEVICE)
         other = replace(case.cache, keys=case.cache.keys.clone(), values=case.cache.values.clone())
         reference = ReferenceKernels()
-        places = reference.places(angles, case.queries, case.cache.page_size)
+        nothing, nobody = torch.zeros(1, 1, device=DEVICE), torch.zeros_like(case.queries.rows)
+        _, places = reference.enter(nothing, nobody, angles, case.queries, case.cache.page_size)
         q = reference.rotate_and_store(qkv, layout, places, other, 1)
         wanted = ReferenceAttention().prepare(other, case.queries, heads.queries).attend(1, q, window)
         own = case.queries.table[case.queries.rows[: case.used], case.queries.positions[: case.used] // 4].long()
         case.cache.keys[1, own, case.queries.positions[: case.used] % 4] = float("nan")  # written, never read
-        step = attention(programs=splits * 6 * heads.kv).prepare(case.cache, case.queries, heads.queries)
+        queries = case.queries
+        if by_row:
+            lengths = torch.full((queries.table.shape[0],), 3, device=DEVICE)
+            lengths[queries.rows] = queries.positions
+            queries = replace(queries, positions=lengths, by_row=True)
+        step = attention(programs=splits * 6 * heads.kv).prepare(case.cache, queries, heads.queries)
         assert isinstance(step, RotatingAttention)
         found = step.rotate_and_attend(1, qkv, layout, places, window)
         torch.testing.assert_close(found[: case.used], wanted[: case.used], rtol=1e-4, atol=1e-4)

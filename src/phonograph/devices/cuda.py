@@ -7,6 +7,7 @@ import ctypes
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -169,12 +170,17 @@ class _CudaRecorder:
         graph.reset()
 
 
+@cache
+def _driver(name: str, name_in_hip: str) -> Any:
+    """A function of the driver, below torch."""
+    if torch.version.hip:
+        return getattr(ctypes.CDLL("libamdhip64.so"), name_in_hip)
+    return getattr(ctypes.CDLL("libcuda.so.1"), name)
+
+
 def _begin_capture(stream: torch.cuda.Stream) -> None:
     """Begin a capture below torch."""
-    if torch.version.hip:
-        begin = ctypes.CDLL("libamdhip64.so").hipStreamBeginCapture
-    else:
-        begin = ctypes.CDLL("libcuda.so.1").cuStreamBeginCapture_v2
+    begin = _driver("cuStreamBeginCapture_v2", "hipStreamBeginCapture")
     status = begin(ctypes.c_void_p(stream.cuda_stream), _THREAD_LOCAL)
     if status != 0:
         raise DeviceError(
@@ -182,15 +188,22 @@ def _begin_capture(stream: torch.cuda.Stream) -> None:
         )
 
 
+@cache
+def _rings(device: torch.device) -> list[torch.cuda.Stream]:
+    """All streams that torch hands out for a device: it has two small rings of them."""
+    priorities = [priority for priority in (0, -1) for _ in range(_POOL_STREAMS)]
+    return [torch.cuda.Stream(device, priority=priority) for priority in priorities]  # type: ignore[no-untyped-call]
+
+
 def _capturing_streams(origin: torch.cuda.Stream) -> list[torch.cuda.Stream]:
-    """The side streams that the body has forked from the capture; torch hands streams out of two small rings."""
-    rings = [torch.cuda.Stream(priority=p) for p in (0, -1) for _ in range(_POOL_STREAMS)]  # type: ignore[no-untyped-call]
+    """The side streams that the body has forked from the capture."""
+    status, ask = ctypes.c_int(), _driver("cuStreamIsCapturing", "hipStreamIsCapturing")
     forked = []
-    for stream in rings:
+    for stream in _rings(origin.device):
         if stream.cuda_stream != origin.cuda_stream:
-            with torch.cuda.stream(stream):
-                if torch.cuda.is_current_stream_capturing():
-                    forked.append(stream)
+            ask(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
+            if status.value:
+                forked.append(stream)
     return forked
 
 

@@ -183,11 +183,10 @@ class Passes:
     # -- bodies -------------------------------------------------------------------------------------------
 
     def _decode(self, batch: DecodeBatch) -> Picked:
-        tables, rows = self.tables, batch.rows
-        positions = tables.length[rows]
-        queries = Queries(rows, positions, tables.pages[:, : batch.width], one_per_sequence=True)
-        hidden = self._decoder.hidden(tables.last_token[rows], queries, self.cache)
-        return self._next_tokens(self._decoder.logits(hidden), rows, positions + 1, batch.wants)
+        tables, pages = self.tables, self.tables.pages[:, : batch.width]
+        queries = Queries(batch.rows, tables.length, pages, one_per_sequence=True, by_row=True)
+        hidden = self._decoder.hidden(tables.last_token, queries, self.cache)
+        return self._next_tokens(self._decoder.logits(hidden), queries, batch.wants)
 
     def _prefill(self, batch: PrefillBatch) -> torch.Tensor:
         tables, rows = self.tables, batch.rows
@@ -199,29 +198,31 @@ class Passes:
 
     def _prefill_tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         ends = batch.ends
-        rows, positions = batch.rows[ends], batch.positions[ends]
+        queries = Queries(batch.rows[ends], batch.positions[ends], self.tables.pages, one_per_sequence=True)
         # A graph whose places for them never change in number puts out all of them.
         logits = self._prefiller.logits(hidden[: ends.shape[0]])
-        return self._next_tokens(logits, rows, positions + 1, batch.wants)
+        return self._next_tokens(logits, queries, batch.wants)
 
-    def _next_tokens(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, wants: Wants) -> Picked:
-        """Pick a token for every row and note it in the tables."""
+    def _next_tokens(self, logits: torch.Tensor, queries: Queries, wants: Wants) -> Picked:
+        """Pick the token behind every query and note it in the tables."""
         if wants.constrained or wants.level is Sampling.PENALISED:
             # Some rows at a time: what is computed on the way is as wide as the vocabulary, many times over.
             parts = [slice(start, start + _ROWS) for start in range(0, logits.shape[0], _ROWS)]
-            tokens = torch.cat([self._pick(logits[part], rows[part], lengths[part], wants) for part in parts])
+            tokens = torch.cat([self._pick(logits, queries, part, wants) for part in parts])
         else:
-            tokens = self._pick(logits, rows, lengths, wants)
-        self.tables.advance(rows, tokens, lengths)
+            tokens = self._pick(logits, queries, slice(None), wants)
+        self._decoder.kernels.advance(queries, tokens, self.tables.last_token, self.tables.length)
         return Picked(tokens, self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None)
 
-    def _pick(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, wants: Wants) -> torch.Tensor:
-        penalised = wants.level is Sampling.PENALISED
+    def _pick(self, logits: torch.Tensor, queries: Queries, part: slice, wants: Wants) -> torch.Tensor:
+        """The tokens of some of the queries."""
+        logits, rows, penalised = logits[part], queries.rows[part], wants.level is Sampling.PENALISED
         if penalised:
             logits = penalise(logits.float(), self.penalties.rows(rows))
         if wants.constrained:
             logits = self.masks.apply(logits, rows)
-        sampling = self.tables.sampling(rows, lengths) if wants.level > Sampling.GREEDY else None
+        is_drawn = wants.level > Sampling.GREEDY
+        sampling = self.tables.sampling(rows, queries.token_positions[part] + 1) if is_drawn else None
         tokens = self._sampler.pick(logits, sampling, wants.level)
         if penalised:
             self.penalties.count(rows, tokens)

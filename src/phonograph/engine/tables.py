@@ -112,12 +112,6 @@ class RequestTables:
             positions,
         )
 
-    def advance(self, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Note the picked tokens and the new lengths; the null row stays empty."""
-        real = rows > 0
-        self.last_token.index_put_((rows,), tokens * real)
-        self.length.index_put_((rows,), lengths * real)
-
 
 def _as_arrays(updates: TableUpdates) -> dict[str, Any]:
     params: Sequence[SamplingParams] = updates.params

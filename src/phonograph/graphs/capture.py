@@ -253,13 +253,14 @@ class Capture:
     def _capture_all(self, keys: Sequence[ShapeKey]) -> tuple[list[CaptureRow], dict[ShapeKey, Recording]]:
         rows: list[CaptureRow] = []
         recordings: dict[ShapeKey, Recording] = {}
+        used = self.device.memory().used
         for index, key in enumerate(keys):
-            begin, before = time.perf_counter(), self.device.memory().used
+            begin, before = time.perf_counter(), used
             recording = self._capture(key)
-            num_bytes = max(0, self.device.memory().used - before)
+            used = self.device.memory().used
             seconds = time.perf_counter() - begin
             num_graphs = len(recording.graphs) if recording else 0
-            rows.append(CaptureRow(key, seconds, num_bytes, num_graphs, self._errors.get(key)))
+            rows.append(CaptureRow(key, seconds, max(0, used - before), num_graphs, self._errors.get(key)))
             if recording is not None:
                 recordings[key] = recording
             self.progress(f"capturing {key}", index + 1, len(keys))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -32,12 +33,20 @@ class Queries:
     """
 
     rows: torch.Tensor  # [num_tokens], 0 for padding
-    positions: torch.Tensor  # [num_tokens], 0 for padding
+    positions: torch.Tensor  # [num_tokens], 0 for padding; by row, [num_rows]
     table: torch.Tensor  # [num_rows, width]: the page numbers of each row's sequence; row 0 is null
     one_per_sequence: bool
     """Whether this is a decode step."""
     spans: tuple[Span, ...] | None = None
     """The sequences of an eager step; None where a graph is recorded, whose kernels read device memory only."""
+    by_row: bool = False
+    """Whether positions, and the tokens that go with them, are tables with an entry for every row. Nobody writes those
+    before the end of the step, nor its rows and pages, so a kernel may read them before its predecessors have ended."""
+
+    @cached_property
+    def token_positions(self) -> torch.Tensor:
+        """[num_tokens], for kernels that don't look through rows themselves."""
+        return self.positions[self.rows] if self.by_row else self.positions
 
 
 @dataclass(frozen=True)

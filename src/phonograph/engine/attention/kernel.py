@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phonograph.engine.kernels.triton.launch import begin, kernel, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import LINE, PLAIN, begin, kernel, prefetch, wait_for_inputs
 
 SMALL_ROWS = tl.constexpr(16)
 """The fewest rows that the matrix units take: what a tile of few tokens is computed with."""
@@ -32,7 +32,7 @@ def attend(
     head_stride, page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
     tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
-    rotating: tl.constexpr, has_norm: tl.constexpr, overlap: tl.constexpr,
+    rotating: tl.constexpr, has_norm: tl.constexpr, by_row: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One part of one tile for one KV head. `scale` is the softmax scale times log2(e).
 
@@ -40,24 +40,25 @@ def attend(
     """
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin(overlap)
-    wait_for_inputs(overlap)
-    first, count, row, position = _tile(tiles_ptr, rows_ptr, positions_ptr, tile, tiled)
-    if count == 0:
-        return
+    if not by_row:  # else nobody writes what it reads first: it knows its keys before its predecessors have ended
+        wait_for_inputs(overlap)
+    first, count, row, position = _tile(tiles_ptr, rows_ptr, positions_ptr, tile, tiled, by_row)
     start, stop, parts = _part(position, count, window, part_keys, split, block_n, splits, windowed)
     if split >= parts:
         return
-    kv_heads = tl.num_programs(0)
-    out_token = kv_heads * (group * head_dim)
+    kv_heads, out_token = tl.num_programs(0), tl.num_programs(0) * (group * head_dim)
     out_ptr += first.to(tl.int64) * out_token + kv_head * (group * head_dim)
-    if row == 0:
-        nothing = tl.zeros([block_m, dim_columns], tl.float32)
-        _write(out_ptr, nothing, out_token, count, group, group_rows, head_dim, dim_columns, block_m)
-        return
     pages = (
         keys_ptr + kv_head * head_stride, values_ptr + kv_head * head_stride,
         table_ptr + row.to(tl.int64) * table_row, page_stride, slot_stride,
     )  # fmt: skip
+    if by_row:
+        _fetch(pages, start, tl.minimum(stop, position), page_size, head_dim, block_n, wide, overlap)
+        wait_for_inputs(overlap)
+    if row == 0:
+        nothing = tl.zeros([block_m, dim_columns], tl.float32)
+        _write(out_ptr, nothing, out_token, count, group, group_rows, head_dim, dim_columns, block_m)
+        return
     q_ptr += first.to(tl.int64) * q_token
     queries = (q_ptr + kv_head * group * q_head, q_token, q_head)
     raw = (
@@ -66,8 +67,7 @@ def attend(
         q_norm_ptr, k_norm_ptr, q_eps, k_eps,
     )  # fmt: skip
     # A plane of rows for each part: those of a tile stand where its tokens stand.
-    plane = num_tokens * group_rows
-    place = kv_head * splits * plane + first * group_rows
+    plane, place = num_tokens * group_rows, (kv_head * splits * num_tokens + first) * group_rows
     result = (
         out_ptr, out_token, parts_ptr + place.to(tl.int64) * dim_columns, bests_ptr + place, totals_ptr + place,
         arrived_ptr + tile * kv_heads + kv_head, plane,
@@ -88,15 +88,37 @@ def attend(
 
 
 @triton.jit
-def _tile(tiles_ptr, rows_ptr, positions_ptr, tile, tiled: tl.constexpr):
+def _tile(tiles_ptr, rows_ptr, positions_ptr, tile, tiled: tl.constexpr, by_row: tl.constexpr):
     """First token, number of tokens, row and first position."""
     if tiled:
         first, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
         row, position = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
     else:
         first, count = tile, tl.full([], 1, tl.int32)
-        row, position = tl.load(rows_ptr + tile).to(tl.int32), tl.load(positions_ptr + tile).to(tl.int32)
+        row = tl.load(rows_ptr + tile).to(tl.int32)
+        # Past the first cache: the step before wrote them.
+        position = tl.load(positions_ptr + (row if by_row else tile), cache_modifier=".cg").to(tl.int32)
     return first, count, row, position
+
+
+@triton.jit
+def _fetch(
+    pages, start, stop,
+    page_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr, wide: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Ask for the first block of keys and values, where there is time: steps before this one wrote them."""
+    if overlap == PLAIN:
+        return
+    keys_ptr, values_ptr, table_ptr, page_stride, slot_stride = pages
+    per_line: tl.constexpr = LINE // (keys_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    lines: tl.constexpr = (head_dim + per_line - 1) // per_line
+    at = start + tl.arange(0, block_n)
+    live = at < stop
+    page = tl.load(table_ptr + at // page_size, mask=live, other=0, cache_modifier=".cg")
+    place = (page.to(tl.int64) if wide else page) * page_stride + at % page_size * slot_stride
+    for line in tl.static_range(lines):
+        prefetch(keys_ptr + place + line * per_line, live)
+        prefetch(values_ptr + place + line * per_line, live)
 
 
 @triton.jit
@@ -104,7 +126,7 @@ def _part(
     position, count, window, part_keys, split,
     block_n: tl.constexpr, splits: tl.constexpr, windowed: tl.constexpr,
 ):  # fmt: skip
-    """The keys of this part, [start, stop), and the number of parts.
+    """The keys of this part, [start, stop), and the number of parts; there is none where there are no tokens.
 
     Parts are whole blocks and none is empty; but for the last, each has `part_keys` keys or more.
     """
@@ -113,9 +135,9 @@ def _part(
     if windowed:
         first_block = tl.maximum(position - window + 1, 0) // block_n
         blocks -= first_block
-    share = tl.maximum(tl.cdiv(blocks, splits), part_keys // block_n)
+    share = tl.maximum(tl.maximum(tl.cdiv(blocks, splits), part_keys // block_n), 1)
     start = (first_block + split * share) * block_n
-    return start, tl.minimum(start + share * block_n, end), tl.cdiv(blocks, share)
+    return start, tl.minimum(start + share * block_n, end), tl.where(count > 0, tl.cdiv(blocks, share), 0)
 
 
 @triton.jit

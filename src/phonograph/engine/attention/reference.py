@@ -24,11 +24,11 @@ class ReferenceAttention:
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         if queries.spans is None or queries.one_per_sequence:
-            return self._by_token(cache, queries.rows, queries.positions, queries.table)
+            return self._by_token(cache, queries.rows, queries.token_positions, queries.table)
         single = next((i for i, span in enumerate(queries.spans) if span.count > 1), len(queries.spans))
         prompts = tuple(_Prompt.of(cache, queries, span) for span in queries.spans[single:])
         width = _num_pages(queries.spans[:single], cache.page_size)
-        rows, positions = queries.rows[:single], queries.positions[:single]
+        rows, positions = queries.rows[:single], queries.token_positions[:single]
         decodes = self._by_token(cache, rows, positions, queries.table[:, :width]) if single else None
         return _BySpan(single, decodes, prompts)
 

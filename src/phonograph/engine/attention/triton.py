@@ -108,6 +108,7 @@ class _TritonStep:
             dim_columns=dim_columns, block_m=self.block_m, block_n=self.launch.block_n, splits=self.splits,
             tiled=self.tiles is not None, windowed=window is not None, wide=keys.numel() >= 1 << 31,
             apart=self.launch.apart, rotating=turning is not None, has_norm=q_norm is not None and k_norm is not None,
+            by_row=queries.by_row,
             overlap=code(self.overlap), num_warps=self.launch.num_warps, num_stages=self.launch.num_stages,
             **self.launch.bounds, **dependent(self.overlap),
         )  # fmt: skip

@@ -38,6 +38,10 @@ class Places:
     sin: torch.Tensor
     slots: torch.Tensor  # [num_tokens]: page · page_size + place in the page, for their keys and values
 
+    def __getitem__(self, part: slice) -> Places:
+        """Those of some tokens."""
+        return Places(self.cos[part], self.sin[part], self.slots[part])
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -65,24 +69,36 @@ class Kernels(Protocol):
         """Called for every matrix at load, so that it can be kept in a better form besides."""
         ...
 
-    def places(self, table: Angles, queries: Queries, page_size: int) -> Places:
-        """Called once per step; padding gets the first place of the null page."""
+    def enter(
+        self, embedding: torch.Tensor, tokens: torch.Tensor, angles: Angles, queries: Queries, page_size: int
+    ) -> tuple[torch.Tensor, Places]:
+        """What a step begins with: its tokens' rows of the embedding, and their places.
+
+        Padding gets the first place of the null page. Where the queries go by row, the tokens do.
+        """
+        ...
+
+    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
+        """What a step ends with: every row's new token and length are noted in the tables; the null row stays empty."""
         ...
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + delta), x + delta); nothing is added where delta is None."""
+        """(norm(x + delta), x + delta); nothing is added where delta is None. The sum may be x itself, changed."""
         ...
 
     def norm_linear(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + delta) projected, x + delta)."""
+        """(norm(x + delta) projected, x + delta); the sum may be x itself, changed."""
         ...
 
     def norm_gated(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(silu(gate) · up of norm(x + delta), x + delta); gate and up are the two halves of the projection."""
+        """(silu(gate) · up of norm(x + delta), x + delta); gate and up are the two halves of the projection.
+
+        The sum may be x itself, changed.
+        """
         ...
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -90,10 +106,17 @@ class Kernels(Protocol):
         ...
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        places: Places,
+        cache: PagedCache,
+        layer: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norm and rotate queries and keys, write keys and values into their pages; returns the queries.
 
-        qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the result [num_tokens, num_heads, head_dim].
+        qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the result [num_tokens, num_heads, head_dim]:
+        new, or `out`, contiguous, where that is given.
         """
         ...

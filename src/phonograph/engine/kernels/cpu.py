@@ -59,8 +59,13 @@ class CpuKernels:
             f"({', '.join(parts)}; {size}), as the checkpoint has them, multiplied in float32",
         )
 
-    def places(self, table: Angles, queries: Queries, page_size: int) -> Places:
-        return _REFERENCE.places(table, queries, page_size)
+    def enter(
+        self, embedding: torch.Tensor, tokens: torch.Tensor, angles: Angles, queries: Queries, page_size: int
+    ) -> tuple[torch.Tensor, Places]:
+        return _REFERENCE.enter(embedding, tokens, angles, queries, page_size)
+
+    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
+        _REFERENCE.advance(queries, tokens, last_token, length)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         if x.dtype != torch.float32:
@@ -125,13 +130,19 @@ class CpuKernels:
         return out, added
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        places: Places,
+        cache: PagedCache,
+        layer: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if qkv.dtype != torch.float32 or cache.keys.dtype != torch.float32:
-            return _REFERENCE.rotate_and_store(qkv, heads, places, cache, layer)
+            return _REFERENCE.rotate_and_store(qkv, heads, places, cache, layer, out)
         num_tokens, num_heads, head_dim = qkv.shape[0], heads.num_heads, heads.head_dim
         qkv, offset = qkv.contiguous(), layer * cache.keys.stride(0) * cache.keys.itemsize
-        queries = qkv.new_empty(num_tokens, num_heads, head_dim)
+        queries = qkv.new_empty(num_tokens, num_heads, head_dim) if out is None else out
         self._library.rotated(
             *(qkv.data_ptr(), num_tokens, num_heads, heads.num_kv_heads, head_dim),
             *(*_norm(heads.q_norm), *_norm(heads.k_norm)),

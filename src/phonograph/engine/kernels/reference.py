@@ -20,10 +20,18 @@ class ReferenceKernels:
     def prepare(self, matrix: torch.Tensor) -> None:
         """Matrices are taken as they are."""
 
-    def places(self, table: Angles, queries: Queries, page_size: int) -> Places:
-        positions = queries.positions
+    def enter(
+        self, embedding: torch.Tensor, tokens: torch.Tensor, angles: Angles, queries: Queries, page_size: int
+    ) -> tuple[torch.Tensor, Places]:
+        positions = queries.token_positions
         pages = queries.table[queries.rows, positions // page_size].long()
-        return Places(table.cos[positions], table.sin[positions], pages * page_size + positions % page_size)
+        places = Places(angles.cos[positions], angles.sin[positions], pages * page_size + positions % page_size)
+        return functional.embedding(tokens[queries.rows] if queries.by_row else tokens, embedding), places
+
+    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
+        real = queries.rows > 0
+        last_token.index_put_((queries.rows,), tokens * real)
+        length.index_put_((queries.rows,), (queries.token_positions + 1) * real)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         x = x if delta is None else x + delta
@@ -46,7 +54,13 @@ class ReferenceKernels:
         return functional.linear(x, weight)
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        places: Places,
+        cache: PagedCache,
+        layer: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         kv = heads.num_kv_heads
         mixed = qkv.view(qkv.shape[0], -1, heads.head_dim)
@@ -56,7 +70,7 @@ class ReferenceKernels:
         cos, sin = places.cos[:, None].to(q.dtype), places.sin[:, None].to(q.dtype)
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         store(cache, layer, places, k, v)
-        return q
+        return q if out is None else out.copy_(q)
 
 
 def store(cache: PagedCache, layer: int, places: Places, k: torch.Tensor, v: torch.Tensor) -> None:

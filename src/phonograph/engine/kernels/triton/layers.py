@@ -6,7 +6,7 @@ import torch
 
 from phonograph.engine.attention.base import PagedCache, Queries
 from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
-from phonograph.engine.kernels.triton import rotate, rows
+from phonograph.engine.kernels.triton import rotate, rows, steps
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Op, Overlap, Product, Tuning
 
@@ -28,8 +28,13 @@ class TritonKernels:
     def prepare(self, matrix: torch.Tensor) -> None:
         """Matrices are taken as they are."""
 
-    def places(self, table: Angles, queries: Queries, page_size: int) -> Places:
-        return rotate.places(table, queries, page_size, overlap=self._overlap)
+    def enter(
+        self, embedding: torch.Tensor, tokens: torch.Tensor, angles: Angles, queries: Queries, page_size: int
+    ) -> tuple[torch.Tensor, Places]:
+        return steps.enter(embedding, tokens, angles, queries, page_size, overlap=self._overlap)
+
+    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
+        steps.advance(queries, tokens, last_token, length)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         return rows.add_norm(x, delta, norm, overlap=self._overlap)
@@ -50,9 +55,15 @@ class TritonKernels:
         return self._products.linear(self._choice("linear", x, weight, weight.shape[0]), x, weight)
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        places: Places,
+        cache: PagedCache,
+        layer: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return rotate.rotate_and_store(qkv, heads, places, cache, layer, overlap=self._overlap)
+        return rotate.rotate_and_store(qkv, heads, places, cache, layer, out, overlap=self._overlap)
 
     def _choice(self, op: Op, x: torch.Tensor, weight: torch.Tensor, outputs: int) -> Choice:
         if x.stride(1) != 1 or not weight.is_contiguous():

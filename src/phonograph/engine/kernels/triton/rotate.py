@@ -6,32 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.engine.attention.base import PagedCache, Queries
-from phonograph.engine.kernels.base import Angles, Heads, Places
+from phonograph.engine.attention.base import PagedCache
+from phonograph.engine.kernels.base import Heads, Places
 from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, kernel, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.graphs.pool import next_power_of_two
-
-
-@kernel()
-def _places(
-    positions_ptr, rows_ptr, table_ptr, cos_ptr, sin_ptr, out_cos_ptr, out_sin_ptr, slots_ptr, table_row, angle_row,
-    page_size: tl.constexpr, head_dim: tl.constexpr, columns: tl.constexpr, overlap: tl.constexpr,
-):  # fmt: skip
-    """One token: what every layer would otherwise look up through three loads, one after the other."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, columns)
-    inside = column < head_dim
-    begin(overlap)
-    wait_for_inputs(overlap)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    row = tl.load(rows_ptr + token).to(tl.int64)
-    page = tl.load(table_ptr + row * table_row + position // page_size).to(tl.int64)
-    tl.store(slots_ptr + token, page * page_size + position % page_size)
-    cos = tl.load(cos_ptr + position * angle_row + column, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + position * angle_row + column, mask=inside, other=0.0)
-    tl.store(out_cos_ptr + token * head_dim + column, cos, mask=inside)
-    tl.store(out_sin_ptr + token * head_dim + column, sin, mask=inside)
 
 
 @triton.jit
@@ -90,28 +69,20 @@ def _rotate_and_store(
     tl.store(v_at + head_dim // 2, kept_high, mask=mask & is_value[:, None])
 
 
-def places(table: Angles, queries: Queries, page_size: int, *, overlap: Overlap = "none") -> Places:
-    """Angles and slots of every token."""
-    num_tokens, head_dim = queries.rows.shape[0], table.cos.shape[1]
-    cos = torch.empty((num_tokens, head_dim), dtype=table.cos.dtype, device=table.cos.device)
-    sin = torch.empty_like(cos)
-    slots = torch.empty(num_tokens, dtype=torch.int64, device=cos.device)
-    if num_tokens:
-        _places[(num_tokens,)](
-            queries.positions, queries.rows, queries.table, table.cos, table.sin, cos, sin, slots,
-            queries.table.stride(0), table.cos.stride(0),
-            page_size=page_size, head_dim=head_dim, columns=next_power_of_two(head_dim), overlap=code(overlap),
-            num_warps=1, **dependent(overlap),
-        )  # fmt: skip
-    return Places(cos, sin, slots)
-
-
 def rotate_and_store(
-    qkv: torch.Tensor, heads: Heads, places: Places, cache: PagedCache, layer: int, *, overlap: Overlap = "none"
+    qkv: torch.Tensor,
+    heads: Heads,
+    places: Places,
+    cache: PagedCache,
+    layer: int,
+    out: torch.Tensor | None = None,
+    *,
+    overlap: Overlap = "none",
 ) -> torch.Tensor:
     """The queries, [num_tokens, num_heads, head_dim]."""
     num_tokens, total = qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads
-    out = torch.empty((num_tokens, heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
+    if out is None:
+        out = torch.empty((num_tokens, heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return out
     keys, values = cache.keys[layer], cache.values[layer]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
@@ -59,7 +58,7 @@ def _silu_mul(
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, overlap: Overlap = "none"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + delta), x + delta) of rows; x itself where there is no delta."""
+    """(norm(x + delta), x + delta) of rows; the sum takes the place of x where that is contiguous."""
     num_rows, width = x.shape
     if width > WIDEST_ROW:
         raise DeviceError(
@@ -67,7 +66,7 @@ def add_norm(
             "Use kernels='reference' for this model."
         )
     normed = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    total = x if delta is None else torch.empty_like(normed)
+    total = x if delta is None or x.is_contiguous() else torch.empty_like(normed)
     if num_rows:
         columns = next_power_of_two(width)
         _add_norm[(num_rows,)](
