@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -54,11 +54,14 @@ class _SpanAttention:
             return self._inner.prepare(cache, queries, num_heads)
         return _BrokenAttention(self, cache, queries)
 
-    def prepared(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
+    def prepared(
+        self, cache: PagedCache, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int
+    ) -> StepAttention:
         """For the step that is replayed; its first gap prepares for all of them."""
         batch = current().batch
         if self._prepared is None or self._prepared[0] is not batch:
-            self._prepared = batch, self._inner.prepare(cache, replace(queries, spans=batch.spans), num_heads)
+            queries = Queries(rows, positions, table, one_per_sequence=False, spans=batch.spans)
+            self._prepared = batch, self._inner.prepare(cache, queries, num_heads)
         return self._prepared[1]
 
 
@@ -86,8 +89,7 @@ class _BrokenAttention:
         window: int | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        queries = Queries(rows, positions, table, False)
-        return self.outer.prepared(self.cache, queries, q.shape[1]).attend(layer, q, window, out)
+        return self.outer.prepared(self.cache, rows, positions, table, q.shape[1]).attend(layer, q, window, out)
 
 
 class Passes:

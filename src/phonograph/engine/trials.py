@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -102,27 +103,39 @@ class Trials:
                 tensor.copy_(before)
 
     def _fill(self, pages: Sequence[torch.Tensor]) -> None:
-        count, tables = self.num_rows, self._tables
+        count, tables, (noises, values) = self.num_rows, self._tables, self._random
         device = tables.length.device
-        numbers = torch.Generator().manual_seed(count)
-
-        def whole(low: int, high: int) -> torch.Tensor:
-            return torch.randint(low, high, (count,), generator=numbers).to(device)
-
-        for part in pages:
-            noise = torch.randn(part[0, 0].shape, generator=numbers, dtype=torch.float32).to(device, part.dtype)
+        for part, noise in zip(pages, noises, strict=True):
             # One random page, shifted by layer and page: as good a check, and a fraction of the work.
             shifts = torch.arange(part.shape[0] * part.shape[1], device=device).view(part.shape[:2]) % 7 + 1
             part.copy_(noise * shifts[..., None, None, None].to(part.dtype) / 4)
         if not count:
             return
         within = slice(1, count + 1)
-        tables.last_token[within] = whole(0, self._vocab)
-        tables.length[within] = whole(self._size, 2 * self._size)
+        for tensor, value in values:
+            tensor[within] = value
         tables.pages[within, 0] = 1
         tables.pages[within, 1] = torch.arange(2, count + 2, device=device, dtype=torch.int32)
-        tables.temperature[within] = whole(0, 3) / 2
-        tables.top_k[within] = whole(0, 9).int()
-        tables.top_p[within] = 0.5 + whole(0, 6) / 10
-        tables.min_p[within] = whole(0, 2) / 20
-        tables.seed[within] = whole(0, 1 << 40)
+
+    @cached_property
+    def _random(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """(a page of keys and one of values; tables, and what their rows hold): brought over once, since a copy from
+        the host would wait for the trial before."""
+        count, tables = self.num_rows, self._tables
+        numbers = torch.Generator().manual_seed(count)
+
+        def page(like: torch.Tensor) -> torch.Tensor:
+            return torch.randn(like.shape[2:], generator=numbers, dtype=torch.float32).to(like.device, like.dtype)
+
+        def whole(low: int, high: int) -> torch.Tensor:
+            return torch.randint(low, high, (count,), generator=numbers).to(tables.length.device)
+
+        return [page(self._cache.keys), page(self._cache.values)], [
+            (tables.last_token, whole(0, self._vocab)),
+            (tables.length, whole(self._size, 2 * self._size)),
+            (tables.temperature, whole(0, 3) / 2),
+            (tables.top_k, whole(0, 9).int()),
+            (tables.top_p, 0.5 + whole(0, 6) / 10),
+            (tables.min_p, whole(0, 2) / 20),
+            (tables.seed, whole(0, 1 << 40)),
+        ]

@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phonograph.engine.kernels.triton.launch import LINE, PLAIN, begin, kernel, prefetch, wait_for_inputs
+from phonograph.engine.kernels.triton.kernel import kernel
+from phonograph.engine.kernels.triton.launch import LINE, PLAIN, begin, prefetch, wait_for_inputs
 
 SMALL_ROWS = tl.constexpr(16)
 """The fewest rows that the matrix units take: what a tile of few tokens is computed with."""

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.engine.kernels.triton.launch import ceil_div, kernel
+from phonograph.engine.kernels.triton.kernel import kernel
+from phonograph.engine.kernels.triton.launch import ceil_div
 from phonograph.graphs.pool import next_power_of_two
 
 _ORDERED = 64

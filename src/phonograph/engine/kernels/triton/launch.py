@@ -1,6 +1,4 @@
-"""How kernels are launched: with little work of the host, and before their predecessor in the stream has ended.
-
-Programmatic dependent launch is the second.
+"""Programmatic dependent launch: a kernel that may begin before its predecessor in the stream has ended.
 
 A kernel launched so calls `wait_for_inputs` in every program before it reads what a predecessor wrote and before it
 writes anything. Since each waits for the whole of the one before it, the order of a stream holds through any number
@@ -13,72 +11,15 @@ places that are about to be empty anyway, so that programs with equal shares sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
-
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
-from triton.runtime.jit import JITFunction
 
 from phonograph.engine.kernels.tuning import Overlap
-
-_ALIGNED = 16
-_LARGEST_INT = 2**31 - 1
 
 LINE = tl.constexpr(128)
 """Bytes of a cache line."""
 PLAIN, LATE, EARLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-class Kernel:
-    """A kernel that remembers what was compiled for which arguments: `kernel[grid](tensors…, numbers…, name=constant)`.
-
-    Triton finds the compiled kernel by a look at every argument of every launch, which takes several times as long as
-    the launch. Here the same is known by what it depends on: types and alignment of the tensors, whether a number is
-    1, a multiple of 16 or wide, and the constants. Addresses are passed on as they are, with no question to the driver.
-    """
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._is_compiled = isinstance(function, JITFunction)  # Triton's interpreter takes tensors only
-        self._num_tensors = sum(name.endswith("_ptr") for name in function.arg_names)
-        self._found: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
-
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if not self._is_compiled:
-            self._function[grid](*args, **constants)
-            return
-        tensors, numbers = args[: self._num_tensors], args[self._num_tensors :]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        key = (
-            tensors[0].device,
-            *[tensor.dtype for tensor in tensors],
-            *[address % _ALIGNED for address in addresses],
-            *[(number == 1) + 2 * (number % _ALIGNED == 0) + 4 * (number > _LARGEST_INT) for number in numbers],
-            *constants,
-            *constants.values(),
-        )
-        found = self._found.get(key)
-        if found is None:
-            compiled = self._function[grid](*args, **constants)
-            named = tuple(constants[name] for name in self._function.arg_names[len(args) :])
-            self._found[key] = compiled, named
-            return
-        compiled, named = found
-        compiled[(*grid, 1, 1)[:3]](*addresses, *numbers, *named)
-
-
-def kernel(*, unspecialised: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Kernel]:
-    """`triton.jit` for what the host launches; its tensors come first and are named `…_ptr`.
-
-    It is not compiled anew for what is special about the numbers that are named here.
-    """
-    return lambda function: Kernel(triton.jit(do_not_specialize=list(unspecialised))(function))
 
 
 def code(overlap: Overlap) -> int:

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
+from phonograph.engine.kernels.triton.kernel import kernel
 from phonograph.engine.kernels.triton.launch import (
     LINE,
     begin,
     ceil_div,
     code,
     dependent,
-    kernel,
     nearly_done,
     prefetch,
     wait_for_inputs,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from phonograph.engine.kernels.triton.launch import kernel
+from phonograph.engine.kernels.triton.kernel import kernel
 
 CHUNK = 2048
 """Tokens that a program surveys; a constant, so that sums do not depend on the batch."""

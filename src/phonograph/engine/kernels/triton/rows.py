@@ -6,7 +6,8 @@ import torch
 import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, kernel, wait_for_inputs
+from phonograph.engine.kernels.triton.kernel import kernel
+from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.errors import DeviceError
 from phonograph.graphs.pool import next_power_of_two
