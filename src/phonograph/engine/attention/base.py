@@ -60,6 +60,11 @@ class PagedCache:
     def page_size(self) -> int:
         return self.keys.shape[2]
 
+    @cached_property
+    def layers(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Keys and values of each layer."""
+        return tuple(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
+
     @staticmethod
     def empty(
         num_layers: int,

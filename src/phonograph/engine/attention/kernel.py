@@ -28,7 +28,7 @@ UNSEEN = tl.constexpr(-1e30)
 @kernel(unspecialised=["num_tokens"])
 def attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, positions_ptr, tiles_ptr, out_ptr,
-    parts_ptr, bests_ptr, totals_ptr, arrived_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
+    parts_ptr, arrived_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
     q_eps, k_eps, scale, window, part_keys, num_tokens, q_token, q_head, table_row, page_stride, slot_stride,
     head_stride, page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
@@ -67,12 +67,8 @@ def attend(
         cos_ptr + first.to(tl.int64) * head_dim, sin_ptr + first.to(tl.int64) * head_dim, slots_ptr + first,
         q_norm_ptr, k_norm_ptr, q_eps, k_eps,
     )  # fmt: skip
-    # A plane of rows for each part: those of a tile stand where its tokens stand.
-    plane, place = num_tokens * group_rows, (kv_head * splits * num_tokens + first) * group_rows
-    result = (
-        out_ptr, out_token, parts_ptr + place.to(tl.int64) * dim_columns, bests_ptr + place, totals_ptr + place,
-        arrived_ptr + tile * kv_heads + kv_head, plane,
-    )  # fmt: skip
+    left = _left(parts_ptr, kv_head, first, num_tokens, group_rows, dim_columns, splits)
+    result = (out_ptr, out_token, left[0], left[1], left[2], arrived_ptr + tile * kv_heads + kv_head, left[3])
     span = (count, position, start, stop, split, parts)
     small: tl.constexpr = tiled and block_m >= LARGE_ROWS and group_rows <= SMALL_ROWS
     if small and count * group_rows <= SMALL_ROWS:
@@ -100,6 +96,20 @@ def _tile(tiles_ptr, rows_ptr, positions_ptr, tile, tiled: tl.constexpr, by_row:
         # Past the first cache: the step before wrote them.
         position = tl.load(positions_ptr + (row if by_row else tile), cache_modifier=".cg").to(tl.int32)
     return first, count, row, position
+
+
+@triton.jit
+def _left(
+    parts_ptr, kv_head, first, num_tokens, group_rows: tl.constexpr, dim_columns: tl.constexpr, splits: tl.constexpr
+):  # fmt: skip
+    """Where the parts of a tile are left: values, best scores, totals; and how many rows lie between two parts.
+
+    Each part has a plane of rows, and those of a tile stand where its tokens stand. Behind all values come the scores.
+    """
+    plane, place = num_tokens * group_rows, (kv_head * splits * num_tokens + first) * group_rows
+    all_rows = tl.cast(tl.num_programs(0) * splits * plane, tl.int64)
+    bests_ptr = parts_ptr + all_rows * dim_columns + place
+    return parts_ptr + tl.cast(place, tl.int64) * dim_columns, bests_ptr, bests_ptr + all_rows, plane
 
 
 @triton.jit

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from phonograph.engine.attention.base import PagedCache, Queries, StepAttention
 from phonograph.engine.attention.kernel import attend
-from phonograph.engine.attention.launches import Launch, Launches, launches_for, pick
+from phonograph.engine.attention.launches import Launches, launches_for, pick
 from phonograph.engine.attention.tiles import list_tiles
 from phonograph.engine.kernels.base import Heads, Places
 from phonograph.engine.kernels.triton.launch import ceil_div, code, dependent
@@ -52,32 +53,45 @@ class TritonAttention:
             tiles = list_tiles(rows, queries.positions, tile_tokens, queries.table.shape[0] - 1)
             num_tiles = tiles.shape[0]
         splits = launch.splits(ceil_div(rows.shape[0], tile_tokens), kv_heads)
-        # Where nothing is split, nobody counts.
-        arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device) if splits > 1 else rows
+        dim_columns = max(16, next_power_of_two(head_dim))
+        # Where nothing is split, nobody counts, and nothing is left for others.
+        arrived, parts = rows, cache.keys
+        if splits > 1:
+            arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device)
+            num_left = rows.shape[0] * group_rows * kv_heads * splits
+            parts = torch.empty(num_left * (dim_columns + 2), dtype=torch.float32, device=rows.device)
         rotates = queries.one_per_sequence and rows.shape[0] <= _MOST_ROTATED
-        step = _TritonDecode if rotates else _TritonStep
         # Decode steps of wide models are bound by memory: programs that come early are in the way of those at work.
         is_bound = queries.one_per_sequence and num_heads * head_dim > _NARROW
         overlap = "none" if is_bound else self._overlap
-        return step(cache, queries, launch, block_m, group_rows, splits, num_tiles, tiles, arrived, overlap)
+        step = _TritonDecode if rotates else _TritonStep
+        constants = dict(
+            page_size=cache.page_size, group=num_heads // kv_heads, group_rows=group_rows, head_dim=head_dim,
+            dim_columns=dim_columns, block_m=block_m, block_n=launch.block_n, splits=splits,
+            tiled=tiles is not None, wide=cache.keys[0].numel() >= 1 << 31, apart=launch.apart, by_row=queries.by_row,
+            overlap=code(overlap), num_warps=launch.num_warps, num_stages=launch.num_stages,
+            **launch.bounds, **dependent(overlap),
+        )  # fmt: skip
+        scales = head_dim**-0.5 * math.log2(math.e), launch.part_keys
+        return step(cache, queries, (kv_heads, splits, num_tiles), tiles, parts, arrived, scales, constants)
 
 
 @dataclass(frozen=True)
 class _TritonStep:
-    """The queries of one step, cut into tiles."""
+    """The queries of one step, cut into tiles; what its layers' launches have in common."""
 
     cache: PagedCache
     queries: Queries
-    launch: Launch
-    block_m: int
-    group_rows: int
-    splits: int
-    num_tiles: int
+    grid: tuple[int, int, int]
     tiles: torch.Tensor | None
     """None where every token is a tile of its own."""
+    parts: torch.Tensor
+    """What programs leave for the last of them: values, best scores and totals. Layers use it one after the other."""
     arrived: torch.Tensor
     """How many parts of each tile and KV head are done; zero between two layers."""
-    overlap: Overlap
+    scales: tuple[float, int]
+    """The softmax scale times log2(e), and the keys of a part at least."""
+    constants: dict[str, Any]
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -87,40 +101,24 @@ class _TritonStep:
         self, layer: int, q: torch.Tensor, turning: tuple[Heads, Places] | None, window: int | None, out: torch.Tensor
     ) -> torch.Tensor:
         """Of queries; or of projections, and how they are to be normed, turned and put away."""
-        num_tokens, num_heads, head_dim = out.shape
-        queries, keys, values = self.queries, self.cache.keys[layer], self.cache.values[layer]
-        kv_heads = keys.shape[2]
+        num_tokens, queries = out.shape[0], self.queries
         if num_tokens == 0:
             return out
-        dim_columns = max(16, next_power_of_two(head_dim))
-        parts, bests, totals = self._workspace(kv_heads, dim_columns, out)
+        keys, values = self.cache.layers[layer]
+        scale, part_keys = self.scales
         heads, places = turning or (None, None)
         q_norm, k_norm = (heads.q_norm, heads.k_norm) if heads else (None, None)
-        attend[(kv_heads, self.splits, self.num_tiles)](
+        attend[self.grid](
             q, keys, values, queries.table, queries.rows, queries.positions,
-            queries.rows if self.tiles is None else self.tiles, out, parts, bests, totals, self.arrived,
+            queries.rows if self.tiles is None else self.tiles, out, self.parts, self.arrived,
             *((q, q, q) if places is None else (places.cos, places.sin, places.slots)),
             q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps,
-            head_dim**-0.5 * math.log2(math.e), window or 0, self.launch.part_keys, num_tokens,
-            q.stride(0), q.stride(1), queries.table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
-            page_size=self.cache.page_size, group=num_heads // kv_heads, group_rows=self.group_rows, head_dim=head_dim,
-            dim_columns=dim_columns, block_m=self.block_m, block_n=self.launch.block_n, splits=self.splits,
-            tiled=self.tiles is not None, windowed=window is not None, wide=keys.numel() >= 1 << 31,
-            apart=self.launch.apart, rotating=turning is not None, has_norm=q_norm is not None and k_norm is not None,
-            by_row=queries.by_row,
-            overlap=code(self.overlap), num_warps=self.launch.num_warps, num_stages=self.launch.num_stages,
-            **self.launch.bounds, **dependent(self.overlap),
+            scale, window or 0, part_keys, num_tokens, q.stride(0), q.stride(1), queries.table.stride(0),
+            *keys.stride()[:3], windowed=window is not None, rotating=turning is not None,
+            has_norm=q_norm is not None and k_norm is not None, **self.constants,
         )  # fmt: skip
         return out
-
-    def _workspace(self, kv_heads: int, dim_columns: int, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Where parts are left: values, best scores and totals. Without splits there are none."""
-        if self.splits == 1:
-            return out, out, out
-        rows = out.shape[0] * self.group_rows * kv_heads * self.splits
-        parts = torch.empty(rows * (dim_columns + 2), dtype=torch.float32, device=out.device)
-        return torch.split(parts, [rows * dim_columns, rows, rows])
 
 
 class _TritonDecode(_TritonStep):

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -91,7 +91,6 @@ class Tuning:
 
     measured: Mapping[Product, Choice]
     notes: tuple[str, ...] = ()
-    _found: dict[Product, Choice] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for product, choice in self.measured.items():
@@ -99,12 +98,6 @@ class Tuning:
 
     def choose(self, product: Product) -> Choice:
         """The measured choice for this many tokens or the next more; beyond what was measured, the rule's."""
-        found = self._found.get(product)
-        if found is None:
-            found = self._found[product] = self._look_up(product)
-        return found
-
-    def _look_up(self, product: Product) -> Choice:
         if product.tokens == 0:
             return by_rule(product)
         alike = (p for p in self.measured if _shape(p) == _shape(product) and p.tokens >= product.tokens)

@@ -20,6 +20,7 @@ class TritonKernels:
         self.tuning = tuning
         self._overlap = overlap
         self._products = Products(device)
+        self._chosen: dict[tuple[Op, int, torch.Size, torch.dtype], Choice] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -68,4 +69,9 @@ class TritonKernels:
     def _choice(self, op: Op, x: torch.Tensor, weight: torch.Tensor, outputs: int) -> Choice:
         if x.stride(1) != 1 or not weight.is_contiguous():
             return Choice("library")
-        return self.tuning.choose(Product(op, x.shape[0], outputs, weight.shape[1], weight.dtype))
+        key = op, x.shape[0], weight.shape, weight.dtype
+        found = self._chosen.get(key)
+        if found is None:
+            product = Product(op, x.shape[0], outputs, weight.shape[1], weight.dtype)
+            found = self._chosen[key] = self.tuning.choose(product)
+        return found

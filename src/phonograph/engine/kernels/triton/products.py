@@ -30,8 +30,10 @@ class Products:
             return vector.product(x, weight, choice, bias=bias)[0]
         if choice.kind == "matrix":
             return matrix.product(x, weight, choice, self._counters, bias=bias)[0]
-        with _library(choice):
-            return functional.linear(x, weight, bias)
+        if choice.kind == "library_lt":
+            with _by_cublaslt():
+                return functional.linear(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
     def norm_linear(
         self,
@@ -70,11 +72,8 @@ def _of_companions(choice: Choice) -> Overlap:
 
 
 @contextmanager
-def _library(choice: Choice) -> Iterator[None]:
-    """cublasLt for one call, where the choice asks for it; torch keeps the preference per process."""
-    if choice.kind != "library_lt":
-        yield
-        return
+def _by_cublaslt() -> Iterator[None]:
+    """For one call; torch keeps the preference per process."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     try:

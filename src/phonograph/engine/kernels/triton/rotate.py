@@ -86,7 +86,7 @@ def rotate_and_store(
         out = torch.empty((num_tokens, heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return out
-    keys, values = cache.keys[layer], cache.values[layer]
+    keys, values = cache.layers[layer]
     q_norm, k_norm = heads.q_norm, heads.k_norm
     # Few tokens: small programs on many multiprocessors. Many: larger ones, which cost less to start.
     block = 1 if num_tokens <= 4 else 4 if num_tokens <= 64 else 16
