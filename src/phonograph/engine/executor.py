@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from phonograph.graphs.capture import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.pool import BufferPool
-from phonograph.graphs.progress import Progress
+from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.resolve import PhasePlan, Plan
 from phonograph.graphs.runner import Runner, RunnerOptions, buckets_for
 
@@ -89,10 +90,14 @@ class Executor:
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
 
+    @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> list[CaptureReport]:
         """Record all phases, the largest first: the others find room in the memory that it leaves."""
         largest = sorted(self.runners.values(), key=lambda runner: -runner.buckets.largest if runner.buckets else 0)
-        return [runner.capture(progress) for runner in largest]
+        shown = progress if progress is not None else bar()
+        with ExitStack() as stack:
+            records = [stack.enter_context(runner.warmed(shown)) for runner in largest]
+            return [record() for record in records]
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:

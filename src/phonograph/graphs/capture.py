@@ -113,24 +113,35 @@ class Capture:
     _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
+    _axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]] = field(default_factory=dict)
+    _warm_seconds: float = 0.0
 
-    def run(self, keys: Sequence[ShapeKey]) -> Captured:
-        """Warm all, then capture all that could be warmed."""
+    @contextmanager
+    def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
+        """Inside, every shape has run; afterwards the model's state and the random numbers are what they were."""
         start = time.perf_counter()
         with torch.no_grad(), gc_frozen(self.collect_garbage), self._state_restored(), generators_restored(self.device):
             self._warm_all(keys)
-            axes = self._trimmed_axes(keys)
+            self._axes = self._trimmed_axes(keys)
             for runs in self._runs.values():
                 self.outputs.expect(runs[0].outputs)
             self.outputs.allocate()
-            self.device.synchronize()
-            self.device.free_unused()
-            warm_seconds = time.perf_counter() - start
-            rows, recordings = self._capture_all(keys)
-        report = CaptureReport(tuple(rows), warm_seconds, time.perf_counter() - start)
+            self._warm_seconds = time.perf_counter() - start
+            yield
+
+    def record(self, keys: Sequence[ShapeKey]) -> Captured:
+        """Capture all that could be warmed."""
+        start = time.perf_counter()
+        # Warm-ups may still run on the device, and their memory is wanted now.
+        self.device.synchronize()
+        self.device.free_unused()
+        self._warm_seconds += time.perf_counter() - start
+        rows, recordings = self._capture_all(keys)
+        seconds = self._warm_seconds + sum(row.seconds for row in rows)
+        report = CaptureReport(tuple(rows), self._warm_seconds, seconds)
         for row in report.failures:
             log.warning("%s", row.error)
-        return Captured(recordings, self._carried, axes, report)
+        return Captured(recordings, self._carried, self._axes, report)
 
     @contextmanager
     def _state_restored(self) -> Iterator[None]:
@@ -308,10 +319,9 @@ def generators_restored(device: Device) -> AbstractContextManager[None]:
 @contextmanager
 def gc_frozen(collect: bool) -> Iterator[None]:
     """Keep the garbage collector from running: a collection in the middle of a capture may free device memory."""
-    if collect:
+    if collect or not gc.isenabled():
         yield
         return
-    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     gc.freeze()
@@ -319,5 +329,4 @@ def gc_frozen(collect: bool) -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+        gc.enable()

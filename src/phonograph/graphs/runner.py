@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,10 +13,11 @@ from phonograph.devices import Device, MemoryPool
 from phonograph.errors import CoverageError, DeclarationError, LoadError
 from phonograph.graphs.backends import BACKENDS, DebugBackend, Recording
 from phonograph.graphs.buckets import Buckets
-from phonograph.graphs.buffers import LoadMode, Prepared, Registry
+from phonograph.graphs.buffers import LoadMode, Registry
 from phonograph.graphs.capture import Capture, Captured, CaptureReport
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
+from phonograph.graphs.entries import Entry
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.fields import fetch
 from phonograph.graphs.outputs import OutputBuffers, own, trim
@@ -26,7 +28,6 @@ from phonograph.graphs.resolve import PhasePlan
 
 Outputs = Literal["own", "view"]
 _NOTHING: Mapping[str, Any] = {}
-_MAX_FITTED = 512
 _PLAIN: tuple[str, frozenset[str]] = ("", frozenset())
 
 
@@ -63,41 +64,6 @@ class _Loaded:
     num_loads: int
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """A recording for one used size: all that is the same for every batch of that size."""
-
-    extent: Extent
-    prepared: Prepared
-    outputs: Any
-    """The used rows of the recording's outputs, as views."""
-
-
-class _Entry:
-    """A recording that can be served, fitted to every used size met so far."""
-
-    def __init__(
-        self, recording: Recording, padded: dict[str, int], axes: dict[str, dict[int, str]], carried: dict[str, Any]
-    ) -> None:
-        self.recording = recording
-        self.carried = carried
-        self.padded = padded
-        self.axes = axes
-        self._fitted: dict[tuple[int, ...], _Fitted] = {}
-
-    def fitted(self, used: Mapping[str, int], registry: Registry, without: frozenset[str]) -> _Fitted:
-        """The recording for these used sizes; made once and kept."""
-        key = tuple(used.values())
-        found = self._fitted.get(key)
-        if found is None:
-            if len(self._fitted) >= _MAX_FITTED:
-                self._fitted.clear()
-            extent = Extent(used, self.padded)
-            outputs = trim(self.recording.outputs, self.axes, used)
-            found = self._fitted[key] = _Fitted(extent, registry.prepare(extent, without=without), outputs)
-        return found
-
-
 class Runner:
     """Serves the batches of one phase by replay where a recording fits, and eagerly, with a reason, where none does."""
 
@@ -127,7 +93,7 @@ class Runner:
         self.last: Decision | None = None
         """What the latest call ran."""
         self._outputs = OutputBuffers(device.torch_device)
-        self._entries: dict[ShapeKey, _Entry] = {}
+        self._entries: dict[ShapeKey, Entry] = {}
         self._groups = set(phase.groups())
         self._limits = {name: dim.limit for name, dim in phase.all_dims.items() if dim.limit is not None}
         self._grouped = bool(phase.variants or phase.keyed)
@@ -144,20 +110,8 @@ class Runner:
 
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Record every bucket; one that fails stays eager, says why, and leaves the others captured."""
-        if not self._records or self.buckets is None:
-            self.report = CaptureReport((), 0.0, 0.0)
-            return self.report
-        self.pool.seal()
-        self.release()
-        capture = self.new_capture(progress if progress is not None else bar())
-        captured = capture.run(self.phase.keys(self.buckets))
-        self._admit(captured)
-        if self.options.strict and captured.report.failures:
-            raise CoverageError(
-                f"strict: {len(captured.report.failures)} of {len(captured.report.rows)} recordings failed; "
-                f"the first: {captured.report.failures[0].error}"
-            )
-        return captured.report
+        with self.warmed(progress if progress is not None else bar()) as record:
+            return record()
 
     def new_capture(self, progress: Progress) -> Capture:
         """A capture over this runner's parts."""
@@ -173,12 +127,35 @@ class Runner:
             trims=self.buckets is not None and not self.buckets.exact,
         )
 
-    def _admit(self, captured: Captured) -> None:
+    @contextmanager
+    def warmed(self, progress: Progress) -> Iterator[Callable[[], CaptureReport]]:
+        """Old recordings are given back and all shapes have run; call what comes out to record them.
+
+        Several runners may be warmed before the first records: the device is busy with one while the host begins the
+        next.
+        """
+        if not self._records or self.buckets is None:
+            nothing = self.report = CaptureReport((), 0.0, 0.0)
+            yield lambda: nothing
+            return
+        self.pool.seal()
+        self.release()
+        capture, keys = self.new_capture(progress), self.phase.keys(self.buckets)
+        with capture.warmed(keys):
+            yield lambda: self._admit(capture.record(keys))
+
+    def _admit(self, captured: Captured) -> CaptureReport:
         self.report = captured.report
         for key, recording in captured.recordings.items():
             axes = captured.axes[key.variant, key.absent]
-            self._entries[key] = _Entry(recording, self.phase.padded(key.size), axes, captured.carried.get(key, {}))
+            self._entries[key] = Entry(recording, self.phase.padded(key.size), axes, captured.carried.get(key, {}))
         self._route(frozenset(row.key for row in captured.report.failures))
+        if self.options.strict and captured.report.failures:
+            raise CoverageError(
+                f"strict: {len(captured.report.failures)} of {len(captured.report.rows)} recordings failed; "
+                f"the first: {captured.report.failures[0].error}"
+            )
+        return captured.report
 
     def release(self) -> None:
         """Give all graphs back; calls are served eagerly until the next capture."""
@@ -384,7 +361,7 @@ class Runner:
         return "\n".join(lines)
 
 
-def _in_table_order(item: tuple[ShapeKey, _Entry]) -> tuple[str, list[str], int]:
+def _in_table_order(item: tuple[ShapeKey, Entry]) -> tuple[str, list[str], int]:
     key = item[0]
     return key.variant, sorted(key.absent), key.size
 
