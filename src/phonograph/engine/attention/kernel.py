@@ -363,26 +363,30 @@ def _merge(
     group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr,
     kept_rows: tl.constexpr, splits: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the parts by their best scores and totals, in their order; past the first cache, which may be stale."""
+    """Weigh the parts by their best scores and totals, in their order; past the first cache, which may be stale.
+
+    All that is known of some parts is asked for at once: each time waited for is longer than what is computed.
+    """
     out_ptr, out_token, parts_ptr, bests_ptr, totals_ptr, _, plane = result
-    rows, columns, all_parts = tl.arange(0, kept_rows), tl.arange(0, dim_columns), tl.arange(0, splits)
+    rows, columns = tl.arange(0, kept_rows), tl.arange(0, dim_columns)
     used = (rows < count * group_rows)[None, :]
-    at, here = all_parts[:, None] * plane + rows[None, :], (all_parts < parts)[:, None] & used
-    bests = tl.load(bests_ptr + at, mask=here, other=UNSEEN, cache_modifier=".cg")
-    totals = tl.load(totals_ptr + at, mask=here, other=0.0, cache_modifier=".cg")
-    highest = tl.max(bests, 0)
-    total = tl.sum(totals * tl.exp2((bests - highest[None, :]) * scale), 0)
+    best = tl.full([kept_rows], UNSEEN, tl.float32)
+    total = tl.zeros([kept_rows], tl.float32)
     mixed = tl.zeros([kept_rows, dim_columns], tl.float32)
     chunk: tl.constexpr = min(splits, max(1, 8192 // (kept_rows * dim_columns)))
     for start in range(0, parts, chunk):
         some = start + tl.arange(0, chunk)
-        some_at, some_here = some[:, None] * plane + rows[None, :], (some < parts)[:, None] & used
-        best = tl.load(bests_ptr + some_at, mask=some_here, other=UNSEEN, cache_modifier=".cg")
-        weight = tl.exp2((best - highest[None, :]) * scale)
+        at, here = some[:, None] * plane + rows[None, :], (some < parts)[:, None] & used
+        bests = tl.load(bests_ptr + at, mask=here, other=UNSEEN, cache_modifier=".cg")
+        totals = tl.load(totals_ptr + at, mask=here, other=0.0, cache_modifier=".cg")
         part = tl.load(
-            parts_ptr + some_at[:, :, None] * dim_columns + columns[None, None, :],
-            mask=some_here[:, :, None], other=0.0, cache_modifier=".cg",
+            parts_ptr + at[:, :, None] * dim_columns + columns[None, None, :],
+            mask=here[:, :, None], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        mixed += tl.sum(part * weight[:, :, None], 0)
+        higher = tl.maximum(best, tl.max(bests, 0))
+        kept, weight = tl.exp2((best - higher) * scale), tl.exp2((bests - higher[None, :]) * scale)
+        total = total * kept + tl.sum(totals * weight, 0)
+        mixed = mixed * kept[:, None] + tl.sum(part * weight[:, :, None], 0)
+        best = higher
     mixed = mixed / _divisor(total)[:, None]
     _write(out_ptr, mixed, out_token, count, group, group_rows, head_dim, dim_columns, kept_rows)
