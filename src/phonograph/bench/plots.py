@@ -130,7 +130,10 @@ def _draw_bars(axes: Axes, rows: list[Row], series: list[str], colors: dict[str,
             color=colors[name],
             label=name,
         )
-    axes.set_xticks(range(len(names)), names, fontsize=8, rotation=20 if len(names) > 3 else 0, ha="center")
+    turned = len(names) > 3
+    axes.set_xticks(
+        range(len(names)), names, fontsize=8, rotation=20 if turned else 0, ha="right" if turned else "center"
+    )
     values = [row.value for row in rows if row.value > 0]
     if values and max(values) / min(values) > 10 * _LOG_RATIO:
         _set_log(axes)
