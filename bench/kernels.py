@@ -171,6 +171,7 @@ def _reference(kernels: Kernels, trial: Trial) -> torch.Tensor:
 
 def step_of(kernels: Kernels, weights: Weights, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """All products of a step with what surrounds them, without rotation and attention."""
+    x = x.clone()  # kernels may add to it in place
     delta: torch.Tensor | None = None
     for layer in weights.layers:
         _, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, None)

@@ -23,7 +23,7 @@ from phonograph.engine.kernels.triton.layers import TritonKernels
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Tuning
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.decoder import Decoder, _pieces
 from phonograph.engine.models.loading import load_weights
 from phonograph.errors import DeviceError
 
@@ -255,8 +255,11 @@ def test_a_strided_weight_goes_to_the_library() -> None:
     near(TRITON.linear(x, weight), x @ weight.T)
 
 
+@pytest.mark.parametrize("kernels", [REFERENCE, TRITON], ids=["reference", "triton"])
 @pytest.mark.parametrize("num_tokens", [6, 7, 11])
-def test_many_tokens_are_projected_piece_by_piece(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_are_projected_piece_by_piece(
+    num_tokens: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = SHAPES["tiny"]
     weights = load_weights(RandomCheckpoint(config), torch.float32, DEVICE)
     rows, positions = torch.ones(num_tokens, dtype=torch.long, device=DEVICE), torch.arange(num_tokens, device=DEVICE)
@@ -266,8 +269,18 @@ def test_many_tokens_are_projected_piece_by_piece(num_tokens: int, monkeypatch: 
         monkeypatch.setattr("phonograph.engine.models.decoder.PIECE", piece)
         shape = (config.num_layers, 4, PAGE, config.num_kv_heads, config.head_dim)
         cache = PagedCache.empty(*shape, dtype=torch.float32, device=DEVICE)
-        decoder = Decoder(config, weights, ReferenceAttention(), REFERENCE, max_len=16)
+        decoder = Decoder(config, weights, ReferenceAttention(), kernels, max_len=16)
         hidden = decoder.hidden(tokens, Queries(rows, positions, table, one_per_sequence=False), cache)
         found.append((hidden, cache.keys, cache.values))
     for whole, pieces in zip(*found, strict=True):
         near(pieces, whole)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "sizes"),
+    [(2049, [1152, 897]), (2304, [1152, 1152]), (4608, [1536] * 3), (6144, [2048] * 3), (8192, [2048] * 4)],
+)
+def test_pieces_are_few_and_alike(num_tokens: int, sizes: list[int]) -> None:
+    pieces = _pieces(num_tokens)
+    assert [piece.stop - piece.start for piece in pieces] == sizes
+    assert pieces[-1].stop == num_tokens

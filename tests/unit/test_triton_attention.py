@@ -11,7 +11,7 @@ from paged import DEVICE, Case, Heads, by_hand, case_of, poison_dead, spans_of
 
 pytest.importorskip("triton")
 
-from phonograph.engine.attention.base import RotatingAttention
+from phonograph.engine.attention.base import Queries, RotatingAttention
 from phonograph.engine.attention.launches import HOPPER, PLAIN, Launch, Launches, pick
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.attention.triton import TritonAttention
@@ -30,6 +30,13 @@ def attention(
 
 def is_right(case: Case, found: torch.Tensor, window: int | None = None) -> None:
     torch.testing.assert_close(found.double(), by_hand(case, 0, window), rtol=1e-4, atol=1e-4)
+
+
+def rowwise(queries: Queries) -> Queries:
+    """The same, with the positions in a table of all rows."""
+    lengths = torch.full((queries.table.shape[0],), 3, device=DEVICE)
+    lengths[queries.rows] = queries.positions
+    return replace(queries, positions=lengths, by_row=True)
 
 
 RAGGED = spans_of((0, 1), (15, 1), (16, 1), (70, 1))
@@ -188,7 +195,8 @@ class TestRotating:
     @pytest.mark.parametrize("window", [None, 1, 20])
     @pytest.mark.parametrize("splits", [1, 4])
     @pytest.mark.parametrize("normed", [False, True])
-    @pytest.mark.parametrize(("heads", "by_row"), [(Heads(2, 1, 16), True), (Heads(6, 2, 24), False)], ids=str)
+    @pytest.mark.parametrize("by_row", [False, True])
+    @pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(6, 2, 24)], ids=str)
     def test_as_rotating_and_attending_apart(
         self, heads: Heads, by_row: bool, normed: bool, splits: int, window: int | None
     ) -> None:
@@ -204,11 +212,7 @@ class TestRotating:
         wanted = ReferenceAttention().prepare(other, case.queries, heads.queries).attend(1, q, window)
         own = case.queries.table[case.queries.rows[: case.used], case.queries.positions[: case.used] // 4].long()
         case.cache.keys[1, own, case.queries.positions[: case.used] % 4] = float("nan")  # written, never read
-        queries = case.queries
-        if by_row:
-            lengths = torch.full((queries.table.shape[0],), 3, device=DEVICE)
-            lengths[queries.rows] = queries.positions
-            queries = replace(queries, positions=lengths, by_row=True)
+        queries = rowwise(case.queries) if by_row else case.queries
         step = attention(programs=splits * 6 * heads.kv).prepare(case.cache, queries, heads.queries)
         assert isinstance(step, RotatingAttention)
         found = step.rotate_and_attend(1, qkv, layout, places, window)
@@ -216,6 +220,19 @@ class TestRotating:
         assert found.isfinite().all()
         torch.testing.assert_close(case.cache.keys[:, 1:], other.keys[:, 1:], rtol=1e-5, atol=1e-5)
         assert torch.equal(case.cache.values[:, 1:], other.values[:, 1:]), "the null page is padding's alone"
+
+    @pytest.mark.parametrize("splits", [1, 4])
+    def test_many_sequences_are_found_by_row_too(self, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("phonograph.engine.attention.triton._MOST_ROTATED", 0)
+        case = case_of(RAGGED, Heads(6, 2, 24), decode=True, padding=2)
+        step = attention(programs=splits * 12).prepare(case.cache, rowwise(case.queries), 6)
+        assert not isinstance(step, RotatingAttention)
+        is_right(case, step.attend(0, case.q, None)[: case.used])
+
+    def test_by_row_means_one_token_of_each(self) -> None:
+        case = case_of(spans_of((0, 5)), Heads(2, 1, 16))
+        with pytest.raises(ValueError, match="not one per sequence"):
+            replace(case.queries, by_row=True)
 
     def test_a_prefill_step_does_not(self) -> None:
         case = case_of(spans_of((0, 5)), Heads(2, 1, 16))

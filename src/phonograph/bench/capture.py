@@ -17,7 +17,8 @@ SUBJECT = Subject(
     "Recording all default buckets",
     "s",
     how="Seconds of warm-up and capture of a phase when kernels are loaded already; `first` is what the same took when "
-    "the process had just started. Bytes: by how much memory in use grew with the first recordings.",
+    "the process had just started. All phases are warmed before one is recorded: the wait for the device counts to "
+    "prefill. Bytes: by how much memory in use grew with the first recordings.",
 )
 
 
@@ -45,7 +46,13 @@ def _measure_backend(bench: Bench, backend: str, *, with_decode: bool) -> None:
     for phase in phases:
         _add_phase(bench, backend, phase, again[phase], first[phase])
     if with_decode:
-        _add_totals(bench, backend, seconds)
+        total = {
+            "seconds": rounded(seconds),
+            "first_s": rounded(sum(first[phase].seconds for phase in phases)),
+            "recordings": sum(len(again[phase].rows) for phase in phases),
+            "mb": rounded(sum(row.num_bytes for phase in phases for row in first[phase].rows) / 1e6),
+        }
+        bench.report.fact(f"all_{backend}", total)
 
 
 def _add_phase(bench: Bench, backend: str, phase: str, again: CaptureReport, first: CaptureReport) -> None:
@@ -70,10 +77,3 @@ def _add_phase(bench: Bench, backend: str, phase: str, again: CaptureReport, fir
         },
     }
     bench.report.add(row_of("full" if phase == "decode" else backend, {"phase": phase}, again.seconds, figures))
-
-
-def _add_totals(bench: Bench, backend: str, seconds: float) -> None:
-    """Decode and prefill of one engine together, which takes less than one after the other."""
-    rows = [row for row in bench.report.rows if row.series in ("full", backend)]
-    total = {name: rounded(sum(row.figures[name] for row in rows)) for name in ("first_s", "recordings", "mb")}
-    bench.report.fact(f"all_{backend}", {"seconds": rounded(seconds), **total})

@@ -190,17 +190,22 @@ def _begin_capture(stream: torch.cuda.Stream) -> None:
 
 @cache
 def _rings(device: torch.device) -> list[torch.cuda.Stream]:
-    """All streams that torch hands out for a device: it has two small rings of them."""
-    priorities = [priority for priority in (0, -1) for _ in range(_POOL_STREAMS)]
-    return [torch.cuda.Stream(device, priority=priority) for priority in priorities]  # type: ignore[no-untyped-call]
+    """All streams that torch hands out for a device: it has two small rings of them, and other threads may draw too."""
+    drawn = [
+        torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        for priority in (0, -1)
+        for _ in range(2 * _POOL_STREAMS)
+    ]
+    return list({stream.cuda_stream: stream for stream in drawn}.values())
 
 
 def _capturing_streams(origin: torch.cuda.Stream) -> list[torch.cuda.Stream]:
     """The side streams that the body has forked from the capture."""
-    status, ask = ctypes.c_int(), _driver("cuStreamIsCapturing", "hipStreamIsCapturing")
+    ask = _driver("cuStreamIsCapturing", "hipStreamIsCapturing")
     forked = []
     for stream in _rings(origin.device):
         if stream.cuda_stream != origin.cuda_stream:
+            status = ctypes.c_int(0)
             ask(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
             if status.value:
                 forked.append(stream)

@@ -318,7 +318,10 @@ def generators_restored(device: Device) -> AbstractContextManager[None]:
 
 @contextmanager
 def gc_frozen(collect: bool) -> Iterator[None]:
-    """Keep the garbage collector from running: a collection in the middle of a capture may free device memory."""
+    """Keep the garbage collector from running: a collection in the middle of a capture may free device memory.
+
+    Where it is off already, that is somebody's who also collects.
+    """
     if collect or not gc.isenabled():
         yield
         return

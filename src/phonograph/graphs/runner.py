@@ -132,7 +132,7 @@ class Runner:
         """Old recordings are given back and all shapes have run; call what comes out to record them.
 
         Several runners may be warmed before the first records: the device is busy with one while the host begins the
-        next.
+        next. What is raised meanwhile leaves none of them with recordings.
         """
         if not self._records or self.buckets is None:
             nothing = self.report = CaptureReport((), 0.0, 0.0)
@@ -163,6 +163,7 @@ class Runner:
             entry.recording.release()
         self._entries.clear()
         self._loaded = None
+        self.report = None
         if self._records:
             self._route(frozenset())
 

@@ -40,12 +40,16 @@ class Queries:
     spans: tuple[Span, ...] | None = None
     """The sequences of an eager step; None where a graph is recorded, whose kernels read device memory only."""
     by_row: bool = False
-    """Whether positions, and the tokens that go with them, are tables with an entry for every row. Nobody writes those
-    before the end of the step, nor its rows and pages, so a kernel may read them before its predecessors have ended."""
+    """Whether positions, and the tokens that go with them, are tables with an entry for every row: in decode steps,
+    whose kernels then need no launch to gather them. Nobody writes the tables before the end of the step."""
+
+    def __post_init__(self) -> None:
+        if self.by_row and not self.one_per_sequence:
+            raise ValueError("queries by row that are not one per sequence: a table has one position of each row.")
 
     @cached_property
     def token_positions(self) -> torch.Tensor:
-        """[num_tokens], for kernels that don't look through rows themselves."""
+        """[num_tokens], for kernels that don't look through rows themselves; as they are when this is first read."""
         return self.positions[self.rows] if self.by_row else self.positions
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.triton.kernel import kernel
-from phonograph.engine.kernels.triton.launch import LINE, PLAIN, begin, prefetch, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, wait_for_inputs
 
 SMALL_ROWS = tl.constexpr(16)
 """The fewest rows that the matrix units take: what a tile of few tokens is computed with."""
@@ -41,25 +41,21 @@ def attend(
     """
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin(overlap)
-    if not by_row:  # else nobody writes what it reads first: it knows its keys before its predecessors have ended
-        wait_for_inputs(overlap)
+    wait_for_inputs(overlap)
     first, count, row, position = _tile(tiles_ptr, rows_ptr, positions_ptr, tile, tiled, by_row)
     start, stop, parts = _part(position, count, window, part_keys, split, block_n, splits, windowed)
     if split >= parts:
         return
     kv_heads, out_token = tl.num_programs(0), tl.num_programs(0) * (group * head_dim)
     out_ptr += first.to(tl.int64) * out_token + kv_head * (group * head_dim)
-    pages = (
-        keys_ptr + kv_head * head_stride, values_ptr + kv_head * head_stride,
-        table_ptr + row.to(tl.int64) * table_row, page_stride, slot_stride,
-    )  # fmt: skip
-    if by_row:
-        _fetch(pages, start, tl.minimum(stop, position), page_size, head_dim, block_n, wide, overlap)
-        wait_for_inputs(overlap)
     if row == 0:
         nothing = tl.zeros([block_m, dim_columns], tl.float32)
         _write(out_ptr, nothing, out_token, count, group, group_rows, head_dim, dim_columns, block_m)
         return
+    pages = (
+        keys_ptr + kv_head * head_stride, values_ptr + kv_head * head_stride,
+        table_ptr + row.to(tl.int64) * table_row, page_stride, slot_stride,
+    )  # fmt: skip
     q_ptr += first.to(tl.int64) * q_token
     queries = (q_ptr + kv_head * group * q_head, q_token, q_head)
     raw = (
@@ -93,8 +89,7 @@ def _tile(tiles_ptr, rows_ptr, positions_ptr, tile, tiled: tl.constexpr, by_row:
     else:
         first, count = tile, tl.full([], 1, tl.int32)
         row = tl.load(rows_ptr + tile).to(tl.int32)
-        # Past the first cache: the step before wrote them.
-        position = tl.load(positions_ptr + (row if by_row else tile), cache_modifier=".cg").to(tl.int32)
+        position = tl.load(positions_ptr + (row if by_row else tile)).to(tl.int32)
     return first, count, row, position
 
 
@@ -110,26 +105,6 @@ def _left(
     all_rows = tl.cast(tl.num_programs(0) * splits * plane, tl.int64)
     bests_ptr = parts_ptr + all_rows * dim_columns + place
     return parts_ptr + tl.cast(place, tl.int64) * dim_columns, bests_ptr, bests_ptr + all_rows, plane
-
-
-@triton.jit
-def _fetch(
-    pages, start, stop,
-    page_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr, wide: tl.constexpr, overlap: tl.constexpr,
-):  # fmt: skip
-    """Ask for the first block of keys and values, where there is time: steps before this one wrote them."""
-    if overlap == PLAIN:
-        return
-    keys_ptr, values_ptr, table_ptr, page_stride, slot_stride = pages
-    per_line: tl.constexpr = LINE // (keys_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    lines: tl.constexpr = (head_dim + per_line - 1) // per_line
-    at = start + tl.arange(0, block_n)
-    live = at < stop
-    page = tl.load(table_ptr + at // page_size, mask=live, other=0, cache_modifier=".cg")
-    place = (page.to(tl.int64) if wide else page) * page_stride + at % page_size * slot_stride
-    for line in tl.static_range(lines):
-        prefetch(keys_ptr + place + line * per_line, live)
-        prefetch(values_ptr + place + line * per_line, live)
 
 
 @triton.jit

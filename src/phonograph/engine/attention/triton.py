@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -72,8 +71,8 @@ class TritonAttention:
             overlap=code(overlap), num_warps=launch.num_warps, num_stages=launch.num_stages,
             **launch.bounds, **dependent(overlap),
         )  # fmt: skip
-        scales = head_dim**-0.5 * math.log2(math.e), launch.part_keys
-        return step(cache, queries, (kv_heads, splits, num_tiles), tiles, parts, arrived, scales, constants)
+        scale, grid = head_dim**-0.5 * math.log2(math.e), (kv_heads, splits, num_tiles)
+        return step(cache, queries, grid, tiles, parts, arrived, scale, launch.part_keys, constants)
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,10 @@ class _TritonStep:
     """What programs leave for the last of them: values, best scores and totals. Layers use it one after the other."""
     arrived: torch.Tensor
     """How many parts of each tile and KV head are done; zero between two layers."""
-    scales: tuple[float, int]
-    """The softmax scale times log2(e), and the keys of a part at least."""
-    constants: dict[str, Any]
+    scale: float
+    """The softmax scale times log2(e)."""
+    part_keys: int
+    constants: dict[str, int]
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -105,7 +105,6 @@ class _TritonStep:
         if num_tokens == 0:
             return out
         keys, values = self.cache.layers[layer]
-        scale, part_keys = self.scales
         heads, places = turning or (None, None)
         q_norm, k_norm = (heads.q_norm, heads.k_norm) if heads else (None, None)
         attend[self.grid](
@@ -114,7 +113,7 @@ class _TritonStep:
             *((q, q, q) if places is None else (places.cos, places.sin, places.slots)),
             q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps,
-            scale, window or 0, part_keys, num_tokens, q.stride(0), q.stride(1), queries.table.stride(0),
+            self.scale, window or 0, self.part_keys, num_tokens, q.stride(0), q.stride(1), queries.table.stride(0),
             *keys.stride()[:3], windowed=window is not None, rotating=turning is not None,
             has_norm=q_norm is not None and k_norm is not None, **self.constants,
         )  # fmt: skip

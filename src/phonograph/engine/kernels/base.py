@@ -79,7 +79,10 @@ class Kernels(Protocol):
         ...
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
-        """What a step ends with: every row's new token and length are noted in the tables; the null row stays empty."""
+        """What a step ends with: every row's new token and length are noted in the tables; the null row stays empty.
+
+        By row, `length` is the table that the queries' positions are in.
+        """
         ...
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,7 +64,10 @@ class Decoder:
     def hidden(
         self, tokens: torch.Tensor, queries: Queries, cache: PagedCache, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Normed hidden states of the wanted tokens, or of all; the cache gets keys and values of every token."""
+        """Normed hidden states of the wanted tokens, or of all; the cache gets keys and values of every token.
+
+        Where the queries go by row, `tokens` is the table of all rows' last tokens.
+        """
         kernels, delta = self.kernels, None
         x, places = kernels.enter(self.weights.embedding, tokens, self.rope, queries, cache.page_size)
         attention = self.attention.prepare(cache, queries, self.config.num_heads)
@@ -123,7 +126,7 @@ class Decoder:
 
 
 def _pieces(num_tokens: int) -> list[slice]:
-    """All tokens in as few pieces as can be, none much shorter than the others."""
+    """All tokens in as few pieces as can be, all but the last of one size."""
     count = -(-num_tokens // PIECE)
     size = min(PIECE, -(-num_tokens // (count * _STEP)) * _STEP)
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

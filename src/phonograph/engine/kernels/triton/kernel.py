@@ -47,7 +47,7 @@ class Kernel:
         if found is None:
             self._remember(key, self._function[grid](*args, **constants), args, constants)
             return
-        run, get_stream, function, metadata, named = found
+        run, get_stream, function, metadata, named, _ = found
         x, y, z = (*grid, 1, 1)[:3]
         stream = get_stream(device)
         run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *named)
@@ -58,7 +58,8 @@ class Kernel:
             self._found.clear()
         named = tuple(constants[name] for name in self._function.arg_names[len(args) :])
         get_stream = triton.runtime.driver.active.get_current_stream
-        self._found[key] = compiled.run, get_stream, compiled.function, compiled.packed_metadata, named
+        # The kernel itself is kept, since without it its function is unloaded.
+        self._found[key] = compiled.run, get_stream, compiled.function, compiled.packed_metadata, named, compiled
 
 
 def kernel(*, unspecialised: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Kernel]:

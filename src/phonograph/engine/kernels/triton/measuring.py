@@ -58,7 +58,7 @@ class Trial:
         return Trial(product, x, delta, Norm(random(product.inputs), 1e-6), weights)
 
     def run(self, products: Products, choice: Choice, weight: torch.Tensor) -> torch.Tensor:
-        """The product with one of the weights."""
+        """The product with one of the weights. The sum with delta may take the place of x, which then grows."""
         match self.product.op:
             case "linear":
                 return products.linear(choice, self.x, weight)

@@ -85,7 +85,7 @@ def enter(
 
 
 def advance(queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
-    """Note new tokens and lengths in the tables. Nothing begins before it has ended: the next step reads them early."""
+    """Note new tokens and lengths in the tables."""
     num_tokens = tokens.shape[0]
     if num_tokens:
         _advance[(ceil_div(num_tokens, _BLOCK),)](

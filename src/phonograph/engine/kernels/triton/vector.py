@@ -196,11 +196,11 @@ def product(
     out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(x)
     whole = choice.block >= width
-    kernel = (_streamed if choice.stages == STREAMED else _whole) if whole else _blocked
+    chosen = (_streamed if choice.stages == STREAMED else _whole) if whole else _blocked
     tiles = ceil_div(num_out, choice.rows)
     per_line = LINE.value // weight.element_size()
     ahead = min(choice.ahead, width) // per_line
-    kernel[(min(choice.programs, tiles) if whole and choice.programs else tiles,)](
+    chosen[(min(choice.programs, tiles) if whole and choice.programs else tiles,)](
         x, x if delta is None else delta, weight if norm is None else norm.weight, weight,
         weight if bias is None else bias, out, total, num_out, 0.0 if norm is None else norm.eps,
         width=width, rows=choice.rows, block=choice.block, stages=choice.stages,
