@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import io
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph import CaptureError, Device, HostReadError, Reason, RunnerOptions, Stage, current
+from phonograph import CaptureError, Device, HostReadError, Reason, Runner, RunnerOptions, Stage, current
 from phonograph.graphs.capture import gc_frozen
 from phonograph.graphs.progress import bar, silent
 from runners import WIDTH, equal, make_runner, rows
@@ -28,6 +29,51 @@ def test_all_shapes_are_warmed_before_any_is_captured_largest_first(device: Devi
     sizes = [size for stage, size in runs if stage is warm]
     assert sizes == [8, 2, 8, 4, 2]
     assert runs[5:] == [(captured, 8), (captured, 4), (captured, 2)]
+
+
+class TestSeveralRunners:
+    """Warmed together, recorded one after the other."""
+
+    def runners(self, device: Device, seen: list[tuple[str, Stage]], state: torch.Tensor) -> list[Runner]:
+        def named(name: str) -> Runner:
+            def body(batch: dict[str, Any]) -> torch.Tensor:
+                seen.append((name, current().stage))
+                state.add_(1)
+                return batch["x"] + state
+
+            return make_runner(body, device, name=name, capture=False)
+
+        return [named("prefill"), named("decode")]
+
+    def test_all_are_warmed_before_the_first_records(self, device: Device) -> None:
+        seen: list[tuple[str, Stage]] = []
+        state, x = torch.zeros(1, device=device.torch_device), rows(device, 3)
+        runners = self.runners(device, seen, state)
+        with ExitStack() as stack:
+            records = [stack.enter_context(runner.warmed(silent)) for runner in runners]
+            assert {stage for _, stage in seen} == {Stage.WARMING}
+            assert not gc.isenabled()
+            reports = [record() for record in records]
+        assert gc.isenabled()
+        assert [name for name, stage in seen if stage is Stage.CAPTURING] == ["prefill"] * 3 + ["decode"] * 3
+        assert [len(report.rows) for report in reports] == [3, 3]
+        equal(state, torch.zeros(1))
+        for count, runner in enumerate(runners, 1):
+            equal(runner.run({"x": x}), x + count)
+            assert runner.stats.eager == {}
+
+    def test_what_is_raised_meanwhile_leaves_them_eager_and_the_state_as_it_was(self, device: Device) -> None:
+        state, x = torch.zeros(1, device=device.torch_device), rows(device, 3)
+        first, second = self.runners(device, [], state)
+        first.capture(silent)
+        with pytest.raises(KeyboardInterrupt), first.warmed(silent), second.warmed(silent):
+            raise KeyboardInterrupt
+        assert gc.isenabled()
+        equal(state, torch.zeros(1))
+        assert first.captured == second.captured == ()
+        assert first.report is None, "the table of recordings that are gone is gone too"
+        equal(first.run({"x": x}), x + 1)
+        assert sum(first.stats.eager.values()) == 1
 
 
 def test_nothing_is_captured_by_a_constructor(device: Device) -> None:
