@@ -48,7 +48,7 @@ class Function(JITFunction):  # type: ignore[misc]
 @pytest.fixture
 def function(monkeypatch: pytest.MonkeyPatch) -> Function:
     active = SimpleNamespace(get_current_stream=lambda index: f"stream {index}")
-    monkeypatch.setattr(module.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=active))
     return Function()
 
 

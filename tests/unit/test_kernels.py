@@ -137,7 +137,8 @@ def test_the_ends_of_a_step(num_tokens: int, by_row: bool) -> None:
     real = queries.rows > 0
     assert torch.equal(last_token[queries.rows[real]], picked[real])
     assert torch.equal(length[queries.rows[real]], queries.token_positions[real] + 1)
-    assert (last_token[0], length[0], last_token[-1]) == (0, 0, 7), "nobody's row, and one that is not in the step"
+    others = [int(last_token[0]), int(length[0]), int(last_token[-1])]
+    assert others == [0, 0, 7], "nobody's row, and one that is not in the step"
 
 
 def rowwise(queries: Queries, tokens: torch.Tensor) -> tuple[Queries, torch.Tensor]:
