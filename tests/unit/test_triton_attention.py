@@ -194,8 +194,7 @@ class TestRotating:
 
     @pytest.mark.parametrize("window", [None, 1, 20])
     @pytest.mark.parametrize("splits", [1, 4])
-    @pytest.mark.parametrize("normed", [False, True])
-    @pytest.mark.parametrize("by_row", [False, True])
+    @pytest.mark.parametrize(("normed", "by_row"), [(False, True), (True, False), (True, True)])
     @pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(6, 2, 24)], ids=str)
     def test_as_rotating_and_attending_apart(
         self, heads: Heads, by_row: bool, normed: bool, splits: int, window: int | None
