@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test test-slow check bench clean
 
 setup: .venv/.ready
 
@@ -15,7 +15,11 @@ demo: setup
 	$(BIN)/python examples/decoder.py
 
 test: setup .venv/.browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# The rest: many draws, whole domains, long attacks.
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 # For the tests of the status page; without a browser they are skipped, and say so.
 .venv/.browser: scripts/browser | .venv/.ready

@@ -59,7 +59,11 @@ class CoverageError(PhonographError, RuntimeError):
 
 
 class RequestError(PhonographError, ValueError):
-    """A request that can't be served as it is."""
+    """A request that can't be served as it is; names the field at fault where one is."""
+
+    def __init__(self, problem: str, *, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(problem)
 
 
 class UnavailableError(PhonographError, RuntimeError):
