@@ -35,6 +35,36 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(CHOICES))
+def test_a_residual_stream_in_float32_is_not_bound_to_the_range_of_the_weights(name: str, dtype: torch.dtype) -> None:
+    from phonograph.engine.kernels.triton.products import Products
+
+    (num_tokens, choice), products, reference = CHOICES[name], Products(torch.device("cuda")), ReferenceKernels()
+    x, delta = random(num_tokens, WIDTH).float() * 1e5, random(num_tokens, WIDTH).float() * 1e5
+    norm, weight = Norm(random(WIDTH).to(dtype), 1e-6), random(OUTPUTS, WIDTH, scale=1 / 64).to(dtype)
+    gate_up = random(2 * OUTPUTS, WIDTH, scale=1 / 64).to(dtype)
+    exact = Norm(norm.weight.double(), norm.eps)
+    for (found, total), wanted in (
+        (
+            products.norm_linear(choice, x.clone(), delta, norm, weight, None),
+            reference.norm_linear(x.double(), delta.double(), exact, weight.double(), None)[0],
+        ),
+        (
+            products.norm_gated(choice, x.clone(), delta, norm, gate_up),
+            reference.norm_gated(x.double(), delta.double(), exact, gate_up.double())[0],
+        ),
+    ):
+        assert found.dtype == dtype
+        assert torch.equal(total, x + delta)
+        assert ((found.double() - wanted).norm() / wanted.norm()).item() <= 1e-2
+    narrow = (random(num_tokens, WIDTH).float() * 3e4).clamp(-6e4, 6e4).to(dtype)
+    added, wanted = products.linear(choice, narrow, weight, dtype=torch.float32), narrow.double() @ weight.double().T
+    assert added.dtype == torch.float32
+    assert wanted.abs().max() > torch.finfo(torch.float16).max
+    assert ((added.double() - wanted).norm() / wanted.norm()).item() <= 1e-5
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_products_are_near_float64(name: str, overlap: Overlap) -> None:

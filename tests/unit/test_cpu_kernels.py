@@ -168,7 +168,7 @@ def test_rotate_and_store(shape: tuple[int, int, int], with_norm: bool, dtype: t
     found, wanted = (
         (kernels.rotate_and_store(qkv, heads, places, cache, 1), cache.keys, cache.values)
         for kernels in (prepared(), REFERENCE)
-        for _, places in [kernels.enter(embedding, tokens, angles, queries, 4)]
+        for _, places in [kernels.enter(embedding, tokens, angles, queries, 4, torch.float32)]
         for cache in [PagedCache.empty(2, 7, 4, kv_heads, head_dim, dtype=dtype, device=torch.device("cpu"))]
     )
     near(found, wanted, 1e-5 if dtype == torch.float32 else 2e-2)

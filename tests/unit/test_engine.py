@@ -373,7 +373,7 @@ def test_a_top_k_beyond_every_vocabulary_cuts_nothing() -> None:
         ({"cache_tokens": -1}, "cache_tokens is a whole number from 1 on"),
         ({"attention": "foo"}, "attention is one of reference, cpu, triton, flashinfer; found 'foo'"),
         ({"kernels": "foo"}, "kernels is one of reference"),
-        ({"dtype": "float16"}, "dtype is a torch.dtype, e.g. torch.float32; found 'float16'"),
+        ({"dtype": "float16"}, "dtype is one of torch.float32, torch.bfloat16, torch.float16; found 'float16'"),
     ],
     ids=str,
 )

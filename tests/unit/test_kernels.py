@@ -89,7 +89,7 @@ def test_rotate_and_store(shape: tuple[int, int, int], num_tokens: int, with_nor
     queries = queries_of(num_tokens)
 
     def places(kernels: Kernels) -> Places:
-        return kernels.enter(random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE)[1]
+        return kernels.enter(random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE, torch.float32)[1]
 
     caches = [PagedCache.empty(2, 140, PAGE, kv_heads, head_dim, dtype=torch.float32, device=DEVICE) for _ in "rt"]
     wanted = REFERENCE.rotate_and_store(qkv.contiguous(), heads, places(REFERENCE), caches[0], 1)
@@ -107,7 +107,7 @@ def test_queries_go_where_they_are_wanted() -> None:
     qkv, table = random(5, 4 * 16), Angles(random(40, 16), random(40, 16))
     for kernels in (REFERENCE, TRITON):
         cache = PagedCache.empty(1, 12, PAGE, 1, 16, dtype=torch.float32, device=DEVICE)
-        _, places = kernels.enter(random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE)
+        _, places = kernels.enter(random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE, torch.float32)
         wanted, out = kernels.rotate_and_store(qkv, heads, places, cache, 0), torch.empty(5, 2, 16, device=DEVICE)
         assert kernels.rotate_and_store(qkv, heads, places, cache, 0, out) is out
         assert torch.equal(out, wanted)
@@ -123,7 +123,7 @@ def test_the_ends_of_a_step(num_tokens: int, by_row: bool) -> None:
         queries, tokens = rowwise(queries, tokens)
     states, tables = [], []
     for kernels in (REFERENCE, TRITON):
-        x, places = kernels.enter(embedding, tokens, table, queries, PAGE)
+        x, places = kernels.enter(embedding, tokens, table, queries, PAGE, torch.float32)
         states.append((x, places.cos, places.sin, places.slots))
         last_token = torch.full((num_tokens + 2,), 7, device=DEVICE)
         length = queries.positions.clone() if by_row else last_token.clone()
@@ -207,6 +207,34 @@ def test_products(name: str) -> None:
         wanted = REFERENCE.norm_gated(x, with_delta, norm, gate_up)
         near(found[0], wanted[0])
         near(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_residual_stream_in_float32_may_be_beyond_the_range_of_float16(name: str) -> None:
+    """So large that float16 would not hold it before the norm, nor what is added to it."""
+    (num_tokens, choice), products, dtype = CASES[name], Products(DEVICE), torch.float16
+    x, delta = random(num_tokens, WIDTH) * 1e5, random(num_tokens, WIDTH) * 1e5
+    weight, gate_up = random(OUTPUTS, WIDTH).to(dtype), random(2 * OUTPUTS, WIDTH).to(dtype)
+    norm = Norm(random(WIDTH).to(dtype), 1e-5)
+    exact = Norm(norm.weight.double(), norm.eps)
+    for found, wanted in (
+        (
+            products.norm_linear(choice, x.clone(), delta, norm, weight, None),
+            REFERENCE.norm_linear(x.double(), delta.double(), exact, weight.double(), None),
+        ),
+        (
+            products.norm_gated(choice, x.clone(), delta, norm, gate_up),
+            REFERENCE.norm_gated(x.double(), delta.double(), exact, gate_up.double()),
+        ),
+    ):
+        assert found[0].dtype == dtype
+        assert found[1].dtype == torch.float32
+        assert ((found[0].double() - wanted[0]).norm() / wanted[0].norm()).item() <= 2e-2
+        near(found[1] / 1e5, wanted[1].float() / 1e5)
+    narrow = (random(num_tokens, WIDTH) * 1e4).to(dtype)
+    added = products.linear(choice, narrow, weight, dtype=torch.float32)
+    assert added.dtype == torch.float32
+    near(added / 1e5, REFERENCE.linear(narrow.double(), weight.double()).float() / 1e5)
 
 
 @pytest.mark.parametrize("choice", [Choice("vector", rows=8, block=1024), Choice("matrix", rows=64, block=128)])

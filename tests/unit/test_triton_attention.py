@@ -206,7 +206,7 @@ class TestRotating:
         other = replace(case.cache, keys=case.cache.keys.clone(), values=case.cache.values.clone())
         reference = ReferenceKernels()
         nothing, nobody = torch.zeros(1, 1, device=DEVICE), torch.zeros_like(case.queries.rows)
-        _, places = reference.enter(nothing, nobody, angles, case.queries, case.cache.page_size)
+        _, places = reference.enter(nothing, nobody, angles, case.queries, case.cache.page_size, torch.float32)
         q = reference.rotate_and_store(qkv, layout, places, other, 1)
         wanted = ReferenceAttention().prepare(other, case.queries, heads.queries).attend(1, q, window)
         own = case.queries.table[case.queries.rows[: case.used], case.queries.positions[: case.used] // 4].long()

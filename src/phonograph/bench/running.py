@@ -73,7 +73,7 @@ def _option(text: str) -> tuple[str, Any]:
     known = [field.name for field in fields(EngineOptions)]
     if not equals or name not in known:
         raise PlanError(f"--option {text!r}: expected NAME=VALUE with one of {', '.join(known)}.")
-    if name == "dtype":
+    if name in ("dtype", "residual_dtype"):
         if value not in _DTYPES:
             raise PlanError(f"--option {text!r}: expected one of {', '.join(_DTYPES)}.")
         return name, _DTYPES[value]

@@ -19,16 +19,19 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.devices import open_device
     from phonograph.engine.choices import refuse_misfits
     from phonograph.engine.passes import PHASE_NAMES
+    from phonograph.engine.precision import precision_for
     from phonograph.engine.sizing import limits_for, plan_for
 
     spec = spec_from(args)
-    config, device = spec.checkpoint().config, open_device(args.device)
+    checkpoint, device = spec.checkpoint(), open_device(args.device)
+    config, precision = checkpoint.config, precision_for(checkpoint, spec.options, device.torch_device)
     plan = plan_for(device, spec.asked, spec.options, on_cpu_by_default=args.device in (None, "cpu"))
-    refuse_misfits(device, spec.options, plan)
+    refuse_misfits(device, precision.applied_to(spec.options), plan)
     limits = limits_for(spec.options, device, plan, config.max_len, config.eos_ids)
     print(
         f"{spec.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "
         f"up to {limits.max_seqs} sequences of {limits.max_len:,} tokens, {limits.max_tokens:,} tokens a step"
     )
+    print(f"precision: {precision}")
     print(plan.explain(phases=PHASE_NAMES))
     return 0

@@ -22,7 +22,16 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-step-tokens", type=int, help="tokens of one step; default: by memory")
     parser.add_argument("--cache-tokens", type=int, help="tokens of the KV cache; default: what memory leaves")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory to use (default 0.9)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: float32 on a CPU; elsewhere as stored, float16 for a quantised file",
+    )
+    parser.add_argument(
+        "--residual-dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the residual stream, float32 or as --dtype; default: float32 with float16 and for a quantised file",
+    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew, seen before or not")
     parser.add_argument(
         "--attention",
@@ -46,6 +55,7 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         cache_tokens=args.cache_tokens,
         memory=args.memory,
         dtype=getattr(torch, args.dtype) if args.dtype else None,
+        residual_dtype=getattr(torch, args.residual_dtype) if args.residual_dtype else None,
         attention=args.attention,
         prefix_cache=not args.no_prefix_cache,
     )

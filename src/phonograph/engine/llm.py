@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import threading
 import time
@@ -13,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from phonograph.devices import Device, open_device
+from phonograph.engine.attention.base import Attention
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
@@ -24,8 +24,10 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.executor import Executor
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.loading import load_weights
+from phonograph.engine.models.value_range import value_range
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes import is_recorded
+from phonograph.engine.precision import precision_for
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, TokenLogprob
@@ -35,6 +37,8 @@ from phonograph.engine.text.guidance import Guidance
 from phonograph.errors import CheckpointError, RequestError
 from phonograph.graphs.config import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
+
+log = logging.getLogger("phonograph")
 
 Message = Mapping[str, object]
 
@@ -101,20 +105,22 @@ class LLM:
     ) -> None:
         self.checkpoint = open_checkpoint(model) if model is None or isinstance(model, str | Path) else model
         self.device = open_device(device)
-        self.options = options
+        self.precision = precision_for(self.checkpoint, options, self.device.torch_device)
+        options = self.options = self.precision.applied_to(options)
         self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
         attention = attention_for(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
-        config, on = self.checkpoint.config, self.device.torch_device
-        dtype = options.dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
+        config = self.checkpoint.config
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
-        weights = load_weights(self.checkpoint, dtype, on, progress)
         self.kernels = kernels_for(self.device, options, self.plan, progress)
-        for number, matrix in enumerate(matrices := weights.matrices, 1):
-            self.kernels.prepare(matrix)
-            progress("preparing matrices", number, len(matrices))
-        decoder = Decoder(config, weights, attention, self.kernels, limits.max_len)
+        decoder = self._decoder(attention, limits.max_len, progress)
+        if self.precision.fallback is not None:
+            self.precision = self.precision.after(value_range(decoder, self.device))
+            if decoder.dtype != self.precision.dtype:
+                log.warning("%s: %s", self.checkpoint.source, self.precision)
+                del decoder  # there may not be room for the weights twice
+                decoder = self._decoder(attention, limits.max_len, progress)
         sampler = sampler_for(self.device, options, self.plan)
         self.cache_size = cache_size(decoder, sampler, self.device, self.plan, limits, options, progress)
         self.limits = replace(limits, num_pages=self.cache_size.num_pages)
@@ -127,6 +133,14 @@ class LLM:
         self.core = EngineCore(scheduler, self.executor, grammars)
         self._numbers = itertools.count()
         self._turn = threading.Lock()
+
+    def _decoder(self, attention: Attention, max_len: int, progress: Progress) -> Decoder:
+        """The model with its weights, in the precision that was found."""
+        weights = load_weights(self.checkpoint, self.precision.dtype, self.device.torch_device, progress)
+        for number, matrix in enumerate(matrices := weights.matrices, 1):
+            self.kernels.prepare(matrix)
+            progress("preparing matrices", number, len(matrices))
+        return Decoder(self.checkpoint.config, weights, attention, self.kernels, max_len, self.precision.residual)
 
     def generate(
         self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | None = None
@@ -167,7 +181,7 @@ class LLM:
         cache = (
             f"KV cache: {self.limits.capacity:,} tokens in pages of {self.limits.page_size}: {self.cache_size.reason}"
         )
-        kernels = f"kernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
+        kernels = f"precision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
         return f"{self.plan.explain(phases=list(self.executor.runners))}\n{kernels}\n{cache}\n{runners}"
 

@@ -9,6 +9,8 @@ import torch
 
 from phonograph.errors import PlanError
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What a model can compute in."""
 KernelsName = Literal["reference", "cpu", "triton"]
 """In torch's ops, in C++, or in Triton."""
 AttentionName = Literal[KernelsName, "flashinfer"]
@@ -36,7 +38,9 @@ class EngineOptions:
     max_ahead: int = 1
     """Steps that may be launched before their predecessor is committed."""
     dtype: torch.dtype | None = None
-    """Default: float32 on the CPU, bfloat16 elsewhere."""
+    """Default: float32 on the CPU; elsewhere as the checkpoint stores it, and float16 for one that is quantised."""
+    residual_dtype: torch.dtype | None = None
+    """Of the residual stream: float32 or `dtype`. Default: float32 with float16 and for quantised checkpoints."""
     attention: AttentionName | None = None
     """Default: triton on a GPU; on a CPU where nothing is recorded, in C++ if it compiles; else the torch reference."""
     kernels: KernelsName | None = None
@@ -53,7 +57,8 @@ class EngineOptions:
             known = get_args(names)
             if getattr(self, name) not in (None, *known):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
-        if not isinstance(self.dtype, torch.dtype | None):
-            raise PlanError(f"dtype is a torch.dtype, e.g. torch.float32; found {self.dtype!r}.")
+        for name, dtype in (("dtype", self.dtype), ("residual_dtype", self.residual_dtype)):
+            if dtype not in (None, *DTYPES):
+                raise PlanError(f"{name} is one of {', '.join(map(str, DTYPES))}; found {dtype!r}.")
         if not isinstance(self.memory, float | int) or not 0 < self.memory <= 1:
             raise PlanError(f"memory is a share of the device's memory, above 0 and at most 1; found {self.memory!r}.")

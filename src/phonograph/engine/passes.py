@@ -104,7 +104,12 @@ class Passes:
         self._decoder = model
         self._sampler = sampler
         self._prefiller = Decoder(
-            model.config, model.weights, _SpanAttention(model.attention), model.kernels, limits.max_len
+            model.config,
+            model.weights,
+            _SpanAttention(model.attention),
+            model.kernels,
+            limits.max_len,
+            model.residual,
         )
 
     @cached_property

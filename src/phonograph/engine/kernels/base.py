@@ -1,7 +1,8 @@
 """What a layer asks of its kernels. Each call is a unit that an implementation may fuse into one launch.
 
 The residual stream travels as a pair: `x`, and what the last projection adds to it, `delta`. So the addition is done
-by whoever normalises next, and costs no pass over memory of its own.
+by whoever normalises next, and costs no pass over memory of its own. It may be in float32 where the weights are not:
+what is projected or normed from it is in the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -70,9 +71,16 @@ class Kernels(Protocol):
         ...
 
     def enter(
-        self, embedding: torch.Tensor, tokens: torch.Tensor, angles: Angles, queries: Queries, page_size: int
+        self,
+        embedding: torch.Tensor,
+        tokens: torch.Tensor,
+        angles: Angles,
+        queries: Queries,
+        page_size: int,
+        residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
-        """What a step begins with: its tokens' rows of the embedding, and their places.
+        """What a step begins with: its tokens' rows of the embedding, in the dtype of the residual stream, and their
+        places.
 
         Padding gets the first place of the null page. Where the queries go by row, the tokens do.
         """
@@ -104,8 +112,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x projected."""
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x projected; in the dtype of the weights, or in float32 where that is asked for: sums are not rounded then,
+        and may be beyond the range of the weights' dtype."""
         ...
 
     def rotate_and_store(

@@ -60,15 +60,21 @@ class CpuKernels:
         )
 
     def enter(
-        self, embedding: torch.Tensor, tokens: torch.Tensor, angles: Angles, queries: Queries, page_size: int
+        self,
+        embedding: torch.Tensor,
+        tokens: torch.Tensor,
+        angles: Angles,
+        queries: Queries,
+        page_size: int,
+        residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
-        return _REFERENCE.enter(embedding, tokens, angles, queries, page_size)
+        return _REFERENCE.enter(embedding, tokens, angles, queries, page_size, residual)
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
         _REFERENCE.advance(queries, tokens, last_token, length)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        if x.dtype != torch.float32:
+        if norm.weight.dtype != torch.float32:
             return _REFERENCE.add_norm(x, delta, norm)
         x = x.contiguous()
         added, delta = (x, None) if delta is None else (torch.empty_like(x), delta.contiguous())
@@ -94,7 +100,7 @@ class CpuKernels:
         packed = self._packed_for(x, gate_up)
         if packed is not None:
             return self._projected(x, packed, delta, norm, gated=True)
-        if x.dtype != torch.float32:
+        if gate_up.dtype != torch.float32:
             return _REFERENCE.norm_gated(x, delta, norm, gate_up)
         h, x = self.add_norm(x, delta, norm)
         both = functional.linear(h, gate_up)
@@ -102,9 +108,9 @@ class CpuKernels:
         self._library.gated(both.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads())
         return out, x
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         packed = self._packed_for(x, weight)
-        return functional.linear(x, weight) if packed is None else self._projected(x, packed)[0]
+        return _REFERENCE.linear(x, weight, dtype) if packed is None else self._projected(x, packed)[0]
 
     def _packed_for(self, x: torch.Tensor, weight: torch.Tensor) -> PackedMatrix | None:
         return self._packed.get(id(weight), _PLAIN)[1] if x.shape[0] <= MOST_TOKENS else None

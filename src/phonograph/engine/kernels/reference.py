@@ -21,12 +21,19 @@ class ReferenceKernels:
         """Matrices are taken as they are."""
 
     def enter(
-        self, embedding: torch.Tensor, tokens: torch.Tensor, angles: Angles, queries: Queries, page_size: int
+        self,
+        embedding: torch.Tensor,
+        tokens: torch.Tensor,
+        angles: Angles,
+        queries: Queries,
+        page_size: int,
+        residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
         positions = queries.token_positions
         pages = queries.table[queries.rows, positions // page_size].long()
         places = Places(angles.cos[positions], angles.sin[positions], pages * page_size + positions % page_size)
-        return functional.embedding(tokens[queries.rows] if queries.by_row else tokens, embedding), places
+        x = functional.embedding(tokens[queries.rows] if queries.by_row else tokens, embedding)
+        return x.to(residual), places
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
         real = queries.rows > 0
@@ -50,8 +57,8 @@ class ReferenceKernels:
         gate, up = functional.linear(h, gate_up).chunk(2, -1)
         return functional.silu(gate) * up, x
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, weight)
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return linear(x, weight, dtype=dtype)
 
     def rotate_and_store(
         self,
@@ -73,6 +80,18 @@ class ReferenceKernels:
         return q if out is None else out.copy_(q)
 
 
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x projected by torch, with sums in `dtype` where that is given."""
+    if dtype in (None, weight.dtype):
+        return functional.linear(x, weight, bias)
+    assert bias is None
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=dtype)
+    return functional.linear(x.to(dtype), weight.to(dtype))  # torch's CPU products have one dtype
+
+
 def store(cache: PagedCache, layer: int, places: Places, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write keys and values ([num_tokens, num_kv_heads, head_dim]) into the pages of their tokens."""
     cache.keys[layer].flatten(0, 1).index_put_((places.slots,), k)
@@ -80,7 +99,9 @@ def store(cache: PagedCache, layer: int, places: Places, k: torch.Tensor, v: tor
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    return functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+    """In the dtype of the norm's weight; computed in that of x, which may be wider."""
+    weight = norm.weight.to(x.dtype)
+    return functional.rms_norm(x, (x.shape[-1],), weight, norm.eps).to(norm.weight.dtype)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,6 +27,8 @@ MAX_TILES = 16384
 """Tiles of outputs that a split product may have."""
 STREAMED = 2
 """Stages of the vector kernel that holds the next rows in registers."""
+_AS_FAST = {torch.float16: (torch.bfloat16,), torch.bfloat16: (torch.float16,)}
+"""As wide in memory and as fast in tensor cores: what was measured in one holds for the other."""
 SHIPPED = Path(__file__).parent / "tuned.json"
 
 Op = Literal["linear", "norm_linear", "norm_gated"]
@@ -100,9 +102,13 @@ class Tuning:
         """The measured choice for this many tokens or the next more; beyond what was measured, the rule's."""
         if product.tokens == 0:
             return by_rule(product)
-        alike = (p for p in self.measured if _shape(p) == _shape(product) and p.tokens >= product.tokens)
-        nearest = min(alike, key=lambda p: p.tokens, default=None)
-        return by_rule(product) if nearest is None else self.measured[nearest]
+        for dtype in (product.dtype, *_AS_FAST.get(product.dtype, ())):
+            shape = _shape(replace(product, dtype=dtype))
+            alike = (p for p in self.measured if _shape(p) == shape and p.tokens >= product.tokens)
+            nearest = min(alike, key=lambda p: p.tokens, default=None)
+            if nearest is not None:
+                return self.measured[nearest]
+        return by_rule(product)
 
 
 def check(product: Product, choice: Choice) -> None:

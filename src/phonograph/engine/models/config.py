@@ -241,6 +241,10 @@ SHAPES = {
         "Qwen3ForCausalLM", 28, 1024, 3072, 16, 8, 128, 151_936, 40_960,
         rope_theta=1e6, qk_norm=True, tied_embeddings=True, bos_id=151_643, eos_ids=(151_645, 151_643),
     ),
+    "qwen3-32b": ModelConfig(
+        "Qwen3ForCausalLM", 64, 5120, 25_600, 64, 8, 128, 151_936, 40_960,
+        rope_theta=1e6, qk_norm=True, bos_id=151_643, eos_ids=(151_645, 151_643),
+    ),
     "llama3-8b": ModelConfig(
         "LlamaForCausalLM", 32, 4096, 14_336, 32, 8, 128, 128_256, 8192,
         rope_theta=5e5, rms_eps=1e-5, bos_id=128_000, eos_ids=(128_001, 128_009),

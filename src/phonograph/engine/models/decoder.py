@@ -52,13 +52,21 @@ class Decoder:
     """From token ids and their places to hidden states, and from those to logits."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, attention: Attention, kernels: Kernels, max_len: int
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        attention: Attention,
+        kernels: Kernels,
+        max_len: int,
+        residual: torch.dtype | None = None,
     ) -> None:
+        """`residual` is the dtype of the residual stream; default: that of the weights."""
         self.config = config
         self.weights = weights
         self.attention = attention
         self.kernels = kernels
         self.dtype = weights.embedding.dtype
+        self.residual = residual or self.dtype
         self.rope = rope_table(config, max_len, weights.embedding.device)
 
     def hidden(
@@ -69,7 +77,7 @@ class Decoder:
         Where the queries go by row, `tokens` is the table of all rows' last tokens.
         """
         kernels, delta = self.kernels, None
-        x, places = kernels.enter(self.weights.embedding, tokens, self.rope, queries, cache.page_size)
+        x, places = kernels.enter(self.weights.embedding, tokens, self.rope, queries, cache.page_size, self.residual)
         attention = self.attention.prepare(cache, queries, self.config.num_heads)
         rotating = attention if isinstance(attention, RotatingAttention) else None
         for index, layer in enumerate(self.weights.layers):
@@ -95,7 +103,8 @@ class Decoder:
         if x.shape[0] <= PIECE:
             qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
             return kernels.rotate_and_store(qkv, layer.heads, places, cache, index), x
-        q = torch.empty((x.shape[0], layer.heads.num_heads, layer.heads.head_dim), dtype=x.dtype, device=x.device)
+        shape = (x.shape[0], layer.heads.num_heads, layer.heads.head_dim)
+        q = torch.empty(shape, dtype=self.dtype, device=x.device)
         for part in _pieces(x.shape[0]):
             added = None if delta is None else delta[part]
             qkv, total = kernels.norm_linear(x[part], added, layer.input_norm, layer.qkv, layer.qkv_bias)
@@ -108,15 +117,17 @@ class Decoder:
         """(what is to be added to x, x with what attention adds). With many tokens x is changed in place."""
         kernels = self.kernels
         if x.shape[0] <= PIECE:
-            gated, x = kernels.norm_gated(x, kernels.linear(mixed, layer.out), layer.mlp_norm, layer.gate_up)
-            return kernels.linear(gated, layer.down), x
+            added = kernels.linear(mixed, layer.out, self.residual)
+            gated, x = kernels.norm_gated(x, added, layer.mlp_norm, layer.gate_up)
+            return kernels.linear(gated, layer.down, self.residual), x
         # A piece of what attention gave is read before its place is written.
-        delta = mixed if mixed.shape == x.shape else torch.empty_like(x)
+        fits = mixed.shape == x.shape and mixed.dtype == x.dtype
+        delta = mixed if fits else torch.empty_like(x)
         for part in _pieces(x.shape[0]):
-            added = kernels.linear(mixed[part], layer.out)
+            added = kernels.linear(mixed[part], layer.out, self.residual)
             gated, total = kernels.norm_gated(x[part], added, layer.mlp_norm, layer.gate_up)
             _put(total, x[part])
-            delta[part] = kernels.linear(gated, layer.down)
+            delta[part] = kernels.linear(gated, layer.down, self.residual)
             del added, gated, total
         return delta, x
 

@@ -30,9 +30,15 @@ class TritonKernels:
         """Matrices are taken as they are."""
 
     def enter(
-        self, embedding: torch.Tensor, tokens: torch.Tensor, angles: Angles, queries: Queries, page_size: int
+        self,
+        embedding: torch.Tensor,
+        tokens: torch.Tensor,
+        angles: Angles,
+        queries: Queries,
+        page_size: int,
+        residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
-        return steps.enter(embedding, tokens, angles, queries, page_size, overlap=self._overlap)
+        return steps.enter(embedding, tokens, angles, queries, page_size, residual, overlap=self._overlap)
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
         steps.advance(queries, tokens, last_token, length)
@@ -52,8 +58,8 @@ class TritonKernels:
         choice = self._choice("norm_gated", x, gate_up, gate_up.shape[0] // 2)
         return self._products.norm_gated(choice, x, delta, norm, gate_up)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._products.linear(self._choice("linear", x, weight, weight.shape[0]), x, weight)
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._products.linear(self._choice("linear", x, weight, weight.shape[0]), x, weight, dtype=dtype)
 
     def rotate_and_store(
         self,

@@ -30,7 +30,7 @@ from phonograph.graphs.pool import next_power_of_two
 @triton.jit
 def _inputs(
     x_ptr, delta_ptr, norm_ptr, sum_ptr, token, column, num_tokens, x_row, delta_row, tile,
-    width: tl.constexpr, has_norm: tl.constexpr, has_delta: tl.constexpr,
+    width: tl.constexpr, has_norm: tl.constexpr, has_delta: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """(what the weights are multiplied with, in the weights' dtype; its squares before the norm's weight)."""
     mask = (token < num_tokens)[:, None] & (column < width)[None, :]
@@ -46,8 +46,8 @@ def _inputs(
         squares = tl.sum(wide * wide, 1)
         # Loaded once per token: as wide as x, it travels through the same pipeline instead of stalling it.
         weight = tl.load(norm_ptr + token[:, None] * 0 + column[None, :], mask=mask, other=0.0)
-        x = (wide * weight.to(tl.float32)).to(x.dtype)
-    return x, squares
+        x = wide * weight.to(tl.float32)
+    return x.to(dtype), squares
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def _product(
         weight = tl.load(row_at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         x, square = _inputs(
             x_ptr, delta_ptr, norm_ptr, sum_ptr, token, column, num_tokens, x_row, delta_row, tile,
-            width, has_norm, has_delta,
+            width, has_norm, has_delta, weight_ptr.dtype.element_ty,
         )  # fmt: skip
         total = _multiplied(x, weight, total, swap)
         if has_norm:
@@ -162,11 +162,15 @@ def product(
     norm: Norm | None = None,
     bias: torch.Tensor | None = None,
     gated: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + delta) projected by the weight, x + delta) of a few rows; counters are zeros, one per tile."""
+    """(norm(x + delta) projected by the weight, x + delta) of a few rows; counters are zeros, one per tile.
+
+    The projection is in the dtype of the weight, or in `dtype`.
+    """
     num_tokens, width = x.shape
     num_out = weight.shape[0] // (2 if gated else 1)
-    out = torch.empty((num_tokens, num_out), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_tokens, num_out), dtype=dtype or weight.dtype, device=x.device)
     total = x if delta is None else torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     tiles, tokens = ceil_div(num_out, choice.rows), max(16, next_power_of_two(num_tokens))
     blocks = ceil_div(width, choice.block)

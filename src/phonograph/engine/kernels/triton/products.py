@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.nn import functional
 
 from phonograph.engine.kernels.base import Norm
+from phonograph.engine.kernels.reference import linear
 from phonograph.engine.kernels.triton import matrix, rows, vector
 from phonograph.engine.kernels.tuning import MAX_TILES, Choice, Overlap
 
@@ -23,17 +23,22 @@ class Products:
         self._counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def linear(
-        self, choice: Choice, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        choice: Choice,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """x projected."""
+        """x projected, in the dtype of the weights or in `dtype`."""
         if choice.kind == "vector":
-            return vector.product(x, weight, choice, bias=bias)[0]
+            return vector.product(x, weight, choice, bias=bias, dtype=dtype)[0]
         if choice.kind == "matrix":
-            return matrix.product(x, weight, choice, self._counters, bias=bias)[0]
+            return matrix.product(x, weight, choice, self._counters, bias=bias, dtype=dtype)[0]
         if choice.kind == "library_lt":
             with _by_cublaslt():
-                return functional.linear(x, weight, bias)
-        return functional.linear(x, weight, bias)
+                return linear(x, weight, bias, dtype)
+        return linear(x, weight, bias, dtype)
 
     def norm_linear(
         self,
@@ -47,7 +52,7 @@ class Products:
         """(norm(x + delta) projected, x + delta)."""
         if choice.kind == "vector":
             return vector.product(x, weight, choice, delta=delta, norm=norm, bias=bias)
-        if choice.kind == "matrix" and choice.fused:
+        if _holds_norm(choice, weight):
             return matrix.product(x, weight, choice, self._counters, delta=delta, norm=norm, bias=bias)
         h, x = rows.add_norm(x, delta, norm, overlap=_of_companions(choice))
         return self.linear(choice, h, weight, bias), x
@@ -58,12 +63,18 @@ class Products:
         """(silu(gate) · up of norm(x + delta), x + delta)."""
         if choice.kind == "vector":
             return vector.product(x, gate_up, choice, delta=delta, norm=norm, gated=True)
-        if choice.kind == "matrix" and choice.fused:
+        if _holds_norm(choice, gate_up):
             return matrix.product(x, gate_up, choice, self._counters, delta=delta, norm=norm, gated=True)
         h, x = rows.add_norm(x, delta, norm, overlap=_of_companions(choice))
         if choice.kind == "matrix":
             return matrix.product(h, gate_up, choice, self._counters, gated=True)[0], x
         return rows.silu_mul(self.linear(choice, h, gate_up), overlap=_of_companions(choice)), x
+
+
+def _holds_norm(choice: Choice, weight: torch.Tensor) -> bool:
+    """Whether the norm is in the kernel. It scales the sums: what is multiplied has the range of the residual stream,
+    which may be beyond float16's."""
+    return choice.kind == "matrix" and choice.fused and weight.dtype != torch.float16
 
 
 def _of_companions(choice: Choice) -> Overlap:

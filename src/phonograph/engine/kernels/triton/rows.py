@@ -31,7 +31,7 @@ def _add_norm(
     wait_for_inputs(overlap)
     x = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0)
     if has_delta:
-        # The residual stream is kept in the model's dtype, and the norm is that of what is kept.
+        # The norm is that of what is kept, in the dtype of the residual stream.
         x = (x.to(tl.float32) + tl.load(delta_ptr + row * delta_row + column, mask=inside, other=0.0)).to(x.dtype)
         tl.store(sum_ptr + row * width + column, x, mask=inside)
     wide = x.to(tl.float32)
@@ -66,8 +66,8 @@ def add_norm(
             f"norm of rows of {width} elements: a row has to fit into registers, at most {WIDEST_ROW}. "
             "Use kernels='reference' for this model."
         )
-    normed = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    total = x if delta is None or x.is_contiguous() else torch.empty_like(normed)
+    normed = torch.empty((num_rows, width), dtype=norm.weight.dtype, device=x.device)
+    total = x if delta is None or x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows:
         columns = next_power_of_two(width)
         _add_norm[(num_rows,)](

@@ -32,9 +32,8 @@ def _enter(
     at = row if by_row else token
     word = tl.load(tokens_ptr + at).to(tl.int64)
     position = tl.load(positions_ptr + at).to(tl.int64)
-    tl.store(
-        x_ptr + token * width + column, tl.load(embedding_ptr + word * embedding_row + column, mask=inside), inside
-    )
+    x = tl.load(embedding_ptr + word * embedding_row + column, mask=inside)
+    tl.store(x_ptr + token * width + column, x.to(x_ptr.dtype.element_ty), inside)
     page = tl.load(table_ptr + row * table_row + position // page_size).to(tl.int64)
     tl.store(slots_ptr + token, page * page_size + position % page_size)
     cos = tl.load(cos_ptr + position * angle_row + dim, mask=in_head, other=0.0)
@@ -63,12 +62,13 @@ def enter(
     angles: Angles,
     queries: Queries,
     page_size: int,
+    residual: torch.dtype,
     *,
     overlap: Overlap = "none",
 ) -> tuple[torch.Tensor, Places]:
-    """The tokens' rows of the embedding, and their places."""
+    """The tokens' rows of the embedding, in the dtype of the residual stream, and their places."""
     num_tokens, head_dim, width, on = queries.rows.shape[0], angles.cos.shape[1], embedding.shape[1], embedding.device
-    x = torch.empty((num_tokens, width), dtype=embedding.dtype, device=on)
+    x = torch.empty((num_tokens, width), dtype=residual, device=on)
     cos = torch.empty((num_tokens, head_dim), dtype=angles.cos.dtype, device=on)
     sin = torch.empty_like(cos)
     slots = torch.empty(num_tokens, dtype=torch.int64, device=on)

@@ -190,10 +190,14 @@ def product(
     norm: Norm | None = None,
     bias: torch.Tensor | None = None,
     gated: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + delta) projected by the weight, x + delta) of a single row x, [1, width]."""
+    """(norm(x + delta) projected by the weight, x + delta) of a single row x, [1, width].
+
+    The projection is in the dtype of the weight, or in `dtype`.
+    """
     num_out, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, num_out), dtype=dtype or weight.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(x)
     whole = choice.block >= width
     chosen = (_streamed if choice.stages == STREAMED else _whole) if whole else _blocked

@@ -1,0 +1,128 @@
+"""ValueRange: how large the values of a model become, by an eager pass at start-up that watches every product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from phonograph.devices import Device
+from phonograph.engine.attention.base import PagedCache, Queries, Span
+from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
+from phonograph.engine.models.decoder import Decoder
+
+NUM_TOKENS = 512
+_PAGE = 16
+_STRIDE = 0.6180339887
+"""Of the vocabulary, from one token to the next: all parts of it are visited evenly."""
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """The largest value that a pass put out in the dtype of the weights, and where."""
+
+    num_tokens: int
+    largest: float
+    """Infinite where a value was not finite."""
+    layer: int
+
+
+def value_range(decoder: Decoder, device: Device) -> ValueRange:
+    """Of one sequence of tokens from all over the vocabulary, behind the token that texts begin with."""
+    config, on = decoder.config, device.torch_device
+    num_tokens = min(NUM_TOKENS, decoder.rope.cos.shape[0])
+    num_pages = -(-num_tokens // _PAGE)
+    watched = _Watched(decoder.kernels, decoder.dtype)
+    model = Decoder(config, decoder.weights, decoder.attention, watched, num_tokens, decoder.residual)
+    tokens = (torch.arange(1, num_tokens + 1, dtype=torch.float64) * _STRIDE % 1 * config.vocab).long()
+    if config.bos_id is not None:
+        tokens[0] = config.bos_id
+    table = torch.zeros(2, num_pages, dtype=torch.int32)
+    table[1] = torch.arange(1, num_pages + 1)
+    cache = PagedCache.empty(
+        config.num_layers, num_pages + 1, _PAGE, config.num_kv_heads, config.head_dim, dtype=decoder.dtype, device=on
+    )
+    rows, positions = torch.ones(num_tokens, dtype=torch.int64), torch.arange(num_tokens)
+    spans = (Span(row=1, first=0, start=0, count=num_tokens),)
+    with torch.no_grad():
+        queries = Queries(rows.to(on), positions.to(on), table.to(on), one_per_sequence=False, spans=spans)
+        model.logits(model.hidden(tokens.to(on), queries, cache))
+        peaks = torch.stack(watched.peaks).nan_to_num(nan=torch.inf).cpu()
+    largest, index = peaks.max(0)
+    per_layer = (len(watched.peaks) - _AT_THE_END) // config.num_layers
+    return ValueRange(num_tokens, largest.item(), min(int(index) // per_layer, config.num_layers - 1))
+
+
+_AT_THE_END = 2
+"""Peaks behind the last layer: its norm and the logits."""
+
+
+@dataclass
+class _Watched:
+    """Kernels that note the largest value of all that they put out in the dtype of the weights."""
+
+    inner: Kernels
+    dtype: torch.dtype
+    peaks: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.inner.notes
+
+    def prepare(self, matrix: torch.Tensor) -> None:
+        self.inner.prepare(matrix)
+
+    def enter(
+        self,
+        embedding: torch.Tensor,
+        tokens: torch.Tensor,
+        angles: Angles,
+        queries: Queries,
+        page_size: int,
+        residual: torch.dtype,
+    ) -> tuple[torch.Tensor, Places]:
+        return self.inner.enter(embedding, tokens, angles, queries, page_size, residual)
+
+    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
+        self.inner.advance(queries, tokens, last_token, length)
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, x = self.inner.add_norm(x, delta, norm)
+        return self._noted(normed), x
+
+    def norm_linear(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.add_norm(x.clone(), delta, norm)
+        out, x = self.inner.norm_linear(x, delta, norm, weight, bias)
+        return self._noted(out), x
+
+    def norm_gated(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.add_norm(x.clone(), delta, norm)
+        out, x = self.inner.norm_gated(x, delta, norm, gate_up)
+        return self._noted(out), x
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._noted(self.inner.linear(x, weight, dtype))
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        places: Places,
+        cache: PagedCache,
+        layer: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._noted(self.inner.rotate_and_store(qkv, heads, places, cache, layer, out))
+
+    def _noted(self, values: torch.Tensor) -> torch.Tensor:
+        # What is added to a residual stream in float32 may be as large as it likes.
+        self.peaks.append(values.abs().amax().float() if values.dtype == self.dtype else values.new_zeros(()))
+        return values
