@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from phonograph.devices import open_device
 from phonograph.engine.kernels import tuning
 from phonograph.engine.kernels.candidates import candidates, variations
-from phonograph.engine.kernels.tuning import Choice, Product, Tuning
+from phonograph.engine.kernels.tuning import Choice, Product, Tuning, by_rule
 
 GPU = "NVIDIA Test"
 ONE = Product("linear", 1, 64, 32)
@@ -184,3 +184,27 @@ def test_the_fastest_kernels_are_varied() -> None:
     assert all(choice.block > 1 for _, choice in varied if choice.kind == "vector")
     for _, choice in varied:
         tuning.check(product, choice)
+
+
+@pytest.mark.parametrize("inputs", [3584, 5120, 17_408, 25_600, 28_672])
+def test_rows_that_fill_no_power_of_two_go_in_blocks_that_are_on_their_way_early(inputs: int) -> None:
+    """One load at a time left the widest products at 60 % of the memory's bandwidth."""
+    choice = by_rule(Product("linear", 1, 5120, inputs))
+    assert (choice.kind, choice.block) == ("vector", 512)
+    assert choice.stages >= 3
+
+
+def test_what_was_measured_in_bfloat16_holds_for_float16() -> None:
+    bfloat16, choice = Product("linear", 4, 576, 576, torch.bfloat16), Choice("matrix", rows=16, block=64)
+    tuning = Tuning({bfloat16: choice})
+    assert tuning.choose(replace(bfloat16, dtype=torch.float16)) == choice
+    assert tuning.choose(replace(bfloat16, dtype=torch.float32)).kind == "library"
+    own = replace(bfloat16, dtype=torch.float16)
+    assert Tuning({bfloat16: choice, own: Choice("library_lt")}).choose(own).kind == "library_lt"
+
+
+def test_kernels_that_nothing_was_measured_for_overlap_where_the_device_can() -> None:
+    for tokens in (1, 4):
+        product = Product("linear", tokens, 5120, 25_600)
+        assert Tuning({}).choose(product).overlap == "none"
+        assert Tuning({}).choose(product, overlap="early").overlap != "none"

@@ -79,5 +79,5 @@ class TritonKernels:
         found = self._chosen.get(key)
         if found is None:
             product = Product(op, x.shape[0], outputs, weight.shape[1], weight.dtype)
-            found = self._chosen[key] = self.tuning.choose(product)
+            found = self._chosen[key] = self.tuning.choose(product, overlap=self._overlap)
         return found
