@@ -310,6 +310,94 @@ def test_a_request_that_raises_inside_the_model_fails_alone(one_by_one: list[lis
     llm.core.scheduler.integrity()
 
 
+SPOILED = 77
+"""A token whose embedding is not finite: it is in one request's prompt and in nobody else's."""
+WANTS = {
+    "greedy": GREEDY,
+    "sampled": SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True),
+    "truncated": SamplingParams(max_tokens=12, temperature=1.0, top_k=20, top_p=0.9, seed=3, ignore_eos=True),
+    "detailed": SamplingParams(max_tokens=12, seed=3, repetition_penalty=1.1, logprobs=3, ignore_eos=True),
+}
+
+
+def spoil(llm: LLM, token: int, value: float) -> None:
+    with torch.inference_mode():
+        llm.executor.model.weights.embedding[token] = value
+
+
+@pytest.mark.parametrize("backend", ["disabled", "full", "breakable"])
+def test_logits_that_are_not_finite_fail_their_own_request_by_name(device: Device, backend: str) -> None:
+    """Neighbours say what they would say without it, then and after, in the pages that it has left."""
+    sound, broken, victim = make(device, backend), make(device, backend), [*range(30, 50), SPOILED, 3]
+    spoil(broken, SPOILED, float("nan"))
+    for params in WANTS.values():
+        wanted = tokens(sound, PROMPTS[:3], params)
+        assert all(SPOILED not in one for one in wanted)
+        *others, failed = broken.generate([*PROMPTS[:3], victim], params)
+        assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
+        assert "logits are not finite at position 22" in failed.error
+        assert [done.tokens for done in others] == wanted
+        broken.core.scheduler.integrity()
+    alike = [victim[:20], victim[:9]]
+    assert tokens(broken, alike) == tokens(sound, alike)
+
+
+@pytest.mark.parametrize("max_ahead", [0, 1, 3])
+def test_a_decode_that_overflows_fails_where_it_does_and_its_tokens_stand(max_ahead: int) -> None:
+    llm = make("cpu", "disabled", max_ahead=max_ahead)
+    said = tokens(llm, PROMPTS[:2])
+    where = next(i for i, token in enumerate(said[0]) if token not in said[1] and token not in said[0][:i])
+    spoil(llm, said[0][where], float("inf"))
+    failed, other = llm.generate(PROMPTS[:2], GREEDY)
+    assert failed.tokens == said[0][: where + 1]
+    assert f"not finite at position {len(PROMPTS[0]) + where + 1}" in failed.error
+    assert other.tokens == said[1]
+    assert llm.core.scheduler.counts.generated_tokens == 24 + 12 + where + 1
+
+
+class NothingAllowed:
+    """A grammar that has come to a dead end."""
+
+    def mask(self) -> Any:
+        return np.zeros(8, dtype=np.int32)
+
+    def accept(self, token: int) -> None:
+        raise AssertionError("no token can be there")
+
+
+@pytest.mark.parametrize("backend", ["disabled", "full"])
+def test_a_grammar_that_allows_nothing_fails_its_own_request_by_name(backend: str, one_by_one: list[list[int]]) -> None:
+    llm = make("emulated", backend)
+    readers = llm._submit([tuple(PROMPTS[0]), tuple(PROMPTS[1])], GREEDY)
+    stuck = next(iter(readers))
+    stuck.constraint = NothingAllowed()
+    for _ in llm._run(readers):
+        pass
+    failed, other = (reader.done for reader in readers.values())
+    assert failed.finish is FinishReason.ERROR
+    assert "no token is allowed at position 4" in failed.error
+    assert other.tokens == one_by_one[1]
+
+
+def test_the_least_and_the_greatest_penalty_fail_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    llm = make("cpu")
+    for penalty in (2.0**-126, 1e-30, 1e30, 3.4e38):
+        done = llm.generate(PROMPTS[:3], replace(GREEDY, repetition_penalty=penalty, frequency_penalty=2.0))
+        assert [one.finish for one in done] == [FinishReason.LENGTH] * 3
+    assert not caplog.records
+
+
+def test_what_one_seed_draws_second_no_other_draws_first() -> None:
+    llm = make("cpu")
+    params = SamplingParams(max_tokens=8, temperature=1.5, ignore_eos=True)
+    first = {seed: tokens(llm, PROMPTS[:1], replace(params, seed=seed))[0] for seed in range(12)}
+    three = tokens(llm, PROMPTS[:1], replace(params, seed=7, n=3))
+    assert three[0] == first[7]
+    assert not {tuple(one) for one in three[1:]} & {tuple(one) for one in first.values()}
+    assert three == tokens(make("cpu"), PROMPTS[:1], replace(params, seed=7, n=3))
+    assert first[0] != tokens(llm, PROMPTS[:1], replace(params, seed=1 << 62))[0]
+
+
 def test_a_reader_that_stops_listening_gives_its_pages_back() -> None:
     llm = make("cpu")
     stream = llm._run(llm._submit([tuple(PROMPTS[2])], GREEDY))

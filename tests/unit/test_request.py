@@ -71,8 +71,9 @@ def test_the_defaults_are_the_field_s() -> None:
     ],
 )
 def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=name):
+    with pytest.raises(RequestError, match=name) as error:
         SamplingParams(**{name: value})
+    assert error.value.field == name
 
 
 def test_the_message_says_what_was_found_and_expected() -> None:
@@ -92,6 +93,33 @@ def test_the_message_says_what_was_found_and_expected() -> None:
     text: Any = "END"
     with pytest.raises(RequestError, match=r"Write \('END',\)\."):
         SamplingParams(stop=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 1e39),
+        ("temperature", 1e-46),
+        ("temperature", 1e-40),
+        ("top_p", 1e-46),
+        ("min_p", 1e-39),
+        ("repetition_penalty", 1e300),
+        ("repetition_penalty", 1e-46),
+        ("presence_penalty", -1e-50),
+        ("frequency_penalty", 1e-50),
+        ("logit_bias", {3: 1e-60}),
+    ],
+)
+def test_what_the_device_could_not_hold_is_refused_by_field(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=rf"^{name}.* must fit into 32 bits, from 1\.18e-38 to 3\.4e\+38") as error:
+        SamplingParams(**{name: value})
+    assert error.value.field == name
+
+
+def test_what_the_device_can_just_hold_is_allowed() -> None:
+    least, greatest = 2.0**-126, 2.0**128 - 2.0**104
+    SamplingParams(temperature=least, top_p=least, min_p=least, repetition_penalty=least, presence_penalty=-least)
+    SamplingParams(temperature=greatest, repetition_penalty=greatest, logit_bias={1: -least})
 
 
 def test_the_edges_are_allowed() -> None:

@@ -1,10 +1,11 @@
-"""The samplers: right distributions, right cuts, and noise that depends on seed, position and token alone.
+"""The samplers: right cuts, the same tokens in torch, Triton and C++, and the ends of every number's domain.
 
 Triton's is interpreted where there is no GPU: too slow to draw often, so there it is held against torch's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -13,15 +14,21 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from phonograph.engine.kernels.cpu_sampler import CpuSampler
+from phonograph.engine.native.library import library
 from phonograph.engine.sampler import (
     Penalties,
     Sampler,
     Sampling,
     SamplingRows,
     TorchSampler,
+    few_threads,
     gumbel,
+    kept,
     penalise,
 )
+from phonograph.engine.step import NOT_FINITE, NOTHING_ALLOWED
+from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAWS = 20_000
@@ -30,6 +37,9 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], device=DEVICE)
 
 def implementations() -> dict[str, Sampler]:
     found: dict[str, Sampler] = {"torch": TorchSampler()}
+    if DEVICE.type == "cpu":
+        with contextlib.suppress(DeviceError):
+            found["cpu"] = CpuSampler(library())
     try:
         from phonograph.engine.kernels.triton.sampler import TritonSampler
     except ImportError:
@@ -38,7 +48,9 @@ def implementations() -> dict[str, Sampler]:
 
 
 SAMPLERS = implementations()
-FAST = [name for name in SAMPLERS if name == "torch" or DEVICE.type == "cuda"]
+FAST = [name for name in SAMPLERS if name != "triton" or DEVICE.type == "cuda"]
+OTHERS = [name for name in SAMPLERS if name != "torch"]
+INF, NAN = float("inf"), float("nan")
 
 
 def rows(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SamplingRows:
@@ -70,7 +82,7 @@ def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_top_k_top_p_and_min_p_cut_where_they_should(name: str) -> None:
     probs = LOGITS.softmax(-1)  # 0.58, 0.21, 0.13, 0.08, 0.03, 0.004
-    for params, kept in (
+    for params, num_kept in (
         ({"top_k": 2}, 2),
         ({"top_p": 0.5}, 1),
         ({"top_p": 0.85}, 3),
@@ -78,7 +90,7 @@ def test_top_k_top_p_and_min_p_cut_where_they_should(name: str) -> None:
         ({"top_k": 1}, 1),
         ({"top_p": 1e-9}, 1),
     ):
-        wanted = torch.where(torch.arange(len(probs), device=DEVICE) < kept, probs, 0.0)
+        wanted = torch.where(torch.arange(len(probs), device=DEVICE) < num_kept, probs, 0.0)
         found = frequencies(SAMPLERS[name], Sampling.TRUNCATED, **params)
         torch.testing.assert_close(found, wanted / wanted.sum(), atol=0.015, rtol=0)
 
@@ -108,19 +120,176 @@ CUTS = {
 }
 
 
-@pytest.mark.skipif("triton" not in SAMPLERS, reason="Triton is not installed")
-@pytest.mark.parametrize(("cut", "dtype"), [*((cut, torch.float32) for cut in CUTS), ("all", torch.bfloat16)])
-def test_triton_picks_the_tokens_that_torch_picks(cut: str, dtype: torch.dtype) -> None:
-    """Over several chunks; one row has ties, one forbidden tokens, and one seed fills 62 bits."""
+DTYPES = [*((cut, torch.float32) for cut in CUTS), ("all", torch.bfloat16), ("all", torch.float16)]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("cut", "dtype"), DTYPES)
+def test_all_pick_the_tokens_that_torch_picks(name: str, cut: str, dtype: torch.dtype) -> None:
+    """Over several chunks; one row has ties, one forbidden tokens, one is flat, and one seed fills 64 bits."""
     torch.manual_seed(3)
-    logits = torch.randn(5, 5000, device=DEVICE) * 3
+    logits = torch.randn(6, 5000, device=DEVICE) * 3
     logits[1] = logits[1].round()
-    logits[2, 1000:4500] = float("-inf")
-    asked = rows(5, **CUTS[cut])  # type: ignore[arg-type]
-    asked.seeds[3:] = 0x2BCDEF0123456789
+    logits[2, 1000:4500] = -INF
+    logits[5] = 1.0
+    asked = rows(6, **CUTS[cut])  # type: ignore[arg-type]
+    asked.seeds[3:] = -0x2BCDEF0123456789
     for level in (Sampling.SAMPLED, Sampling.TRUNCATED)[cut != "none" :]:
-        found, wanted = (sampler.pick(logits.to(dtype), asked, level) for sampler in SAMPLERS.values())
+        found, wanted = (SAMPLERS[n].pick(logits.to(dtype), asked, level) for n in (name, "torch"))
         assert torch.equal(found, wanted)
+
+
+ROWS = {
+    "random": torch.tensor([3.0, 1.0, -2.0, 2.5, 0.0, -7.0, 1.5, 2.0]),
+    "ties at the edge": torch.tensor([2.0, 5.0, 2.0, 2.0, 1.0, 2.0, 0.0, 4.0]),
+    "flat": torch.zeros(8),
+    "one token": torch.tensor([4.0]),
+    "forbidden ones": torch.tensor([-INF, 1.0, -INF, 0.5, 2.0, -INF, -INF, 0.0]),
+    "all but one forbidden": torch.tensor([-INF, -INF, -INF, 1.0]),
+    "far apart": torch.tensor([300.0, 0.0, 299.0, -300.0, 298.0, 5.0, 297.5, -1e30]),
+}
+ASKED: list[dict[str, float]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 3},
+    {"top_k": 100},
+    {"top_p": 1e-30},
+    {"top_p": 0.625},
+    {"top_p": 0.999999},
+    {"min_p": 1.0},
+    {"min_p": 0.25},
+    {"top_k": 4, "top_p": 0.7},
+    {"top_k": 4, "top_p": 0.7, "min_p": 0.3},
+    {"top_k": 5, "top_p": 0.6, "min_p": 0.1, "temperature": 3.0},
+    {"top_k": 2, "top_p": 0.5, "temperature": 1e30},
+    {"top_p": 0.9, "temperature": 1e-3},
+]
+
+
+def as_transformers(logits: torch.Tensor, asked: dict[str, float]) -> torch.Tensor:
+    """Which tokens its warpers leave, in float64 and in the order that its `generate` has them in."""
+    from transformers.generation import logits_process as warpers
+
+    scores = (logits.double() / asked.get("temperature", 1.0))[None]
+    ids = torch.zeros((1, 1), dtype=torch.int64)
+    if top_k := int(asked.get("top_k", 0)):
+        scores = warpers.TopKLogitsWarper(top_k)(ids, scores)
+    if (top_p := asked.get("top_p", 1.0)) < 1:
+        scores = warpers.TopPLogitsWarper(top_p)(ids, scores)
+    if min_p := asked.get("min_p", 0.0):
+        scores = warpers.MinPLogitsWarper(min_p)(ids, scores)
+    return scores[0] > -INF
+
+
+@pytest.mark.parametrize("row", list(ROWS))
+def test_truncation_keeps_what_transformers_keeps(row: str) -> None:
+    for asked in ASKED:
+        scaled = (ROWS[row] - ROWS[row].max())[None] / asked.get("temperature", 1.0)
+        cut = rows(1, **asked)  # type: ignore[arg-type]
+        found = kept(scaled.to(DEVICE), cut)[0].cpu() & (ROWS[row] > -INF)
+        assert torch.equal(found, as_transformers(ROWS[row], asked)), asked
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_truncation_keeps_what_transformers_keeps_of_many(seed: int) -> None:
+    """At the edge of top-p one more or less may be kept, by float32's rounding, and of equals others: its sort says."""
+    torch.manual_seed(seed)
+    for vocab, scale in ((50, 1.0), (3000, 0.3), (3000, 4.0), (49_152, 2.0)):
+        logits = torch.randn(vocab) * scale
+        logits[::3] = (logits[::3] * 4).round() / 4
+        for asked in ({"top_k": 40, "top_p": 0.8}, {"top_p": 0.9, "min_p": 0.01}, {"top_k": 17, "min_p": 0.2}):
+            found = kept((logits - logits.max())[None].to(DEVICE), rows(1, **asked))[0].cpu()  # type: ignore[arg-type]
+            one, other = sorted([logits[found], logits[as_transformers(logits, asked)]], key=len)
+            assert len(other) - len(one) <= ("top_p" in asked)
+            assert torch.equal(one.sort(descending=True).values, other.sort(descending=True).values[: len(one)])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("row", list(ROWS))
+def test_all_keep_what_torch_keeps(name: str, row: str) -> None:
+    """Every cut in one batch, many draws each: from the same noise, only another cut gives another token."""
+    times = 40 if name != "triton" or DEVICE.type == "cuda" else 2
+    asked = [rows(times, **cut) for cut in ASKED]  # type: ignore[arg-type]
+    columns = [torch.cat(column) for column in zip(*(vars(each).values() for each in asked), strict=True)]
+    logits = ROWS[row].to(DEVICE).expand(len(ASKED) * times, -1)
+    found, wanted = (SAMPLERS[n].pick(logits, SamplingRows(*columns), Sampling.TRUNCATED) for n in (name, "torch"))
+    assert torch.equal(found, wanted)
+
+
+LEVELS = (Sampling.GREEDY, Sampling.SAMPLED, Sampling.TRUNCATED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_a_row_that_is_not_finite_has_no_token_and_its_neighbours_have_theirs(name: str, dtype: torch.dtype) -> None:
+    vocab = 2100
+    logits = torch.randn(7, vocab, device=DEVICE)
+    sound = SAMPLERS[name].pick(logits.to(dtype), rows(7), Sampling.SAMPLED)
+    logits[1, 0] = logits[2, vocab - 1] = NAN
+    logits[3] = NAN
+    logits[4, 7] = INF
+    logits[5] = -INF
+    cases = [(level, temperature) for level in LEVELS for temperature in (0.0, 1.0)]
+    for level, temperature in cases if dtype == torch.float32 else cases[-1:]:
+        asked = rows(7, temperature=temperature, top_k=30, top_p=0.9)
+        found = SAMPLERS[name].pick(logits.to(dtype), asked, level)
+        assert found[1:6].tolist() == [NOT_FINITE] * 4 + [NOTHING_ALLOWED]
+        assert (found[[0, 6]] >= 0).all()
+    assert SAMPLERS[name].pick(logits.to(dtype), rows(7), Sampling.SAMPLED)[[0, 6]].tolist() == sound[[0, 6]].tolist()
+    told = SAMPLERS[name].logprobs(logits.to(dtype), found, 3)
+    assert told.token_logprob[[0, 6]].isfinite().all()
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+@pytest.mark.parametrize("temperature", [2.0**-126, 1e-6, 1e30, 3.4e38])
+def test_the_ends_of_temperature(name: str, temperature: float) -> None:
+    logits = torch.randn(4, 300, device=DEVICE) * 10
+    logits[2, 5] = 3e38
+    logits[2, 6] = -3e38
+    logits[3] = torch.linspace(-3.4e38, -3.3e38, 300)
+    for level in (Sampling.SAMPLED, Sampling.TRUNCATED):
+        asked = rows(4, temperature=temperature, top_k=0 if level is Sampling.SAMPLED else 200, top_p=0.99)
+        found = SAMPLERS[name].pick(logits, asked, level)
+        assert ((found >= 0) & (found < 300)).all()
+        if temperature < 1e-3:  # nothing is as near to the best as that
+            assert torch.equal(found, logits.argmax(-1))
+        assert torch.equal(found, SAMPLERS["torch"].pick(logits, asked, level))
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_the_ends_of_seeds_positions_and_vocabularies(name: str) -> None:
+    asked = rows(6)
+    asked.seeds.copy_(torch.tensor([0, 2**63 - 1, 2**63 - 1, 2**62, -1, -(2**63)]))
+    asked.positions.copy_(torch.tensor([0, 2**31 - 1, 2**31 - 2, 0, 1, 1]))
+    logits = torch.zeros(6, 4000, device=DEVICE)
+    found = SAMPLERS[name].pick(logits, asked, Sampling.SAMPLED)
+    assert len(found.unique()) == 6
+    assert torch.equal(found, SAMPLERS["torch"].pick(logits, asked, Sampling.SAMPLED))
+    for level in LEVELS:
+        assert SAMPLERS[name].pick(torch.full((6, 1), -3.0, device=DEVICE), asked, level).tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_logprobs_of_ties_and_of_what_is_forbidden(name: str) -> None:
+    logits = torch.full((1, 3000), -INF, device=DEVICE)
+    logits[0, [7, 2100]] = 1.0
+    found = SAMPLERS[name].logprobs(logits, torch.tensor([5], device=DEVICE), 4)
+    assert found.token_logprob.tolist() == [-INF]
+    assert sorted(found.top_ids[0, :2].tolist()) == [7, 2100]
+    torch.testing.assert_close(found.top_logprobs[0].cpu(), torch.tensor([0.5, 0.5, 0.0, 0.0]).log())
+
+
+def test_few_rows_take_one_thread_and_many_take_all() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with few_threads(torch.empty(2, 49_152)):
+            assert torch.get_num_threads() == 1
+        with few_threads(torch.empty(64, 49_152)):
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", list(SAMPLERS))
@@ -170,3 +339,25 @@ def test_penalties_by_hand() -> None:
     # said: halved, less 0.5 a time, less 0.25; prompted and negative: doubled; biased; said once
     wanted = torch.tensor([[2 / 2 - 1.5 - 0.25, -4.0, 6.0, 0.25 - 0.5 - 0.25]])
     torch.testing.assert_close(penalise(logits, penalties), wanted)
+
+
+@pytest.mark.parametrize("repetition", [2.0**-126, 1e-30, 1e30, 3.4e38])
+def test_no_penalty_makes_logits_that_are_not_finite(repetition: float) -> None:
+    logits = torch.tensor([[50.0, -50.0, 0.0, 3e38, -3e38, -INF, 1.0]])
+    most = torch.iinfo(torch.int16).max
+    penalties = Penalties(
+        counts=torch.full((1, 7), most, dtype=torch.int16),
+        prompted=torch.ones((1, 7), dtype=torch.bool),
+        bias_ids=torch.full((1, 300), 6),
+        bias=torch.full((1, 300), 100.0),
+        repetition=torch.tensor([repetition]),
+        presence=torch.tensor([2.0]),
+        frequency=torch.tensor([2.0]),
+    )
+    found = penalise(logits, penalties)[0]
+    assert found[[0, 1, 2, 3, 4, 6]].isfinite().all()
+    assert found[5] == -INF
+    assert found[0] >= found[1]
+    assert found[3] >= found[4]
+    for broken in (NAN, INF):
+        assert not penalise(torch.full((1, 7), broken), penalties).isfinite().any()

@@ -13,6 +13,7 @@ from phonograph.engine.attention.flashinfer import FlashInferAttention
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.kernels.base import Kernels
 from phonograph.engine.kernels.cpu import CpuKernels
+from phonograph.engine.kernels.cpu_sampler import CpuSampler
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.engine.native.library import Library, library
@@ -108,7 +109,12 @@ def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Pr
 
 def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
     """The sampler that goes with the kernels."""
-    if (options.kernels or _default(device, plan)) != "triton":
+    best = _default(device, plan)
+    name = options.kernels or best
+    if name == "cpu":
+        found = _native(options.kernels, best, "kernels", silent)
+        return TorchSampler() if isinstance(found, DeviceError) else CpuSampler(found)
+    if name != "triton":
         return TorchSampler()
     try:
         from phonograph.engine.kernels.triton.sampler import TritonSampler

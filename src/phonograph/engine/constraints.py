@@ -64,10 +64,10 @@ class MaskTable:
             self._in_force.update(masks)
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Logits with what is not allowed at minus infinity."""
+        """Logits with what is not allowed at minus infinity; what is no logit stays, for the sampler to see."""
         bits = torch.arange(32, device=logits.device, dtype=torch.int32)
         allowed = ((self.words[rows][:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]]
-        return torch.where(allowed.bool(), logits, float("-inf"))
+        return torch.where(allowed.bool() | ~(logits < float("inf")), logits, float("-inf"))
 
     def _fitted(self, mask: Any) -> Any:
         """The mask in the width of the model; rows behind the vocabulary are never allowed."""

@@ -139,8 +139,7 @@ class Executor:
         updates = TableUpdates(pages=list(step.page_updates))
         for chunk in step.new_rows:
             request = chunk.sequence.request
-            seed = request.params.seed if request.params.seed is not None else hash((request.id, request.arrival))
-            updates.enter(chunk.sequence.row, request.params, (seed + chunk.sequence.index) % (1 << 62), chunk.start)
+            updates.enter(chunk.sequence.row, request.params, chunk.sequence.noise_seed, chunk.start)
             self.passes.masks.free(chunk.sequence.row)
             if is_penalised(request.params) or self.passes.has_penalties:
                 self.passes.penalties.enter(chunk.sequence)

@@ -20,7 +20,7 @@ from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.penalties import PenaltyTables
 from phonograph.engine.readback import Picked
 from phonograph.engine.request import MAX_LOGPROBS
-from phonograph.engine.sampler import Sampler, Sampling, penalise
+from phonograph.engine.sampler import Sampler, Sampling, few_threads, penalise
 from phonograph.engine.tables import RequestTables
 from phonograph.engine.trials import Trials
 from phonograph.graphs.breaks import graph_break
@@ -224,10 +224,11 @@ class Passes:
     def _pick(self, logits: torch.Tensor, queries: Queries, part: slice, wants: Wants) -> torch.Tensor:
         """The tokens of some of the queries."""
         logits, rows, penalised = logits[part], queries.rows[part], wants.level is Sampling.PENALISED
-        if penalised:
-            logits = penalise(logits.float(), self.penalties.rows(rows))
-        if wants.constrained:
-            logits = self.masks.apply(logits, rows)
+        with few_threads(logits):
+            if penalised:
+                logits = penalise(logits.float(), self.penalties.rows(rows))
+            if wants.constrained:
+                logits = self.masks.apply(logits, rows)
         is_drawn = wants.level > Sampling.GREEDY
         sampling = self.tables.sampling(rows, queries.token_positions[part] + 1) if is_drawn else None
         tokens = self._sampler.pick(logits, sampling, wants.level)

@@ -90,7 +90,11 @@ class PenaltyTables:
         )
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note the tokens that these rows put out; only the null row may be there twice."""
+        """Note the tokens that these rows put out; only the null row may be there twice.
+
+        For a row that has no token but a problem, and so ends, it does not matter what is counted.
+        """
+        tokens = tokens.clamp_min(0)
         said = self.counts[rows, tokens]
         self.counts.index_put_((rows, tokens), torch.where(said < _MOST, said + 1, said))
 

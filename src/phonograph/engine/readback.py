@@ -15,7 +15,7 @@ from phonograph.engine.sampler import TopLogprobs
 class Picked(NamedTuple):
     """What a pass picked, on the device."""
 
-    tokens: torch.Tensor  # [num_rows]
+    tokens: torch.Tensor  # [num_rows]; below 0 where logits were none (see `step`)
     logprobs: TopLogprobs | None = None
 
 

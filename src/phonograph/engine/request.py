@@ -17,6 +17,8 @@ MAX_LOGPROBS = 20
 _MAX_WHOLE = 2**63 - 1
 """What fits into the numbers of a message and of a device."""
 _MAX_TOKEN_ID = 2**31 - 1
+_FLOAT32 = (2.0**-126, 2.0**128 - 2.0**104)
+"""What sampling parameters become on the device: the least and the greatest number that float32 holds in full."""
 
 
 class FinishReason(Enum):
@@ -73,6 +75,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id → what is added to its logit."""
     seed: int | None = None
+    """The same one draws the same tokens; of n sequences the first has it, the others have what nobody can ask for."""
     stop: tuple[str, ...] = ()
     """Texts that end the generation; the text layer looks for them."""
     stop_token_ids: tuple[int, ...] = ()
@@ -88,20 +91,20 @@ class SamplingParams:
         _whole("max_tokens", self.max_tokens, least=1)
         _whole("top_k", self.top_k, least=0)
         _whole("n", self.n, least=1)
-        _number("temperature", self.temperature, 0, math.inf)
-        _number("top_p", self.top_p, 0, 1, open_below=True)
-        _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_below=True)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _float32("temperature", self.temperature, 0, math.inf)
+        _float32("top_p", self.top_p, 0, 1, open_below=True)
+        _float32("min_p", self.min_p, 0, 1)
+        _float32("repetition_penalty", self.repetition_penalty, 0, math.inf, open_below=True)
+        _float32("presence_penalty", self.presence_penalty, -2, 2)
+        _float32("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
             _whole("seed", self.seed, least=0)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.")
+            raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.", field="ignore_eos")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
-            raise RequestError(f"grammar must be a GrammarSpec, found {_shown(self.grammar)}.")
+            raise RequestError(f"grammar must be a GrammarSpec, found {_shown(self.grammar)}.", field="grammar")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -149,51 +152,74 @@ def _shown(value: object) -> str:
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
 
-def _whole(name: str, value: object, least: int | None = None, most: int = _MAX_WHOLE) -> None:
+def _whole(
+    name: str, value: object, least: int | None = None, most: int = _MAX_WHOLE, *, field: str | None = None
+) -> None:
     # A bool is an int to Python; to a user it is a slip.
     right = isinstance(value, int) and not isinstance(value, bool)
     if right and (-_MAX_WHOLE if least is None else least) <= value <= most:  # type: ignore[operator]
         return
     is_bounded = most != _MAX_WHOLE or (right and value > most)  # type: ignore[operator]
     bounds = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * is_bounded
-    raise RequestError(f"{name} must be {' and '.join(['a whole number', *bounds])}, found {_shown(value)}.")
+    asked = " and ".join(["a whole number", *bounds])
+    raise RequestError(f"{name} must be {asked}, found {_shown(value)}.", field=field or name)
 
 
-def _number(name: str, value: object, least: float, most: float, *, open_below: bool = False) -> None:
+def _number(
+    name: str, value: object, least: float, most: float, *, open_below: bool = False, field: str | None = None
+) -> None:
     right = isinstance(value, int | float) and not isinstance(value, bool)
     right = right and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
     if right and least <= value <= most and not (open_below and value == least):  # type: ignore[operator]
         return
     floor = f" {'above' if open_below else 'at least'} {least}" if math.isfinite(least) else ""
     ceiling = f"{' and' if floor else ''} at most {most}" if math.isfinite(most) else ""
-    raise RequestError(f"{name} must be a finite number{floor}{ceiling}, found {_shown(value)}.")
+    raise RequestError(f"{name} must be a finite number{floor}{ceiling}, found {_shown(value)}.", field=field or name)
+
+
+def _float32(
+    name: str, value: object, least: float, most: float, *, open_below: bool = False, field: str | None = None
+) -> None:
+    """A number that is the same, but for rounding, where the device computes with it."""
+    _number(name, value, least, most, open_below=open_below, field=field)
+    smallest, largest = _FLOAT32
+    if value != 0 and not smallest <= abs(value) <= largest:  # type: ignore[arg-type]
+        bounds = f"from {smallest:.3g} to {largest:.3g} in size" + (", or 0" if least <= 0 and not open_below else "")
+        raise RequestError(
+            f"{name} must fit into 32 bits, {bounds}, found {_shown(value)}. Take a less extreme one.",
+            field=field or name,
+        )
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} must be a tuple of token ids, found {_shown(value)}.")
+        raise RequestError(f"{name} must be a tuple of token ids, found {_shown(value)}.", field=name)
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _MAX_TOKEN_ID):
         wrong = next(token for token in value if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID)
-        raise RequestError(f"{name} must hold whole numbers from 0 to {_MAX_TOKEN_ID}, found {_shown(wrong)}.")
+        raise RequestError(
+            f"{name} must hold whole numbers from 0 to {_MAX_TOKEN_ID}, found {_shown(wrong)}.", field=name
+        )
     return tuple(value)
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         hint = f" Write ({value!r},)." if isinstance(value, str) else ""
-        raise RequestError(f"{name} must be a tuple of texts, found {_shown(value)}.{hint}")
+        raise RequestError(f"{name} must be a tuple of texts, found {_shown(value)}.{hint}", field=name)
     for text in value:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} must hold texts that aren't empty, found {_shown(text)}.")
+            raise RequestError(f"{name} must hold texts that aren't empty, found {_shown(text)}.", field=name)
     return tuple(value)
 
 
 def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, found {_shown(value)}.")
+        raise RequestError(f"logit_bias must map token ids to numbers, found {_shown(value)}.", field="logit_bias")
     if len(value) > MAX_BIASED:
-        raise RequestError(f"logit_bias names {len(value)} tokens; at most {MAX_BIASED} can be biased. Name fewer.")
+        raise RequestError(
+            f"logit_bias names {len(value)} tokens; at most {MAX_BIASED} can be biased. Name fewer.", field="logit_bias"
+        )
     for token, bias in value.items():
-        _whole("a token id in logit_bias", token, least=0)
-        _number(f"logit_bias of token {token}", bias, -100, 100)
+        _whole("a token id in logit_bias", token, least=0, field="logit_bias")
+        _float32(f"logit_bias of token {token}", bias, -100, 100, field="logit_bias")
     return {token: float(bias) for token, bias in value.items()}

@@ -15,7 +15,7 @@ from phonograph.engine.limits import Limits
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.rows import Rows
 from phonograph.engine.sequence import Sequence, State
-from phonograph.engine.step import Chunk, Step, Update
+from phonograph.engine.step import NOTHING_ALLOWED, Chunk, Step, Update
 from phonograph.engine.waiting import WaitingQueue
 from phonograph.errors import PhonographError, RequestError
 
@@ -266,14 +266,19 @@ class Scheduler:
     def commit(self, step: Step, tokens: Values[int], now: float | None = None) -> list[Update]:
         """Take in the tokens that a step sampled, one for each of `step.sampling`, and free what nobody uses any more.
 
-        Tokens of a sequence that ended meanwhile are dropped, so nobody sees what was launched ahead in vain.
+        Tokens of a sequence that ended meanwhile are dropped, so nobody sees what was launched ahead in vain. Where a
+        problem comes instead of a token, the sequence fails.
         """
         self._check_order(step, tokens)
         self._in_flight.popleft()
         self._committed = step.number
         updates: list[Update] = []
+        failed: list[Update] = []
         for sequence, token in zip(step.sampling, tokens, strict=True):
             if sequence.finish is not None:
+                continue
+            if token < 0:
+                failed += self.fail(sequence, _problem(token, sequence))
                 continue
             outputs = sequence.outputs
             outputs.append(token)
@@ -283,6 +288,7 @@ class Scheduler:
                 self._close(sequence, FinishReason.LENGTH)
             updates.append((sequence, (token,), sequence.finish))
         self._generated_tokens += len(updates)
+        updates += failed
         for chunk in step.prefills:
             if chunk.samples:
                 self._share_prompt(chunk)
@@ -352,3 +358,11 @@ class Scheduler:
         lost = [sequence for sequence in live if sequence.finish is None and sequence not in placed]
         if lost:
             raise PhonographError(f"integrity: sequences that nobody will schedule again: {lost}.")
+
+
+def _problem(code: int, sequence: Sequence) -> str:
+    """What was wrong with the logits that the sequence's next token was to be picked from."""
+    position = sequence.num_prompt + len(sequence.outputs)
+    if code == NOTHING_ALLOWED:
+        return f"no token is allowed at position {position}: the grammar, or the model itself, forbids all of them"
+    return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -95,6 +96,22 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_end
+
+    @property
+    def noise_seed(self) -> int:
+        """What its noise is made from, in 64 bits: the request's seed for the first of n.
+
+        Those of the others, and of a request that has none, are below 0, where nobody's seed is: what one user draws
+        second, no other draws first.
+        """
+        given = self.request.params.seed
+        if given is None:
+            bits = hash((self.request.id, self.request.arrival, self.index))
+        elif self.index == 0:
+            return given
+        else:
+            bits = int.from_bytes(hashlib.blake2b(b"%d/%d" % (given, self.index), digest_size=8).digest(), "little")
+        return bits % (1 << 63) - (1 << 63)
 
     def known(self) -> tuple[int, ...]:
         """The prompt and the committed outputs."""

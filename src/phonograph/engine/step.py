@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from phonograph.engine.request import FinishReason
 from phonograph.engine.sequence import Sequence
 
+NOT_FINITE = -1
+"""In place of a token: the logits that it was to be picked from hold NaN or +inf."""
+NOTHING_ALLOWED = -2
+"""In place of a token: all logits are -inf, as under a mask that allows nothing."""
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:

@@ -89,7 +89,8 @@ class Kernels(Protocol):
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
         """What a step ends with: every row's new token and length are noted in the tables; the null row stays empty.
 
-        By row, `length` is the table that the queries' positions are in.
+        By row, `length` is the table that the queries' positions are in. A problem in place of a token is noted as
+        token 0, so that the steps launched ahead of its discovery read nothing outside the tables.
         """
         ...
 

@@ -37,7 +37,7 @@ class ReferenceKernels:
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
         real = queries.rows > 0
-        last_token.index_put_((queries.rows,), tokens * real)
+        last_token.index_put_((queries.rows,), tokens.clamp_min(0) * real)
         length.index_put_((queries.rows,), (queries.token_positions + 1) * real)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:

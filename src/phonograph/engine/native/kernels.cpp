@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <thread>
@@ -64,8 +65,8 @@ inline Floats from_half(const uint16_t* from) {
 
 // e to the x, to a few units in the last place; nothing below e^-87 and nothing above e^88.
 inline Floats exponential(Floats x) {
-  x = x < -87.0f ? x - x - 87.0f : x;
-  x = x > 88.0f ? x - x + 88.0f : x;
+  x = x < -87.0f ? Floats{} - 87.0f : x;
+  x = x > 88.0f ? Floats{} + 88.0f : x;
   const float shift = 0x1.8p23f;  // adding it rounds to a whole number
   Floats whole = (x * 1.44269504f + shift) - shift;
   Floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
@@ -448,6 +449,8 @@ int steps_of(const float* x, int count, int most_steps, float* step, float* offs
 
 }  // namespace
 
+#include "picking.h"
+
 extern "C" {
 
 int lanes() { return LANES; }
@@ -563,6 +566,22 @@ void attended(const float* q, int64_t tokens, int64_t heads, const float* keys, 
     const int64_t place = (t * heads + head * shared) * head_dim;
     attend(cache, rows[t], first, last, head, q + place, shared, out + place);
   });
+}
+
+// The token of every row: the highest logit's, where there are temperatures a draw, where there is a top_k (and top_p and
+// min_p) one that truncation keeps. Below 0 where the logits are none.
+void picked(const float* logits, int64_t rows, int64_t stride, int64_t vocab, const float* temperature,
+            const int32_t* top_k, const float* top_p, const float* min_p, const int64_t* seeds,
+            const int64_t* positions, int64_t* out, int threads) {
+  Picking picking(logits, rows, stride, vocab, out, threads);
+  picking.take_highest();
+  if (temperature) picking.draw(temperature, seeds, positions);
+  if (temperature && top_k) picking.truncate(top_k, top_p, min_p);
+}
+
+// The noise of these hashes.
+void noises(const uint32_t* hashes, int64_t count, float* out) {
+  for (int64_t i = 0; i + LANES <= count; i += LANES) store(out + i, noise_of(load<Words>(hashes + i)));
 }
 
 }  // extern "C"

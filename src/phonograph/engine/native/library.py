@@ -17,6 +17,7 @@ from phonograph.errors import DeviceError
 from phonograph.graphs.progress import Progress, silent
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+_PARTS = (SOURCE, Path(__file__).with_name("picking.h"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC", "-shared")
 _COMPILERS = ("g++", "c++", "clang++")
 _SIGNATURES = {
@@ -36,6 +37,11 @@ _SIGNATURES = {
         *(c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64),
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
     ),
+    "picked": (
+        *(c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+        *(c_void_p, c_int),
+    ),
+    "noises": (c_void_p, c_int64, c_void_p),
 }
 
 _RESULTS = {"stepped": c_int64, "can_attend": c_int}
@@ -58,6 +64,8 @@ class Library:
         self.stepped = found.stepped
         self.can_attend = found.can_attend
         self.attended = found.attended
+        self.picked = found.picked
+        self.noises = found.noises
 
 
 def library(progress: Progress = silent) -> Library:
@@ -104,7 +112,7 @@ def _opened(path: Path, compiler: str) -> Library:
 
 def _key(version: str) -> str:
     """Of everything that another result would come from."""
-    everything = (SOURCE.read_text(), version, str(_FLAGS), _cpu())
+    everything = (*(part.read_text() for part in _PARTS), version, str(_FLAGS), _cpu())
     return hashlib.sha256("\0".join(everything).encode()).hexdigest()[:16]
 
 

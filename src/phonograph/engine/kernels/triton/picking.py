@@ -1,9 +1,10 @@
-"""Kernels that pick tokens without a sort.
+"""Kernels that pick tokens without a sort, by the rule of `engine.sampler`.
 
 The best token after Gumbel noise is a draw. Top-k, top-p and min-p each keep the tokens up to some place in the order
 of the logits, so a draw over all tokens is the draw over the kept ones if it is kept itself. If it is not, neither is
-anything behind it, and the next draw is among those ahead of it: a draw is accepted at once with the probability that
-truncation keeps, and what is left shrinks each time. Tokens with equal logits stand in the order of their numbers.
+anything after it, and the next draw is among those ahead of it: a draw is accepted at once with the probability that
+truncation keeps, and what is left shrinks each time. Of tokens with equal logits the one with the higher number stands
+ahead.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from phonograph.engine.kernels.triton.kernel import kernel
+from phonograph.engine.step import NOT_FINITE, NOTHING_ALLOWED
 
 CHUNK = 2048
 """Tokens that a program surveys; a constant, so that sums do not depend on the batch."""
 KEPT = 1024
 """Tokens ahead of a refused draw that are written down and settled without looking at the row again."""
 _TILE = tl.constexpr(4096)
-_LOWEST = tl.constexpr(-3.0e38)
-"""Below every logit but that of a forbidden token, whose exponential relative to it is 0."""
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""Not above any logit but that of a forbidden token, whose exponential relative to it is 0."""
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
+_NOTHING_ALLOWED = tl.constexpr(NOTHING_ALLOWED)
 
 
 @triton.jit
@@ -30,8 +35,17 @@ def _log(x, precise: tl.constexpr):
 
 
 @triton.jit
+def _log1p(x, precise: tl.constexpr):
+    """log(1 + x) with all bits where x is small; without a library by what 1 + x was rounded to."""
+    if precise:
+        return libdevice.log1p(x)
+    rounded = 1.0 + x
+    return tl.where(rounded == 1.0, x, tl.log(rounded) * (x / tl.where(rounded == 1.0, 1.0, rounded - 1.0)))
+
+
+@triton.jit
 def _mixed(x):
-    """A hash of 32 bits."""
+    """A hash of 32 bits that can be undone."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -39,31 +53,51 @@ def _mixed(x):
 
 @triton.jit
 def _row_hash(seed, position):
-    """The part of the hash that the tokens of a row share."""
+    """The 64 bits of the hash that the tokens of a row share."""
     low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    row = _mixed(low ^ _mixed(high))
-    return _mixed(row + (position & 0xFFFFFFFF).to(tl.uint32) * 0x9E3779B9)
+    low = _mixed(low ^ _mixed(high + 0x9E3779B9))
+    high = _mixed(high ^ _mixed(low + 0x7F4A7C15))
+    first = _mixed(low + (position & 0xFFFFFFFF).to(tl.uint32) * 0x9E3779B9)
+    return first, _mixed(high ^ first)
+
+
+@triton.jit
+def hashed(first, second, token):
+    """32 bits of (seed, position, token)."""
+    return _mixed(_mixed((token.to(tl.uint32) * 0x85EBCA6B) ^ first) + second)
+
+
+@triton.jit
+def noise_of(bits, precise: tl.constexpr):
+    """Gumbel noise of a hash, by the distance of its place in (0, 1) from the nearer end: finite for every hash."""
+    is_low = bits < 0x80000000
+    distance = (tl.where(is_low, bits, bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return -_log(-tl.where(is_low, _log(distance, precise), _log1p(-distance, precise)), precise)
 
 
 @triton.jit
 def _noise(row_hash, token, precise: tl.constexpr):
     """Gumbel noise of (seed, position, token)."""
-    hashed = _mixed(row_hash ^ (token.to(tl.uint32) * 0x85EBCA6B))
-    uniform = ((hashed >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
-    return -_log(-_log(uniform, precise), precise)
+    return noise_of(hashed(row_hash[0], row_hash[1], token), precise)
 
 
 @triton.jit
-def _scaled(logits_ptr, token, inside, temperature):
-    """Logits over temperature; -inf outside."""
+def _scaled(logits_ptr, token, inside, top, divisor):
+    """Logits' distance from the highest, over temperature: not above 0, and -inf outside."""
     logits = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(logits, temperature)
+    return tl.div_rn(logits - top, divisor)
+
+
+@triton.jit
+def _scaled_one(logits_ptr, token, top, divisor):
+    """The same of one token."""
+    return tl.div_rn(tl.load(logits_ptr + token).to(tl.float32) - top, divisor)
 
 
 @triton.jit
 def _is_ahead(scaled, token, pivot_scaled, pivot):
     """Whether tokens stand before the pivot."""
-    return (scaled > pivot_scaled) | ((scaled == pivot_scaled) & (token < pivot))
+    return (scaled > pivot_scaled) | ((scaled == pivot_scaled) & (token > pivot))
 
 
 @triton.jit
@@ -73,69 +107,103 @@ def _first_best(score, token, vocab):
     return tl.minimum(tl.min(tl.where(score == best, token, vocab), 0), vocab - 1)
 
 
+@triton.jit
+def _divisor(temperature):
+    """What logits are divided by; a greedy row's are left as they are."""
+    return tl.where(temperature > 0, temperature, 1.0)
+
+
 @kernel()
 def survey(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, scores_ptr, tokens_ptr, tops_ptr, masses_ptr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, tokens_ptr, tops_ptr, masses_ptr,
     logits_row, vocab, num_chunks,
     chunk: tl.constexpr, is_greedy: tl.constexpr, with_mass: tl.constexpr, precise: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk of a row: the best token and its score; the highest scaled logit and the exponentials' sum."""
+    """Of a chunk of a row: the best token, or that it is not finite; the highest logit and the exponentials' sum."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * chunk + tl.arange(0, chunk)
     inside = token < vocab
-    temperature = 1.0
+    logits = tl.load(logits_ptr + row * logits_row + token, mask=inside, other=float("-inf")).to(tl.float32)
+    is_broken = ~(logits < float("inf"))  # NaN too
+    logits = tl.where(is_broken, float("-inf"), logits)
+    top = tl.max(logits, 0)
+    score = logits
+    at = row * num_chunks + part
     if not is_greedy:
         temperature = tl.load(temperature_ptr + row)
-    divisor = 1.0
-    if not is_greedy:
-        divisor = tl.where(temperature > 0, tl.maximum(temperature, 1e-6), 1.0)
-    scaled = _scaled(logits_ptr + row * logits_row, token, inside, divisor)
-    score = scaled
-    if not is_greedy:
+        scaled = tl.div_rn(logits - tl.maximum(top, _LOWEST), _divisor(temperature))
         noise = _noise(_row_hash(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)), token, precise)
         score = scaled + tl.where(temperature > 0, noise, 0.0)
-    at = row * num_chunks + part
-    tl.store(scores_ptr + at, tl.max(score, 0))
-    tl.store(tokens_ptr + at, _first_best(score, token, vocab))
-    if with_mass:
-        top = tl.maximum(tl.max(scaled, 0), _LOWEST)
-        tl.store(tops_ptr + at, top)
-        tl.store(masses_ptr + at, tl.sum(tl.exp(scaled - top), 0))
+        if with_mass:
+            tl.store(masses_ptr + at, tl.sum(tl.exp(scaled), 0))
+    best = _first_best(score, token, vocab)
+    tl.store(tokens_ptr + at, tl.where(tl.max(is_broken.to(tl.int32), 0) > 0, _NOT_FINITE, best))
+    tl.store(tops_ptr + at, top)
 
 
 @triton.jit
-def _whole_mass(tops_ptr, masses_ptr, first, num_chunks, chunks: tl.constexpr):
-    """(the highest scaled logit of a row, the sum of exponentials relative to it)."""
+def _whole_mass(tops_ptr, masses_ptr, first, num_chunks, divisor, chunks: tl.constexpr):
+    """(the highest logit of a row, the sum of exponentials relative to it)."""
     chunk = tl.arange(0, chunks)
-    tops = tl.load(tops_ptr + first + chunk, mask=chunk < num_chunks, other=_LOWEST)
+    tops = tl.load(tops_ptr + first + chunk, mask=chunk < num_chunks, other=float("-inf"))
     masses = tl.load(masses_ptr + first + chunk, mask=chunk < num_chunks, other=0.0)
-    top = tl.max(tops, 0)
-    return top, tl.sum(masses * tl.exp(tops - top), 0)
+    top = tl.maximum(tl.max(tops, 0), _LOWEST)
+    return top, tl.sum(masses * tl.exp(tl.div_rn(tops - top, divisor)), 0)
 
 
 @triton.jit
-def _tally(logits_ptr, divisor, top, pivot_scaled, pivot, vocab):
-    """(how many tokens stand before the pivot, the sum of their exponentials)."""
+def _tally(logits_ptr, top, divisor, pivot_scaled, pivot, vocab):
+    """(how many tokens are above the pivot, how many stand before it, the sum of those' exponentials)."""
+    above = tl.zeros([_TILE], tl.int32)
     count = tl.zeros([_TILE], tl.int32)
     mass = tl.zeros([_TILE], tl.float32)
     for start in range(0, vocab, _TILE):
         token = start + tl.arange(0, _TILE)
-        scaled = _scaled(logits_ptr, token, token < vocab, divisor)
+        scaled = _scaled(logits_ptr, token, token < vocab, top, divisor)
         ahead = _is_ahead(scaled, token, pivot_scaled, pivot)
+        above += (scaled > pivot_scaled).to(tl.int32)
         count += ahead.to(tl.int32)
-        mass += tl.where(ahead, tl.exp(scaled - top), 0.0)
-    return tl.sum(count, 0), tl.sum(mass, 0)
+        mass += tl.where(ahead, tl.exp(scaled), 0.0)
+    return tl.sum(above, 0), tl.sum(count, 0), tl.sum(mass, 0)
 
 
 @triton.jit
-def _drawn_ahead(logits_ptr, divisor, row_hash, pivot_scaled, pivot, vocab, precise: tl.constexpr):
+def _top_k_mass(logits_ptr, top, divisor, whole, top_k, vocab):
+    """The sum of exponentials of the `top_k` highest logits, and of what equals the last; of fewer than all.
+
+    The distance from the top within which there are so many is halved in the bits of a float, whose order is its own.
+    """
+    low, high = -1, _INFINITY_BITS + 0
+    count = vocab + 0
+    while (high - low > 1) & (count != top_k):
+        middle = low + (high - low) // 2
+        reach = middle.to(tl.float32, bitcast=True)
+        found = tl.zeros([_TILE], tl.int32)
+        mass = tl.zeros([_TILE], tl.float32)
+        for start in range(0, vocab, _TILE):
+            token = start + tl.arange(0, _TILE)
+            scaled = _scaled(logits_ptr, token, token < vocab, top, divisor)
+            within = (-scaled <= reach) & (token < vocab)
+            found += within.to(tl.int32)
+            mass += tl.where(within, tl.exp(scaled), 0.0)
+        num_found = tl.sum(found, 0)
+        enough = num_found >= top_k
+        count = tl.where(enough, num_found, count)
+        whole = tl.where(enough, tl.sum(mass, 0), whole)
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle)
+    return whole
+
+
+@triton.jit
+def _drawn_ahead(logits_ptr, top, divisor, row_hash, pivot_scaled, pivot, vocab, precise: tl.constexpr):
     """The draw among the tokens before the pivot."""
     best = tl.full([_TILE], float("-inf"), tl.float32)
     chosen = tl.zeros([_TILE], tl.int32) + vocab
     for start in range(0, vocab, _TILE):
         token = start + tl.arange(0, _TILE)
-        scaled = _scaled(logits_ptr, token, token < vocab, divisor)
-        ahead = _is_ahead(scaled, token, pivot_scaled, pivot)
+        scaled = _scaled(logits_ptr, token, token < vocab, top, divisor)
+        ahead = _is_ahead(scaled, token, pivot_scaled, pivot) & (token < vocab)
         score = tl.where(ahead, scaled + _noise(row_hash, token, precise), float("-inf"))
         chosen = tl.where(score > best, token, chosen)
         best = tl.maximum(best, score)
@@ -143,86 +211,112 @@ def _drawn_ahead(logits_ptr, divisor, row_hash, pivot_scaled, pivot, vocab, prec
 
 
 @triton.jit
-def _write_down(logits_ptr, kept_ptr, divisor, pivot_scaled, pivot, vocab):
+def _write_down(logits_ptr, kept_ptr, top, divisor, pivot_scaled, pivot, vocab):
     """Write down the tokens before the pivot, in the order of their numbers."""
     written = 0
     for start in range(0, vocab, _TILE):
         token = start + tl.arange(0, _TILE)
-        scaled = _scaled(logits_ptr, token, token < vocab, divisor)
-        ahead = _is_ahead(scaled, token, pivot_scaled, pivot)
+        scaled = _scaled(logits_ptr, token, token < vocab, top, divisor)
+        ahead = _is_ahead(scaled, token, pivot_scaled, pivot) & (token < vocab)
         place = written + tl.cumsum(ahead.to(tl.int32), 0) - 1
         tl.store(kept_ptr + place, token, mask=ahead)
         written += tl.sum(ahead.to(tl.int32), 0)
 
 
 @triton.jit
-def _is_allowed(count, mass, scaled, top, whole, top_k, top_p, min_p):
-    """Whether truncation keeps a token with so many, and so much, before it; always the first."""
-    allowed = (mass / whole < top_p) & ((top_k == 0) | (count < top_k)) & (tl.exp(scaled - top) >= min_p)
-    return (count == 0) | allowed
+def _is_allowed(above, mass, scaled, whole, top_k, top_p, min_p):
+    """Whether truncation keeps a token with so many above it, and so much before it."""
+    in_top_p = (mass < top_p * whole) | (top_p >= 1)
+    return ((top_k == 0) | (above < top_k)) & in_top_p & (tl.exp(scaled) >= min_p)
 
 
 @triton.jit
 def _settled(
-    logits_ptr, kept_ptr, num_kept, divisor, row_hash, top, whole, top_k, top_p, min_p, vocab,
+    logits_ptr, kept_ptr, num_kept, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab,
     kept: tl.constexpr, precise: tl.constexpr,
 ):  # fmt: skip
     """The draw among the tokens that were written down, which are all that stand before the last one refused."""
     place = tl.arange(0, kept)
-    token = tl.load(kept_ptr + place, mask=place < num_kept, other=0)
-    scaled = _scaled(logits_ptr, token, place < num_kept, divisor)
-    score = tl.where(place < num_kept, scaled + _noise(row_hash, token, precise), float("-inf"))
     left = place < num_kept
+    token = tl.load(kept_ptr + place, mask=left, other=0)
+    scaled = _scaled(logits_ptr, token, left, top, divisor)
+    score = tl.where(left, scaled + _noise(row_hash, token, precise), float("-inf"))
     is_settled = False
     drawn = 0
     while not is_settled:
         drawn = _first_best(tl.where(left, score, float("-inf")), tl.where(left, token, vocab), vocab)
         pivot = tl.max(tl.where(token == drawn, scaled, float("-inf")), 0)
-        ahead = left & _is_ahead(scaled, token, pivot, drawn)
-        count = tl.sum(ahead.to(tl.int32), 0)
-        mass = tl.sum(tl.where(ahead, tl.exp(scaled - top), 0.0), 0)
-        is_settled = _is_allowed(count, mass, pivot, top, whole, top_k, top_p, min_p)
-        left = ahead
+        above = tl.sum((scaled > pivot).to(tl.int32), 0)
+        left = left & _is_ahead(scaled, token, pivot, drawn)
+        mass = tl.sum(tl.where(left, tl.exp(scaled), 0.0), 0)
+        is_settled = _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
+    return drawn
+
+
+@triton.jit
+def _first_kept(
+    logits_ptr, kept_ptr, drawn, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab,
+    kept: tl.constexpr, precise: tl.constexpr,
+):  # fmt: skip
+    """The first draw that truncation keeps, from the draw over all tokens on."""
+    pivot = _scaled_one(logits_ptr, drawn, top, divisor)
+    above, count, mass = _tally(logits_ptr, top, divisor, pivot, drawn, vocab)
+    # What top-k leaves weighs at least as much as the draw and all before it, which is mostly all one needs to know.
+    is_open = (above >= top_k) | (mass >= top_p * (mass + tl.exp(pivot)))
+    if is_open & (top_k > 0) & (top_k < vocab) & (top_p < 1):
+        whole = _top_k_mass(logits_ptr, top, divisor, whole, top_k, vocab)
+    is_settled = _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
+    while not is_settled:
+        if count <= kept:
+            _write_down(logits_ptr, kept_ptr, top, divisor, pivot, drawn, vocab)
+            tl.debug_barrier()  # what one thread wrote, others read
+            drawn = _settled(
+                logits_ptr, kept_ptr, count, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab, kept, precise
+            )  # fmt: skip
+            is_settled = True
+        else:
+            drawn = _drawn_ahead(logits_ptr, top, divisor, row_hash, pivot, drawn, vocab, precise)
+            pivot = _scaled_one(logits_ptr, drawn, top, divisor)
+            above, count, mass = _tally(logits_ptr, top, divisor, pivot, drawn, vocab)
+            is_settled = _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
     return drawn
 
 
 @kernel()
 def settle(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
-    scores_ptr, tokens_ptr, tops_ptr, masses_ptr, kept_ptr, out_ptr, logits_row, vocab, num_chunks,
-    chunks: tl.constexpr, kept: tl.constexpr, truncated: tl.constexpr, precise: tl.constexpr,
+    tokens_ptr, tops_ptr, masses_ptr, kept_ptr, out_ptr, logits_row, vocab, num_chunks,
+    chunks: tl.constexpr, kept: tl.constexpr, is_greedy: tl.constexpr, truncated: tl.constexpr, precise: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row: the best of all chunks, or the first draw that truncation keeps."""
+    """The token of a row: the best of all chunks, or the first draw that truncation keeps; or what is wrong."""
     row = tl.program_id(0).to(tl.int64)
     chunk, first = tl.arange(0, chunks), row * num_chunks
-    scores = tl.load(scores_ptr + first + chunk, mask=chunk < num_chunks, other=float("-inf"))
     tokens = tl.load(tokens_ptr + first + chunk, mask=chunk < num_chunks, other=vocab)
-    drawn = _first_best(scores, tokens, vocab)
-    if truncated:
-        temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-        row_hash = _row_hash(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-        divisor = tl.maximum(temperature, 1e-6)
+    tops = tl.load(tops_ptr + first + chunk, mask=chunk < num_chunks, other=float("-inf"))
+    highest, is_broken = tl.max(tops, 0), tl.min(tokens, 0) < 0
+    if is_greedy:
+        drawn = _first_best(tops, tokens, vocab)
+    else:
         logits_ptr += row * logits_row
-        kept_ptr += row * kept
-        top, whole = _whole_mass(tops_ptr, masses_ptr, first, num_chunks, chunks)
-        is_settled = (temperature <= 0) | ((top_k == 0) & (top_p >= 1) & (min_p <= 0))
-        while not is_settled:
-            pivot = tl.div_rn(tl.load(logits_ptr + drawn).to(tl.float32), divisor)
-            count, mass = _tally(logits_ptr, divisor, top, pivot, drawn, vocab)
-            is_settled = _is_allowed(count, mass, pivot, top, whole, top_k, top_p, min_p)
-            if not is_settled:
-                if count <= kept:
-                    _write_down(logits_ptr, kept_ptr, divisor, pivot, drawn, vocab)
-                    tl.debug_barrier()  # what one thread wrote, others read
-                    drawn = _settled(
-                        logits_ptr, kept_ptr, count, divisor, row_hash, top, whole, top_k, top_p, min_p, vocab,
-                        kept, precise,
-                    )  # fmt: skip
-                    is_settled = True
-                else:
-                    drawn = _drawn_ahead(logits_ptr, divisor, row_hash, pivot, drawn, vocab, precise)
-    tl.store(out_ptr + row, drawn.to(tl.int64))
+        top = tl.maximum(highest, _LOWEST)
+        temperature = tl.load(temperature_ptr + row)
+        divisor = _divisor(temperature)
+        row_hash = _row_hash(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        inside = (chunk < num_chunks) & (tokens >= 0)
+        scaled = _scaled(logits_ptr, tokens, inside, top, divisor)
+        noise = tl.where(temperature > 0, _noise(row_hash, tokens, precise), 0.0)
+        drawn = _first_best(tl.where(inside, scaled + noise, float("-inf")), tokens, vocab)
+        if truncated:
+            top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+            is_whole = ((top_k == 0) | (top_k >= vocab)) & (top_p >= 1) & (min_p <= 0)
+            if not (is_whole | (temperature <= 0) | is_broken | (highest == float("-inf"))):
+                _, whole = _whole_mass(tops_ptr, masses_ptr, first, num_chunks, divisor, chunks)
+                drawn = _first_kept(
+                    logits_ptr, kept_ptr + row * kept, drawn, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab,
+                    kept, precise,
+                )  # fmt: skip
+    drawn = tl.where(highest == float("-inf"), _NOTHING_ALLOWED, drawn)
+    tl.store(out_ptr + row, tl.where(is_broken, _NOT_FINITE, drawn).to(tl.int64))
 
 
 @kernel()
@@ -235,9 +329,9 @@ def favourites(
     token = part * chunk + tl.arange(0, chunk)
     logits = tl.load(logits_ptr + row * logits_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     at = row * num_chunks + part
-    top = tl.maximum(tl.max(logits, 0), _LOWEST)
-    tl.store(tops_ptr + at, top)
-    tl.store(masses_ptr + at, tl.sum(tl.exp(logits - top), 0))
+    highest = tl.max(logits, 0)
+    tl.store(tops_ptr + at, highest)
+    tl.store(masses_ptr + at, tl.sum(tl.exp(logits - tl.maximum(highest, _LOWEST)), 0))
     token = tl.where(token < vocab, token, vocab)
     values, tokens = _highest(logits, token, vocab, most, columns)
     column = tl.arange(0, columns)
@@ -269,7 +363,7 @@ def rank(
 ):  # fmt: skip
     """Log-probabilities of a row's picked token and of its favourites, from those of the chunks."""
     row = tl.program_id(0).to(tl.int64)
-    top, whole = _whole_mass(tops_ptr, masses_ptr, row * num_chunks, num_chunks, chunks)
+    top, whole = _whole_mass(tops_ptr, masses_ptr, row * num_chunks, num_chunks, 1.0, chunks)
     total = top + tl.log(whole)
     at, column = tl.arange(0, found), tl.arange(0, columns)
     inside = at < num_chunks * most
@@ -278,5 +372,6 @@ def rank(
     values, tokens = _highest(value, token, vocab, most, columns)
     tl.store(ids_ptr + row * most + column, tokens.to(tl.int64), mask=column < most)
     tl.store(logprobs_ptr + row * most + column, values - total, mask=column < most)
-    logit = tl.load(logits_ptr + row * logits_row + tl.load(picked_ptr + row)).to(tl.float32)
+    picked = tl.maximum(tl.load(picked_ptr + row), 0)  # where there is none, what is told means nothing
+    logit = tl.load(logits_ptr + row * logits_row + picked).to(tl.float32)
     tl.store(logprob_ptr + row, logit - total)

@@ -23,20 +23,20 @@ class TritonSampler:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if num_rows == 0:
             return out
-        truncated, precise = level >= Sampling.TRUNCATED, logits.device.type != "cpu"
-        scores, tops, masses = torch.empty((3, num_rows, num_chunks), device=logits.device).unbind(0)
+        greedy, truncated, precise = level is Sampling.GREEDY, level >= Sampling.TRUNCATED, logits.device.type != "cpu"
+        tops, masses = torch.empty((2, num_rows, num_chunks), device=logits.device).unbind(0)
         tokens = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
         survey[(num_rows, num_chunks)](
-            logits, rows.temperature, rows.seeds, rows.positions, scores, tokens, tops, masses,
+            logits, rows.temperature, rows.seeds, rows.positions, tokens, tops, masses,
             logits.stride(0), vocab, num_chunks,
-            chunk=CHUNK, is_greedy=level is Sampling.GREEDY, with_mass=truncated, precise=precise, num_warps=4,
+            chunk=CHUNK, is_greedy=greedy, with_mass=truncated, precise=precise, num_warps=4,
         )  # fmt: skip
         kept = torch.empty((num_rows, KEPT), dtype=torch.int32, device=logits.device) if truncated else tokens
         settle[(num_rows,)](
             logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions,
-            scores, tokens, tops, masses, kept, out, logits.stride(0), vocab, num_chunks,
-            chunks=triton.next_power_of_2(num_chunks), kept=KEPT, truncated=truncated, precise=precise,
-            num_warps=16 if truncated else 1,
+            tokens, tops, masses, kept, out, logits.stride(0), vocab, num_chunks,
+            chunks=triton.next_power_of_2(num_chunks), kept=KEPT, is_greedy=greedy, truncated=truncated,
+            precise=precise, num_warps=16 if truncated else 1,
         )  # fmt: skip
         return out
 

@@ -52,7 +52,8 @@ def _advance(
     row = tl.load(rows_ptr + token, mask=token < num_tokens, other=0)
     real = row > 0
     position = tl.load(positions_ptr + (row if by_row else token), mask=real, other=0)
-    tl.store(last_token_ptr + row, tl.load(tokens_ptr + token, mask=real, other=0), mask=real)
+    picked = tl.load(tokens_ptr + token, mask=real, other=0)
+    tl.store(last_token_ptr + row, tl.maximum(picked, 0), mask=real)
     tl.store(length_ptr + row, position + 1, mask=real)
 
 
