@@ -20,6 +20,7 @@ from phonograph.engine.checkpoints import (
     open_checkpoint,
 )
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.models.loading import load_weights
 from phonograph.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers")
@@ -284,6 +285,25 @@ class TestShards:
     def test_a_bad_index(self, sharded: Path, text: str) -> None:
         (sharded / "model.safetensors.index.json").write_text(text)
         refused(sharded, "index.json")
+
+
+class TestWeights:
+    @pytest.mark.parametrize(
+        ("value", "dtype"), [(math.nan, torch.float32), (-math.inf, torch.bfloat16), (1e6, torch.float16)]
+    )
+    def test_weights_that_are_not_finite_are_refused(self, folder: Path, value: float, dtype: torch.dtype) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"1 of the 1,536 values of model.layers.1.mlp.up_proj"):
+            load_weights(open_checkpoint(folder), dtype, torch.device("cpu"))
+
+    def test_a_sum_beyond_the_dtype_is_no_reason(self, folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"].fill_(60_000.0)
+        save_file(tensors, folder / "model.safetensors")
+        weights = load_weights(open_checkpoint(folder), torch.float16, torch.device("cpu"))
+        assert weights.layers[1].gate_up[-1, 0] == 60_000.0
 
 
 # -- random weights, and the default --------------------------------------------------------------------------

@@ -95,6 +95,11 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def check_tensors(source: str, config: ModelConfig, found: Mapping[str, TensorInfo]) -> None:
     """Refuse tensors that are missing, unexpected, or of another shape than the configuration says."""
+    if config.num_layers > len(found):
+        raise CheckpointError(
+            f"checking {source}: the configuration says {config.num_layers} layers, but there are {len(found)} tensors "
+            "in all. The weights and the configuration don't belong together: get the checkpoint again."
+        )
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]

@@ -62,8 +62,7 @@ class GgufCheckpoint:
         header = GgufHeader.read(path)
         config = ModelConfig.from_gguf(header.metadata, header.tensors, str(path))
         if ROPE_FACTORS in header.tensors:
-            factors = _read(header.path, header.tensors[ROPE_FACTORS])
-            config = replace(config, rope_scaling=FactorsRope(tuple(factors.tolist())))
+            config = replace(config, rope_scaling=_rope_factors(header, config))
         stored = {canonical_name(name): tensor for name, tensor in header.tensors.items() if name != ROPE_FACTORS}
         checkpoint = cls(header, config, stored)
         check_tensors(str(path), config, checkpoint.names)
@@ -106,6 +105,16 @@ class GgufCheckpoint:
         num_heads = self.config.num_heads if module == "q_proj" else self.config.num_kv_heads
         pairs = tensor.view(num_heads, self.config.head_dim // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _rope_factors(header: GgufHeader, config: ModelConfig) -> FactorsRope:
+    """The factors that stretch the frequencies, which the metadata must not stretch a second time."""
+    stored, doing = header.tensors[ROPE_FACTORS], f"reading {header.path}: {ROPE_FACTORS}"
+    if config.rope_scaling is not None:
+        raise CheckpointError(f"{doing} is there beside rope.scaling.* metadata; supported is one of them. Remove one.")
+    if stored.shape != (config.head_dim // 2,):
+        raise CheckpointError(f"{doing} has shape {list(stored.shape)}; expected [{config.head_dim // 2}].")
+    return FactorsRope(tuple(_read(header.path, stored).tolist()))
 
 
 def _info(tensor: StoredTensor) -> TensorInfo:

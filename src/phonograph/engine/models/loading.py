@@ -51,12 +51,28 @@ def load_weights(
     targets = _Targets(dtype, device)
     weights = _allocate(config, targets)
     total = len(checkpoint.names)
+    sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for index, (name, tensor) in enumerate(checkpoint.tensors(device=device)):
             if name in targets.places:
-                targets.places[name].copy_(tensor)
+                sums[name] = targets.places[name].copy_(tensor).sum()
             progress("loading weights", index + 1, total)
+        _refuse_not_finite(checkpoint.source, targets.places, sums)
     return weights
+
+
+def _refuse_not_finite(source: str, places: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
+    """Refuse NaN and infinite weights; a sum that is finite, as nearly all are, shows that every weight is."""
+    if not sums or bool(torch.stack(list(sums.values())).isfinite().all()):
+        return
+    for name, total in sums.items():
+        if not total.isfinite() and (num_bad := int((~places[name].isfinite()).sum())):
+            dtype = str(places[name].dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"loading {source}: {num_bad:,} of the {places[name].numel():,} values of {name} are NaN or infinite "
+                f"in {dtype}. The file is damaged, or its values are too large for {dtype}: get it again, or ask for "
+                "another dtype."
+            )
 
 
 def _allocate(config: ModelConfig, targets: _Targets) -> Weights:
