@@ -16,6 +16,7 @@ from phonograph.engine.checkpoints import GgufCheckpoint, RandomCheckpoint, Tens
 from phonograph.engine.checkpoints.gguf_header import TYPES, GgufHeader
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.rope_scaling import FactorsRope, LinearRope, YarnRope
+from phonograph.engine.request import SamplingParams
 from phonograph.errors import CheckpointError
 
 gguf = pytest.importorskip("gguf")
@@ -308,3 +309,16 @@ class TestMetadata:
         factors = {"rope_freqs.weight": np.ones(4, np.float32)}
         path = write_gguf(tmp_path / "m.gguf", TINY, {**arrays(), **factors}, change=change)
         refused(path, "rope_freqs.weight is there beside rope.scaling.*")
+
+    def test_recommended_sampling(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        def change(writer: Any) -> None:
+            writer.add_float32(gguf.Keys.General.SAMPLING_TEMP, 0.5)
+            writer.add_int32(gguf.Keys.General.SAMPLING_TOP_K, -1)
+            writer.add_float32(gguf.Keys.General.SAMPLING_TOP_P, 2.0)
+            writer.add_float32(gguf.Keys.General.SAMPLING_PENALTY_REPEAT, 1.5)
+            writer.add_int32(gguf.Keys.General.SAMPLING_MIROSTAT, 2)
+
+        checkpoint = GgufCheckpoint.open(write_gguf(tmp_path / "m.gguf", TINY, arrays(), change=change))
+        assert checkpoint.sampling == SamplingParams(temperature=0.5, top_k=0, repetition_penalty=1.5)
+        assert "top_p" in caplog.text
+        assert "mirostat" in caplog.text

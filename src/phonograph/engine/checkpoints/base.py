@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
@@ -44,6 +45,10 @@ class Checkpoint(Protocol):
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What its publishers recommend; everything else is left open."""
 
     @property
     def names(self) -> Mapping[str, TensorInfo]:

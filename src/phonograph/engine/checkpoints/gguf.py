@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from phonograph.engine.checkpoints import sampling
 from phonograph.engine.checkpoints.base import EMBEDDING, HEAD, TensorInfo, check_tensors
 from phonograph.engine.checkpoints.gguf_header import GgufHeader, StoredTensor
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.rope_scaling import FactorsRope
+from phonograph.engine.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
@@ -55,6 +57,7 @@ class GgufCheckpoint:
     config: ModelConfig
     stored: Mapping[str, StoredTensor]
     """By canonical name, in the order of the file."""
+    sampling: SamplingParams = SamplingParams()
 
     @classmethod
     def open(cls, path: Path) -> GgufCheckpoint:
@@ -64,7 +67,7 @@ class GgufCheckpoint:
         if ROPE_FACTORS in header.tensors:
             config = replace(config, rope_scaling=_rope_factors(header, config))
         stored = {canonical_name(name): tensor for name, tensor in header.tensors.items() if name != ROPE_FACTORS}
-        checkpoint = cls(header, config, stored)
+        checkpoint = cls(header, config, stored, sampling.from_gguf(header.metadata, str(path)))
         check_tensors(str(path), config, checkpoint.names)
         quantised = next((name for name, tensor in stored.items() if tensor.type.name not in _NATIVE), None)
         if quantised is not None and find_spec("gguf") is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from phonograph.engine.models import features, rope_scaling
 from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.rope_scaling import RopeScaling
 from phonograph.errors import CheckpointError
+
+log = logging.getLogger("phonograph")
 
 _BY_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
@@ -152,7 +155,7 @@ class ModelConfig:
             sliding_window=window,
             sliding_layers=sliding_layers,
             bos_id=fields.integer("bos_token_id") if "bos_token_id" in fields else None,
-            eos_ids=fields.integers("eos_token_id"),
+            eos_ids=known_ids(fields, "eos_token_id", fields.integer("vocab_size")),
             dtype=_DTYPES.get(fields.text("dtype", fields.text("torch_dtype", "")), torch.bfloat16),
         )
 
@@ -171,7 +174,8 @@ class ModelConfig:
         head_dim = fields.integer("attention.key_length", hidden // max(num_heads, 1))
         max_len = fields.integer("context_length")
         features.check_gguf(fields, head_dim, max_len)
-        ends = [tokens.integers(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        vocab = fields.integer("vocab_size", len(tokens.texts("tokens")))
+        ends = [known_ids(tokens, f"{kind}_token_id", vocab) for kind in ("eos", "eot", "eom")]
         return cls(
             architecture=GGUF_ARCHITECTURES[name],
             num_layers=fields.integer("block_count"),
@@ -180,7 +184,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
             head_dim=head_dim,
-            vocab=fields.integer("vocab_size", len(tokens.texts("tokens"))),
+            vocab=vocab,
             max_len=max_len,
             rope_theta=fields.number("rope.freq_base", 10_000.0),
             rope_scaling=rope_scaling.from_gguf(fields.below("rope.scaling."), max_len),
@@ -193,6 +197,14 @@ class ModelConfig:
             bos_id=tokens.integer("bos_token_id") if "bos_token_id" in tokens else None,
             eos_ids=tuple(dict.fromkeys(end for ids in ends for end in ids)),
         )
+
+
+def known_ids(fields: Fields, name: str, vocab: int) -> tuple[int, ...]:
+    """The token ids in a field; ids that the vocabulary doesn't have are reported and left out."""
+    ids = fields.integers(name)
+    if outside := [token for token in ids if not 0 <= token < vocab]:
+        log.warning("%s: %s has %d, which a vocabulary of %d does not have", fields.source, name, outside[0], vocab)
+    return tuple(token for token in ids if 0 <= token < vocab)
 
 
 def _hf_architecture(fields: Fields) -> str:

@@ -47,6 +47,7 @@ _SCALES = re.compile(r"scal(e|ing|ar)|multiplier|soft_?cap|factor|clip|clamp")
 """What arithmetic that other decoders have is called, in the names of numbers."""
 _BOUNDS = re.compile(r"soft_?cap|clip|clamp")
 """Of these no number but 0, in GGUF files, means that nothing is bounded."""
+_FAR = 1e300
 _ATTENTION_SCALES = ("attention_multiplier", "attention_scale", "attn_scale", "softmax_scale", "attention.scale")
 
 _GGUF_READ = _names(
@@ -118,7 +119,7 @@ def _refuse_unless_neutral(fields: Fields, name: str, head_dim: int, neutral: se
     """Refuse a field whose value changes what a model computes, as all but a few values of it do."""
     value = fields.values[name]
     if name in _ATTENTION_SCALES:
-        neutral = {head_dim**-0.5, *(neutral - {1.0})}
+        neutral = {max(head_dim, 1) ** -0.5, *(neutral - {1.0})}
     elif name == "query_pre_attn_scalar":
         neutral = {float(head_dim)}
     elif _BOUNDS.search(name):
@@ -127,7 +128,7 @@ def _refuse_unless_neutral(fields: Fields, name: str, head_dim: int, neutral: se
         log.warning("%s: %s is %r, which is not known here and has no effect", fields.source, name, value[:80])
         return
     given = value if isinstance(value, list) else [value]
-    numbers = [float(item) for item in given if isinstance(item, int | float)]
+    numbers = [max(min(item, _FAR), -_FAR) for item in given if isinstance(item, int | float)]
     is_neutral = all(any(math.isclose(number, one, rel_tol=1e-6) for one in neutral) for number in numbers)
     if is_neutral and len(numbers) == len(given):
         return

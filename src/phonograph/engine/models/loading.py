@@ -43,11 +43,8 @@ def load_weights(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress = silent
 ) -> Weights:
     """All weights, on the device and in this precision; one stored tensor at a time is held besides."""
+    refuse_unsupported(checkpoint)
     config = checkpoint.config
-    if config.o_bias or config.mlp_bias:
-        raise CheckpointError(
-            f"loading {checkpoint.source}: biases in the output projection or the MLP are not supported."
-        )
     targets = _Targets(dtype, device)
     weights = _allocate(config, targets)
     total = len(checkpoint.names)
@@ -59,6 +56,14 @@ def load_weights(
             progress("loading weights", index + 1, total)
         _refuse_not_finite(checkpoint.source, targets.places, sums)
     return weights
+
+
+def refuse_unsupported(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose weights have no place in the decoder, before any of them is read."""
+    if checkpoint.config.o_bias or checkpoint.config.mlp_bias:
+        raise CheckpointError(
+            f"loading {checkpoint.source}: biases in the output projection or the MLP are not supported."
+        )
 
 
 def _refuse_not_finite(source: str, places: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
