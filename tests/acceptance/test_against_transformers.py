@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from engine_logits import sequence_logits
 
@@ -78,3 +81,37 @@ def test_a_stop_string_never_leaks(llm: LLM) -> None:
     done = llm.chat(question, SamplingParams(max_tokens=32, temperature=0.0, stop=(" is Par",)))
     assert done.text == "The capital of France"
     llm.core.scheduler.integrity()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rope_scaling": {"type": "linear", "factor": 4},
+        },
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8},
+    ],
+)
+def test_logits_of_tiny_checkpoints_equal(tmp_path: Path, changes: dict[str, Any]) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    values = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    llm = LLM(tmp_path, device="cpu", options=EngineOptions(max_seqs=2, dtype=torch.float32))
+    prompt = torch.randint(96, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt])).logits[0]
+    assert (sequence_logits(llm, prompt) - wanted).abs().max().item() <= 1e-3

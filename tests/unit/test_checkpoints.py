@@ -20,6 +20,8 @@ from phonograph.engine.checkpoints import (
     open_checkpoint,
 )
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.models.loading import load_weights
+from phonograph.engine.request import SamplingParams
 from phonograph.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers")
@@ -284,6 +286,79 @@ class TestShards:
     def test_a_bad_index(self, sharded: Path, text: str) -> None:
         (sharded / "model.safetensors.index.json").write_text(text)
         refused(sharded, "index.json")
+
+
+class TestSampling:
+    def recommended(self, folder: Path, text: str) -> SamplingParams:
+        (folder / "generation_config.json").write_text(text)
+        return open_checkpoint(folder).sampling
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("{}", SamplingParams()),
+            ('{"temperature": 0.6, "top_p": 0.95, "top_k": 20}', SamplingParams(temperature=0.6, top_p=0.95, top_k=20)),
+            ('{"do_sample": false, "temperature": 0.6, "top_p": 0.9}', SamplingParams(temperature=0.0, top_p=0.9)),
+            ('{"do_sample": true, "repetition_penalty": 1.05}', SamplingParams(repetition_penalty=1.05)),
+            ('{"top_k": -1, "min_p": 0.05, "temperature": null}', SamplingParams(top_k=0, min_p=0.05)),
+            ('{"max_new_tokens": 7, "max_length": 20, "pad_token_id": 0, "num_beams": 1}', SamplingParams()),
+        ],
+    )
+    def test_what_the_publishers_recommend(
+        self, folder: Path, text: str, expected: SamplingParams, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert self.recommended(folder, text) == expected
+        assert not caplog.text
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ('{"temperature": -1}', "temperature"),
+            ('{"temperature": "0.7"}', "temperature"),
+            ('{"temperature": NaN}', "temperature"),
+            ('{"top_p": 0.0}', "top_p"),
+            ('{"top_p": [0.9]}', "top_p"),
+            ('{"top_k": 2.5}', "top_k"),
+            ('{"top_k": true}', "top_k"),
+            ('{"repetition_penalty": 0}', "repetition_penalty"),
+            ('{"min_p": 1e999}', "min_p"),
+            ('{"do_sample": "yes"}', "do_sample"),
+            ('{"no_repeat_ngram_size": 3}', "no_repeat_ngram_size"),
+            ('{"suppress_tokens": [5]}', "suppress_tokens"),
+        ],
+    )
+    def test_what_can_not_be_is_named_and_left_out(
+        self, folder: Path, text: str, named: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert self.recommended(folder, text) == SamplingParams()
+        assert "generation_config.json" in caplog.text
+        assert named in caplog.text
+
+    def test_ends_that_are_no_tokens_are_named_and_left_out(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (folder / "generation_config.json").write_text('{"eos_token_id": [-1, 5, 96]}')
+        assert open_checkpoint(folder).config.eos_ids == (2, 3, 5)
+        assert "eos_token_id has -1" in caplog.text
+
+
+class TestWeights:
+    @pytest.mark.parametrize(
+        ("value", "dtype"), [(math.nan, torch.float32), (-math.inf, torch.bfloat16), (1e6, torch.float16)]
+    )
+    def test_weights_that_are_not_finite_are_refused(self, folder: Path, value: float, dtype: torch.dtype) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"1 of the 1,536 values of model.layers.1.mlp.up_proj"):
+            load_weights(open_checkpoint(folder), dtype, torch.device("cpu"))
+
+    def test_a_sum_beyond_the_dtype_is_no_reason(self, folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"].fill_(60_000.0)
+        save_file(tensors, folder / "model.safetensors")
+        weights = load_weights(open_checkpoint(folder), torch.float16, torch.device("cpu"))
+        assert weights.layers[1].gate_up[-1, 0] == 60_000.0
 
 
 # -- random weights, and the default --------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from phonograph.engine.checkpoints import GgufCheckpoint, RandomCheckpoint, Tens
 from phonograph.engine.checkpoints.gguf_header import TYPES, GgufHeader
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.rope_scaling import FactorsRope, LinearRope, YarnRope
+from phonograph.engine.request import SamplingParams
 from phonograph.errors import CheckpointError
 
 gguf = pytest.importorskip("gguf")
@@ -252,3 +253,72 @@ class TestRefusedGguf:
         checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", TINY, arrays(), change=change))
         with pytest.raises(CheckpointError, match=r"tokenizer.ggml.model is 'llama'; supported is gpt2"):
             checkpoint.tokenizer()
+
+
+class TestMetadata:
+    @pytest.mark.parametrize(
+        ("key", "value", "neutral"),
+        [
+            ("attention.scale", 1.0, TINY.head_dim**-0.5),
+            ("logit_scale", 0.25, 1.0),
+            ("embedding_scale", 12.0, 0.0),
+            ("residual_scale", 0.22, 1.0),
+            ("final_logit_softcapping", 30.0, 0.0),
+            ("attn_logit_softcapping", 1.0, 0.0),
+            ("attention.clamp_kqv", 8.0, 0.0),
+            ("attention.max_alibi_bias", 8.0, 0.0),
+            ("a_key_of_tomorrow", 3.0, 0.0),
+            ("rope.freq_base", math.nan, 10_000.0),
+            ("rope.freq_base", math.inf, 10_000.0),
+        ],
+    )
+    def test_a_number_that_is_not_computed_is_refused(
+        self, tmp_path: Path, key: str, value: float, neutral: float
+    ) -> None:
+        for number in (value, neutral):
+
+            def change(writer: Any, number: float = number) -> None:
+                writer.add_float32(f"llama.{key}", number)
+
+            path = write_gguf(tmp_path / f"{number}.gguf", TINY, arrays(), change=change)
+            if number is value:
+                refused(path, "llama.*", f"{key} is ")
+            else:
+                assert GgufCheckpoint.open(path).config.rope_theta == 10_000.0
+
+    def test_an_epsilon_that_is_no_number(self, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "m.gguf", TINY, arrays())
+        stored = np.float32(TINY.rms_eps).tobytes()
+        damaged = path.read_bytes().replace(stored, np.float32(math.nan).tobytes(), 1)
+        path.write_bytes(damaged)
+        refused(path, "attention.layer_norm_rms_epsilon is nan; expected a finite number")
+
+    @pytest.mark.parametrize("factors", [np.ones(3, np.float32), np.ones((4, 1), np.float32)])
+    def test_factors_of_another_length(self, tmp_path: Path, factors: Any) -> None:
+        refused(
+            write_gguf(tmp_path / "m.gguf", TINY, {**arrays(), "rope_freqs.weight": factors}),
+            "rope_freqs.weight has shape",
+            "expected [4]",
+        )
+
+    def test_frequencies_are_not_stretched_twice(self, tmp_path: Path) -> None:
+        def change(writer: Any) -> None:
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(2.0)
+
+        factors = {"rope_freqs.weight": np.ones(4, np.float32)}
+        path = write_gguf(tmp_path / "m.gguf", TINY, {**arrays(), **factors}, change=change)
+        refused(path, "rope_freqs.weight is there beside rope.scaling.*")
+
+    def test_recommended_sampling(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        def change(writer: Any) -> None:
+            writer.add_float32(gguf.Keys.General.SAMPLING_TEMP, 0.5)
+            writer.add_int32(gguf.Keys.General.SAMPLING_TOP_K, -1)
+            writer.add_float32(gguf.Keys.General.SAMPLING_TOP_P, 2.0)
+            writer.add_float32(gguf.Keys.General.SAMPLING_PENALTY_REPEAT, 1.5)
+            writer.add_int32(gguf.Keys.General.SAMPLING_MIROSTAT, 2)
+
+        checkpoint = GgufCheckpoint.open(write_gguf(tmp_path / "m.gguf", TINY, arrays(), change=change))
+        assert checkpoint.sampling == SamplingParams(temperature=0.5, top_k=0, repetition_penalty=1.5)
+        assert "top_p" in caplog.text
+        assert "mirostat" in caplog.text

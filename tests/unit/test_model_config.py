@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from phonograph.engine.checkpoints import expected_shapes
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.rope_scaling import FactorsRope, LinearRope
+from phonograph.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,3 +133,110 @@ class TestFamily:
         factors = replace(config, rope_scaling=None).inv_freq() / config.inv_freq()
         stored = replace(config, rope_scaling=FactorsRope(tuple(factors.tolist())))
         torch.testing.assert_close(stored.inv_freq(), config.inv_freq())
+
+
+LINEAR, YARN = {"type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16}
+BASE = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+class TestBothSpellings:
+    """`rope_scaling` is the older name of `rope_parameters`; files that were edited have both."""
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": LINEAR},
+            {"rope_parameters": YARN, "rope_scaling": LINEAR, "rope_theta": 2e4},
+            {"rope_parameters": LINEAR, "rope_scaling": {**YARN, "rope_theta": 3e4}, "rope_theta": 2e4},
+            {"rope_parameters": LINEAR, "rope_scaling": {}},
+            {"rope_parameters": LINEAR, "rope_scaling": None, "rope_theta": 7e4},
+            {"rope_parameters": None, "rope_scaling": YARN, "original_max_position_embeddings": 32},
+            {"rope_parameters": {**YARN, "type": "linear"}},
+            {"rope_parameters": {"type": "linear", "rope_type": "default", "factor": 3.0}},
+        ],
+    )
+    def test_the_section_that_counts_is_that_of_transformers(self, changes: dict[str, Any], tmp_path: Path) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        (tmp_path / "config.json").write_text(json.dumps({**BASE, **changes}))
+        embedding = LlamaRotaryEmbedding(transformers.AutoConfig.from_pretrained(tmp_path))
+        config = ModelConfig.from_hf({**BASE, **changes})
+        assert torch.equal(config.inv_freq(), embedding.inv_freq)
+        assert config.rope_attention_factor == embedding.attention_scaling
+
+    def test_what_does_not_count_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING, "phonograph"):
+            ModelConfig.from_hf({**BASE, "rope_parameters": YARN, "rope_scaling": {**LINEAR, "beta_fast": 8}})
+        assert "rope_scaling and rope_parameters, and they differ" in caplog.text
+        assert "beta_fast has no effect with rope_type 'linear'" in caplog.text
+
+
+class TestWhatIsNotComputed:
+    @pytest.mark.parametrize(
+        ("name", "value", "neutral"),
+        [
+            ("logit_scale", 0.0625, 1.0),
+            ("logits_scaling", 8.0, 1),
+            ("embedding_multiplier", 12.0, 1.0),
+            ("residual_multiplier", 0.22, 1.0),
+            ("attention_multiplier", 1.0, 8**-0.5),
+            ("query_pre_attn_scalar", 256, 8),
+            ("final_logit_softcapping", 30.0, None),
+            ("attn_logit_softcapping", 1.0, None),
+            ("partial_rotary_factor", 0.5, 1.0),
+            ("some_new_multiplier", 2, None),
+            ("per_layer_config", {"0": {}}, {}),
+            ("compression_config", {"quant_method": "new"}, None),
+        ],
+    )
+    def test_a_number_that_changes_the_arithmetic_is_refused(self, name: str, value: object, neutral: object) -> None:
+        with pytest.raises(CheckpointError, match=name):
+            ModelConfig.from_hf({**BASE, name: value})
+        assert ModelConfig.from_hf({**BASE, name: neutral}) == ModelConfig.from_hf(BASE)
+
+    def test_unknown_fields_are_reported_by_name(self, caplog: pytest.LogCaptureFixture) -> None:
+        known = {"use_cache": True, "initializer_range": 0.02, "temperature": 0.6, "_name_or_path": "x"}
+        with caplog.at_level(logging.WARNING, "phonograph"):
+            ModelConfig.from_hf({**BASE, **known, "absent": None, "off": False})
+            assert not caplog.text
+            ModelConfig.from_hf({**BASE, "no_rope_layers": [1, 0, 1]})
+        assert "no_rope_layers" in caplog.text
+
+    @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 10**400])
+    @pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps"])
+    def test_a_number_that_is_not_finite_is_refused(self, name: str, number: float) -> None:
+        with pytest.raises(CheckpointError, match=f"{name} is .*; expected a finite number"):
+            ModelConfig.from_hf({**BASE, name: number})
+
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"rope_type": "linear", "factor": 0},
+            {"rope_type": "linear", "factor": -2.0},
+            {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0},
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.0},
+            {"rope_type": "llama3", "factor": 0, "low_freq_factor": 1, "high_freq_factor": 4},
+            {"rope_type": "dynamic"},
+        ],
+    )
+    def test_frequencies_that_can_not_be_are_refused(self, rope: dict[str, Any]) -> None:
+        with pytest.raises(CheckpointError, match=r"frequencies|attention_factor|factor is missing"):
+            ModelConfig.from_hf({**BASE, "rope_parameters": rope})
+
+    @pytest.mark.parametrize(
+        "name", ["num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "max_position_embeddings"]
+    )
+    def test_sizes_beyond_all_models_are_refused_at_once(self, name: str) -> None:
+        window = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+        with pytest.raises(CheckpointError, match=r"at most|64 bits"):
+            ModelConfig.from_hf({**BASE, **window, name: 2**31})
+        with pytest.raises(CheckpointError, match=name):
+            ModelConfig.from_hf({**BASE, name: 10**30})
+
+    def test_names_that_contradict_each_other_are_refused(self) -> None:
+        with pytest.raises(CheckpointError, match=r"LlamaForCausalLM, but model_type is 'mistral'"):
+            ModelConfig.from_hf({**BASE, "model_type": "mistral"})
+        mixed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
+        with pytest.raises(CheckpointError, match="layer_types gives a window to 1 of 3"):
+            ModelConfig.from_hf({**BASE, **mixed, "layer_types": ["sliding_attention", *["full_attention"] * 2]})

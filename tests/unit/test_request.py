@@ -13,11 +13,32 @@ from phonograph.errors import PhonographError, RequestError
 
 
 def test_the_defaults_are_the_field_s() -> None:
-    params = SamplingParams()
+    params = SamplingParams().resolved()
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p, params.n) == (16, 1.0, 0, 1.0, 1)
     assert (params.stop, params.stop_token_ids, params.seed, params.logprobs) == ((), (), None, None)
     assert not params.ignore_eos
     assert params.logit_bias == {}
+
+
+class TestWhatIsLeftOpen:
+    MODEL = SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1)
+
+    def test_the_model_s_own_holds_and_then_the_neutral_value(self) -> None:
+        params = SamplingParams(max_tokens=3, top_k=5).resolved(self.MODEL)
+        assert (params.temperature, params.top_k, params.top_p) == (0.6, 5, 1.0)
+        assert (params.min_p, params.repetition_penalty, params.max_tokens) == (0.0, 1.1, 3)
+
+    def test_what_is_said_counts_also_where_it_is_neutral(self) -> None:
+        said = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+        assert said.resolved(self.MODEL) == said
+        assert said == SamplingParams().resolved()
+
+    def test_a_request_leaves_nothing_open(self) -> None:
+        assert Request("x", (1,)).params == SamplingParams().resolved()
+
+    def test_both_are_hashable_and_differ(self) -> None:
+        assert SamplingParams() != SamplingParams(temperature=1.0)
+        assert len({SamplingParams(), SamplingParams(), SamplingParams(temperature=1.0)}) == 2
 
 
 @pytest.mark.parametrize(

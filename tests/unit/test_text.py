@@ -207,13 +207,21 @@ class TestFolders:
             assert ids[0] == 1
             assert tokenizer.decode(ids) == backend.decode(ids) == text
 
-    def test_a_continued_text_keeps_its_space(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("prompt", ["", " ", "hi", " hi", "<s>", "é"])
+    @pytest.mark.parametrize("answer", [["▁hi"], ["▁▁", "▁hi"], ["▁", "▁", "h"], ["h"], ["<0x20>", "i"]])
+    def test_a_continued_text_is_what_the_library_adds(self, tmp_path: Path, prompt: str, answer: list[str]) -> None:
+        backend = sentencepiece()
+        tokenizer = Tokenizer.from_folder(save(tmp_path, backend))
+        ids = [backend.token_to_id(token) or 0 for token in answer]
+        before = tokenizer.encode(prompt)
+        stream = Detokenizer(tokenizer, after=before)
+        text = "".join([stream.add([token]) for token in ids]) + stream.finish()
+        assert backend.decode(before) + text == backend.decode([*before, *ids])
+
+    def test_an_answer_that_continues_nothing_begins_without_the_space(self, tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_folder(save(tmp_path, sentencepiece()))
-        ids = [tokenizer.token_id("▁▁"), tokenizer.token_id("▁hi")]
-        assert all(ids)
-        for continues, expected in ((False, "  hi"), (True, "   hi")):
-            stream = Detokenizer(tokenizer, continues=continues)
-            assert "".join([stream.add([token or 0]) for token in ids]) + stream.finish() == expected
+        ids = [tokenizer.token_id("▁▁") or 0, tokenizer.token_id("▁hi") or 0]
+        assert Detokenizer(tokenizer).add(ids) == tokenizer.decode(ids) == "  hi"
 
     def test_eos_is_also_what_the_configuration_says(self, tmp_path: Path) -> None:
         folder = save(tmp_path, sentencepiece(), eos_token="</s>")
@@ -258,6 +266,7 @@ class TestDetokenizer:
     def test_special_tokens(self) -> None:
         tokenizer = made()
         assert Detokenizer(tokenizer).add([0, 1, 2]) == "<tool>"
+        assert Detokenizer(tokenizer, without=[2]).add([0, 1, 2]) == ""
         assert Detokenizer(tokenizer, skip_special=False).add([0, 1, 2]) == "<s></s><tool>"
 
 

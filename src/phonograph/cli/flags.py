@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phonograph.graphs import flags as graph_flags
@@ -38,6 +39,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=("triton", "flashinfer", "cpu", "reference"),
         help="default: triton on a GPU, C++ on a CPU; flashinfer is for prompts, decode steps stay with triton",
     )
+    parser.add_argument(
+        "--sampling",
+        choices=("model", "neutral"),
+        default="model",
+        help="where a temperature, top-k, top-p, min-p or repetition penalty that is left out comes from: "
+        "the model's generation_config.json or GGUF metadata, or values that change nothing",
+    )
     graph_flags.add_flags(parser)
 
 
@@ -58,6 +66,7 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         residual_dtype=getattr(torch, args.residual_dtype) if args.residual_dtype else None,
         attention=args.attention,
         prefix_cache=not args.no_prefix_cache,
+        sampling=args.sampling,
     )
     return EngineSpec(args.model, args.shape, args.device, options, graph_flags.asked_from(args))
 
@@ -65,14 +74,22 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """How to pick tokens, and when to stop."""
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0 for all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass")
     parser.add_argument(
-        "--min-p", type=float, default=0.0, help="leave out tokens less likely than this share of the best"
+        "--temperature", type=float, help="0 always takes the likeliest token; default: the model's own, else 0"
+    )
+    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens, 0 for all; default: the model's")
+    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this mass; default: the model's")
+    parser.add_argument(
+        "--min-p", type=float, help="leave out tokens less likely than this share of the best; default: the model's"
     )
     parser.add_argument("--seed", type=int, help="the same seed gives the same tokens")
     parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
+
+
+def greedy_by_default(params: SamplingParams, recommended: SamplingParams) -> SamplingParams:
+    """The likeliest token, where neither a flag nor the model says a temperature: a trial gives the same twice."""
+    is_open = params.temperature is None and recommended.temperature is None
+    return replace(params, temperature=0.0) if is_open else params
 
 
 def params_from(args: argparse.Namespace) -> SamplingParams:

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from phonograph.cli.flags import add_engine_flags, add_sampling_flags, params_from, spec_from
+from phonograph.cli.flags import add_engine_flags, add_sampling_flags, greedy_by_default, params_from, spec_from
 from phonograph.graphs.progress import bar
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     llm = spec_from(args).open(bar())
     loaded = time.perf_counter()
+    params = greedy_by_default(params, llm.sampling)
     prompt = [{"role": "user", "content": args.prompt}]
     done = llm.chat(prompt, params) if args.chat else llm.generate(args.prompt, params)[0]
     seconds = time.perf_counter() - loaded

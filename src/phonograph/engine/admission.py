@@ -15,7 +15,7 @@ def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence
     # The last output is never computed, so a sequence may be one token longer than its pages.
     max_len = min(limits.max_len, limits.capacity + 1)
     max_outputs = min(params.max_tokens, max_len - num_prompt)
-    stop_ids = frozenset(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
+    stop_ids = params.stop_ids(limits.eos_ids)
     return [
         Sequence(request, index, max_outputs, stop_ids, rank=(1, -request.priority, request.arrival, serial + index))
         for index in range(params.n)

@@ -61,6 +61,8 @@ class AsyncLLM:
         self.spec = spec
         self.max_queue = max_queue
         self.checkpoint = spec.checkpoint()
+        self.sampling = self.checkpoint.sampling if spec.options.sampling == "model" else SamplingParams()
+        """What holds for a value that a request leaves open."""
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         self._template = self._opened_template(chat_template)
         self.observer = Observers(observers)
@@ -179,7 +181,7 @@ class AsyncLLM:
 
         With `continues` an answer goes on where its prompt ended: a leading space belongs to it.
         """
-        now = time.monotonic()
+        now, params = time.monotonic(), params.resolved(self.sampling)
         name = request_id or f"request-{next(self._numbers)}"
         deadline = None if timeout is None else now + timeout
         requests = [

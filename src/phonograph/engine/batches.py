@@ -73,7 +73,8 @@ def _level(params: SamplingParams) -> Sampling:
         return Sampling.PENALISED
     if params.temperature == 0:
         return Sampling.GREEDY
-    return Sampling.TRUNCATED if params.top_k or params.top_p < 1 or params.min_p > 0 else Sampling.SAMPLED
+    truncated = params.top_k or params.min_p or params.top_p not in (None, 1.0)
+    return Sampling.TRUNCATED if truncated else Sampling.SAMPLED
 
 
 class BatchBuilder:

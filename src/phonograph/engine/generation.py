@@ -70,8 +70,18 @@ class Generation:
         self.requests = tuple(requests)
         self._first = {request.id: place * request.params.n for place, request in enumerate(requests)}
         """The number of each request's first choice."""
+        eos_ids = () if tokenizer is None else tokenizer.eos_ids
         self._choices = [
-            _Choice(first + index, request, TextReader(tokenizer, request.params.stop, continues=continues))
+            _Choice(
+                first + index,
+                request,
+                TextReader(
+                    tokenizer,
+                    request.params.stop,
+                    stop_ids=request.params.stop_ids(eos_ids),
+                    after=request.prompt if continues else (),
+                ),
+            )
             for request, first in zip(requests, self._first.values(), strict=True)
             for index in range(request.params.n)
         ]

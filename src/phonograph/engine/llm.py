@@ -19,6 +19,7 @@ from phonograph.engine.attention.base import Attention
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.checkpoints.sampling import described
 from phonograph.engine.choices import attention_for, kernels_for, sampler_for
 from phonograph.engine.core import EngineCore
 from phonograph.engine.executor import Executor
@@ -60,10 +61,11 @@ class Completion:
 class _Reader:
     """Follows one sequence: what became of it so far."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, continues: bool) -> None:
         self.sequence = sequence
         self.done = Completion(sequence.request.prompt, sequence.index)
-        self._text = TextReader(tokenizer, sequence.request.params.stop)
+        after = sequence.request.prompt if continues else ()
+        self._text = TextReader(tokenizer, sequence.request.params.stop, stop_ids=sequence.stop_ids, after=after)
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
@@ -107,6 +109,8 @@ class LLM:
         self.device = open_device(device)
         self.precision = precision_for(self.checkpoint, options, self.device.torch_device)
         options = self.options = self.precision.applied_to(options)
+        self.sampling = self.checkpoint.sampling if options.sampling == "model" else SamplingParams()
+        """What holds for a value that a request leaves open."""
         self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
         attention = attention_for(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
@@ -147,27 +151,19 @@ class LLM:
     ) -> list[Completion]:
         """Complete prompts, texts or token ids; results in the order of the prompts, n for each."""
         many = _as_prompts(prompts)
-        with self._alone():
-            readers = self._submit([self._encoded(prompt) for prompt in many], params or SamplingParams())
-            for _ in self._run(readers):
-                pass
-        return [reader.done for reader in readers.values()]
+        return self._generated([self._encoded(prompt) for prompt in many], params, continues=True)
 
     def chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation."""
-        return self.generate([self._rendered(messages)], params)[0]
+        return self._generated([self._rendered(messages)], params, continues=False)[0]
 
     def stream(self, prompt: str | Many[int], params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, as it comes."""
-        with self._alone():
-            readers = self._submit([self._encoded(prompt)], params or SamplingParams())
-            for _, text in self._run(readers):
-                if text:
-                    yield text
+        return self._streamed(self._encoded(prompt), params, continues=True)
 
     def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
         """The answer to a conversation, as it comes."""
-        return self.stream(self._rendered(messages), params)
+        return self._streamed(self._rendered(messages), params, continues=False)
 
     @property
     def where(self) -> str:
@@ -183,7 +179,8 @@ class LLM:
         )
         kernels = f"precision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
-        return f"{self.plan.explain(phases=list(self.executor.runners))}\n{kernels}\n{cache}\n{runners}"
+        about = [self.plan.explain(phases=list(self.executor.runners)), kernels, cache, described(self.sampling)]
+        return "\n".join([*about, runners])
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -214,13 +211,32 @@ class LLM:
         template: ChatTemplate = self.checkpoint.chat_template()
         return tuple(self._text().encode(template.render(list(messages)), add_special=False))
 
-    def _submit(self, prompts: Many[tuple[int, ...]], params: SamplingParams) -> dict[Sequence, _Reader]:
-        readers: dict[Sequence, _Reader] = {}
+    def _generated(
+        self, prompts: Many[tuple[int, ...]], params: SamplingParams | None, *, continues: bool
+    ) -> list[Completion]:
+        with self._alone():
+            readers = self._submit(prompts, params or SamplingParams(), continues=continues)
+            for _ in self._run(readers):
+                pass
+        return [reader.done for reader in readers.values()]
+
+    def _streamed(self, prompt: tuple[int, ...], params: SamplingParams | None, *, continues: bool) -> Iterator[str]:
+        with self._alone():
+            readers = self._submit([prompt], params or SamplingParams(), continues=continues)
+            for _, text in self._run(readers):
+                if text:
+                    yield text
+
+    def _submit(
+        self, prompts: Many[tuple[int, ...]], params: SamplingParams, *, continues: bool = True
+    ) -> dict[Sequence, _Reader]:
+        """With `continues` an answer goes on where its prompt ended: a leading space belongs to it."""
+        params, readers = params.resolved(self.sampling), dict[Sequence, _Reader]()
         try:
             for prompt in prompts:
                 request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
                 for sequence in self.core.add(request):
-                    readers[sequence] = _Reader(sequence, self.tokenizer)
+                    readers[sequence] = _Reader(sequence, self.tokenizer, continues=continues)
         except Exception:
             for sequence in readers:
                 self.core.cancel(sequence.request.id)

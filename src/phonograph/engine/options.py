@@ -15,6 +15,8 @@ KernelsName = Literal["reference", "cpu", "triton"]
 """In torch's ops, in C++, or in Triton."""
 AttentionName = Literal[KernelsName, "flashinfer"]
 """As for kernels; or FlashInfer for prompts, which it plans on the host, and Triton for decode steps."""
+SamplingSource = Literal["model", "neutral"]
+"""What the model's publishers recommend, or values that change nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,17 @@ class EngineOptions:
     eager_copies: bool = False
     """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
 
+    sampling: SamplingSource = "model"
+    """Where values come from that a request leaves open: temperature, top_k, top_p, min_p, repetition_penalty."""
+
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_tokens", "max_len", "page_size", "cache_tokens"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise PlanError(f"{name} is a whole number from 1 on; found {value!r}.")
-        for name, names in (("attention", AttentionName), ("kernels", KernelsName)):
+        for name, names in (("attention", AttentionName), ("kernels", KernelsName), ("sampling", SamplingSource)):
             known = get_args(names)
-            if getattr(self, name) not in (None, *known):
+            if getattr(self, name) not in (known if name == "sampling" else (None, *known)):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
         for name, dtype in (("dtype", self.dtype), ("residual_dtype", self.residual_dtype)):
             if dtype not in (None, *DTYPES):

@@ -64,7 +64,7 @@ class PenaltyTables:
         self._clear(row)
         self.counts[row] = 0
         self.prompted[row] = False
-        self.repetition[row] = params.repetition_penalty
+        self.repetition[row] = params.repetition_penalty or 1.0
         self.presence[row] = params.presence_penalty
         self.frequency[row] = params.frequency_penalty
         self.prompted[row, torch.tensor(sequence.request.prompt, device=device)] = True
@@ -101,5 +101,5 @@ class PenaltyTables:
 
 def is_penalised(params: SamplingParams) -> bool:
     """Whether a request needs these tables."""
-    changes = (params.repetition_penalty != 1.0, params.presence_penalty != 0.0, params.frequency_penalty != 0.0)
-    return any(changes) or bool(params.logit_bias)
+    changes = (params.presence_penalty != 0.0, params.frequency_penalty != 0.0, bool(params.logit_bias))
+    return any(changes) or params.repetition_penalty not in (None, 1.0)

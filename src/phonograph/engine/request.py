@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from phonograph.errors import RequestError
 
@@ -19,6 +19,16 @@ _MAX_WHOLE = 2**63 - 1
 _MAX_TOKEN_ID = 2**31 - 1
 _FLOAT32 = (2.0**-126, 2.0**128 - 2.0**104)
 """What sampling parameters become on the device: the least and the greatest number that float32 holds in full."""
+
+
+NEUTRAL: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""The fields of `SamplingParams` for which a model may have defaults of its own, and what they are if it has none."""
 
 
 class FinishReason(Enum):
@@ -59,17 +69,23 @@ class GrammarSpec:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample, and when to stop; every value is checked when it is made."""
+    """How to sample, and when to stop; every value is checked when it is made.
+
+    A field of `NEUTRAL` that is None is left open: the model's own default holds, or the neutral value if it has none.
+    """
 
     max_tokens: int = 16
     """The most tokens to generate; fewer where the context ends first."""
-    temperature: float = 1.0
-    """0 takes the likeliest token."""
-    top_k: int = 0
+    temperature: float | None = None
+    """0 takes the likeliest token, 1 is neutral."""
+    top_k: int | None = None
     """Sample among this many likeliest tokens; 0 is off."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_p: float | None = None
+    """Sample among the likeliest tokens of this mass; 1 is off."""
+    min_p: float | None = None
+    """Leave out tokens less likely than this share of the likeliest; 0 is off."""
+    repetition_penalty: float | None = None
+    """Above 1, tokens that were in prompt or answer become less likely; 1 is off."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -106,10 +122,24 @@ class SamplingParams:
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
             raise RequestError(f"grammar must be a GrammarSpec, found {_shown(self.grammar)}.", field="grammar")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+    def resolved(self, defaults: SamplingParams | None = None) -> SamplingParams:
+        """With a value for everything that is left open: that of `defaults`, else the neutral one."""
+        found: dict[str, Any] = {}
+        for name, neutral in NEUTRAL.items():
+            if getattr(self, name) is None:
+                said = None if defaults is None else getattr(defaults, name)
+                found[name] = neutral if said is None else said
+        return replace(self, **found) if found else self
+
+    def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end an answer and are not part of its text, of a model with these ends."""
+        return frozenset([*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)])
 
 
 @dataclass(frozen=True)
@@ -119,6 +149,7 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
+    """Nothing is left open in it."""
     priority: int = 0
     """Higher goes first."""
     deadline: float | None = None
@@ -134,6 +165,7 @@ class Request:
         object.__setattr__(self, "prompt", _token_ids("prompt", self.prompt))
         if not isinstance(self.params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, found {_shown(self.params)}.")
+        object.__setattr__(self, "params", self.params.resolved())
         _whole("priority", self.priority)
         if self.deadline is not None:
             _number("deadline", self.deadline, -math.inf, math.inf)
@@ -155,6 +187,8 @@ def _shown(value: object) -> str:
 def _whole(
     name: str, value: object, least: int | None = None, most: int = _MAX_WHOLE, *, field: str | None = None
 ) -> None:
+    if value is None and name in NEUTRAL:
+        return
     # A bool is an int to Python; to a user it is a slip.
     right = isinstance(value, int) and not isinstance(value, bool)
     if right and (-_MAX_WHOLE if least is None else least) <= value <= most:  # type: ignore[operator]
@@ -168,6 +202,8 @@ def _whole(
 def _number(
     name: str, value: object, least: float, most: float, *, open_below: bool = False, field: str | None = None
 ) -> None:
+    if value is None and name in NEUTRAL:
+        return
     right = isinstance(value, int | float) and not isinstance(value, bool)
     right = right and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
     if right and least <= value <= most and not (open_below and value == least):  # type: ignore[operator]
@@ -183,7 +219,7 @@ def _float32(
     """A number that is the same, but for rounding, where the device computes with it."""
     _number(name, value, least, most, open_below=open_below, field=field)
     smallest, largest = _FLOAT32
-    if value != 0 and not smallest <= abs(value) <= largest:  # type: ignore[arg-type]
+    if value not in (None, 0) and not smallest <= abs(value) <= largest:  # type: ignore[arg-type]
         bounds = f"from {smallest:.3g} to {largest:.3g} in size" + (", or 0" if least <= 0 and not open_below else "")
         raise RequestError(
             f"{name} must fit into 32 bits, {bounds}, found {_shown(value)}. Take a less extreme one.",

@@ -191,6 +191,8 @@ class Model(msgspec.Struct, frozen=True):
     created: int
     max_model_len: int
     """Tokens of a prompt and its answer together."""
+    sampling: dict[str, float]
+    """What holds where a request leaves it out: temperature, top_k, top_p, min_p, repetition_penalty."""
     owned_by: str = "phonograph"
     object: Literal["model"] = "model"
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phonograph.engine.async_llm import AsyncLLM
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.request import NEUTRAL, SamplingParams
 from phonograph.errors import RequestError
 from phonograph.server.answers import Detokenized, Error, HealthBody, Model, Models, Tokenized
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
@@ -200,7 +200,9 @@ class Api:
         return _json(HealthBody(health.state, reason, error), 503)
 
     def _model(self, name: str) -> Model:
-        return Model(name, self._created, self._llm.about.limits.max_len)
+        resolved = SamplingParams().resolved(self._llm.sampling)
+        sampling = {field: getattr(resolved, field) for field in NEUTRAL}
+        return Model(name, self._created, self._llm.about.limits.max_len, sampling)
 
     def _checked_model(self, name: str | None) -> str:
         """The name that an answer bears."""

@@ -30,7 +30,10 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request share. A field that is not known is refused: it would do nothing."""
+    """What both kinds of request share. A field that is not known is refused: it would do nothing.
+
+    Where temperature, top_p, top_k, min_p or repetition_penalty is left out, the model's own holds (/v1/models).
+    """
 
     model: str | None = None
     """A name from /v1/models; may be left out."""
@@ -39,7 +42,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     """How many answers to one prompt."""
     temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
-    """0 always takes the likeliest token; 1 is the default."""
+    """0 always takes the likeliest token. Default: the model's own, else 1."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Annotated[str, Meta(min_length=1)] | Stops | None = None

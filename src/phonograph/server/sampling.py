@@ -38,11 +38,11 @@ def _params(ask: Sampling, max_tokens: int, logprobs: int | None) -> SamplingPar
     stop = (ask.stop,) if isinstance(ask.stop, str) else tuple(ask.stop or ())
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=_or(ask.temperature, 1.0),
-        top_k=max(0, ask.top_k or 0),
-        top_p=_or(ask.top_p, 1.0),
-        min_p=_or(ask.min_p, 0.0),
-        repetition_penalty=_or(ask.repetition_penalty, 1.0),
+        temperature=ask.temperature,
+        top_k=None if ask.top_k is None else max(0, ask.top_k),
+        top_p=ask.top_p,
+        min_p=ask.min_p,
+        repetition_penalty=ask.repetition_penalty,
         presence_penalty=_or(ask.presence_penalty, 0.0),
         frequency_penalty=_or(ask.frequency_penalty, 0.0),
         logit_bias=ask.logit_bias or {},

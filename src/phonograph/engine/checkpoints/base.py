@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
@@ -44,6 +45,10 @@ class Checkpoint(Protocol):
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What its publishers recommend; everything else is left open."""
 
     @property
     def names(self) -> Mapping[str, TensorInfo]:
@@ -95,6 +100,11 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def check_tensors(source: str, config: ModelConfig, found: Mapping[str, TensorInfo]) -> None:
     """Refuse tensors that are missing, unexpected, or of another shape than the configuration says."""
+    if config.num_layers > len(found):
+        raise CheckpointError(
+            f"checking {source}: the configuration says {config.num_layers} layers, but there are {len(found)} tensors "
+            "in all. The weights and the configuration don't belong together: get the checkpoint again."
+        )
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from phonograph.engine.checkpoints import sampling
 from phonograph.engine.checkpoints.base import EMBEDDING, HEAD, TensorInfo, check_tensors
 from phonograph.engine.checkpoints.gguf_header import GgufHeader, StoredTensor
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.rope_scaling import FactorsRope
+from phonograph.engine.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
@@ -55,6 +57,7 @@ class GgufCheckpoint:
     config: ModelConfig
     stored: Mapping[str, StoredTensor]
     """By canonical name, in the order of the file."""
+    sampling: SamplingParams = SamplingParams()
 
     @classmethod
     def open(cls, path: Path) -> GgufCheckpoint:
@@ -62,10 +65,9 @@ class GgufCheckpoint:
         header = GgufHeader.read(path)
         config = ModelConfig.from_gguf(header.metadata, header.tensors, str(path))
         if ROPE_FACTORS in header.tensors:
-            factors = _read(header.path, header.tensors[ROPE_FACTORS])
-            config = replace(config, rope_scaling=FactorsRope(tuple(factors.tolist())))
+            config = replace(config, rope_scaling=_rope_factors(header, config))
         stored = {canonical_name(name): tensor for name, tensor in header.tensors.items() if name != ROPE_FACTORS}
-        checkpoint = cls(header, config, stored)
+        checkpoint = cls(header, config, stored, sampling.from_gguf(header.metadata, str(path)))
         check_tensors(str(path), config, checkpoint.names)
         quantised = next((name for name, tensor in stored.items() if tensor.type.name not in _NATIVE), None)
         if quantised is not None and find_spec("gguf") is None:
@@ -106,6 +108,16 @@ class GgufCheckpoint:
         num_heads = self.config.num_heads if module == "q_proj" else self.config.num_kv_heads
         pairs = tensor.view(num_heads, self.config.head_dim // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _rope_factors(header: GgufHeader, config: ModelConfig) -> FactorsRope:
+    """The factors that stretch the frequencies, which the metadata must not stretch a second time."""
+    stored, doing = header.tensors[ROPE_FACTORS], f"reading {header.path}: {ROPE_FACTORS}"
+    if config.rope_scaling is not None:
+        raise CheckpointError(f"{doing} is there beside rope.scaling.* metadata; supported is one of them. Remove one.")
+    if stored.shape != (config.head_dim // 2,):
+        raise CheckpointError(f"{doing} has shape {list(stored.shape)}; expected [{config.head_dim // 2}].")
+    return FactorsRope(tuple(_read(header.path, stored).tolist()))
 
 
 def _info(tensor: StoredTensor) -> TensorInfo:

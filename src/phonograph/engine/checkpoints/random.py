@@ -11,6 +11,7 @@ import torch
 
 from phonograph.engine.checkpoints.base import TensorInfo, expected_shapes
 from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.request import SamplingParams
 from phonograph.errors import CheckpointError
 
 STD = 0.02
@@ -23,6 +24,7 @@ class RandomCheckpoint:
     config: ModelConfig
     seed: int = 0
     source: str = "random weights"
+    sampling: SamplingParams = SamplingParams()
 
     @property
     def names(self) -> dict[str, TensorInfo]:

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from phonograph.engine.checkpoints import sampling
 from phonograph.engine.checkpoints.base import EMBEDDING, HEAD, TensorInfo, check_tensors
-from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.config import ModelConfig, known_ids
 from phonograph.engine.models.fields import Fields
+from phonograph.engine.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
@@ -33,13 +35,14 @@ class SafetensorsCheckpoint:
     config: ModelConfig
     shards: Mapping[Path, Mapping[str, TensorInfo]]
     """Every tensor of every file, in the order of the files."""
+    sampling: SamplingParams = SamplingParams()
 
     @classmethod
     def open(cls, folder: Path) -> SafetensorsCheckpoint:
         """Read and check configuration and headers; refuse what can't be loaded before any weight is read."""
-        config = _read_config(folder)
+        config, generation = _read_config(folder)
         shards = {path: read_header(path) for path in _weight_files(folder)}
-        checkpoint = cls(folder, config, shards)
+        checkpoint = cls(folder, config, shards, sampling.from_hf(generation))
         owner: dict[str, Path] = {}
         for path, tensors in shards.items():
             for name in tensors:
@@ -138,16 +141,16 @@ def _damaged(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(f"reading {path}: {problem}. The file is cut short or damaged: get it again.")
 
 
-def _read_config(folder: Path) -> ModelConfig:
+def _read_config(folder: Path) -> tuple[ModelConfig, Fields]:
+    """From config.json, with the ends of an answer that generation_config.json adds; and the latter's fields."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"opening {folder}: it has no config.json. Give a folder with a Hugging Face checkpoint.")
     config = ModelConfig.from_hf(Fields.from_json(path).values, str(path))
-    generation = folder / "generation_config.json"
-    if not generation.is_file():
-        return config
-    more = Fields.from_json(generation).integers("eos_token_id")
-    return replace(config, eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more))))
+    path = folder / "generation_config.json"
+    generation = Fields.from_json(path) if path.is_file() else Fields(str(path), {})
+    more = known_ids(generation, "eos_token_id", config.vocab)
+    return replace(config, eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more)))), generation
 
 
 def _weight_files(folder: Path) -> list[Path]:

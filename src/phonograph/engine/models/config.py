@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
-from phonograph.engine.models import rope_scaling
+from phonograph.engine.models import features, rope_scaling
 from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.rope_scaling import RopeScaling
 from phonograph.errors import CheckpointError
+
+log = logging.getLogger("phonograph")
 
 _BY_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
@@ -21,6 +26,18 @@ _BY_MODEL_TYPE = {
 ARCHITECTURES = tuple(_BY_MODEL_TYPE.values())
 GGUF_ARCHITECTURES = {name: _BY_MODEL_TYPE[name] for name in ("llama", "qwen2", "qwen3")}
 """In GGUF files a Mistral is a `llama` too."""
+
+_LARGEST = {
+    "num_layers": 10_000,
+    "hidden": 2**20,
+    "intermediate": 2**24,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab": 2**26,
+    "max_len": 2**31 - 1,
+}
+"""Far above any model: a damaged number is refused before something of that size is made."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -59,20 +76,33 @@ class ModelConfig:
     """The precision that the weights were published in: a hint, not a demand."""
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_len")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                self._refuse(f"{name} is {getattr(self, name)}; expected at least 1")
+        for name, most in _LARGEST.items():
+            if not 1 <= getattr(self, name) <= most:
+                self._refuse(f"{name} is {getattr(self, name)}; expected at least 1 and at most {most:,}")
         if self.num_heads % self.num_kv_heads:
             self._refuse(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             self._refuse(f"head_dim is {self.head_dim}; rotation needs an even one")
         if self.sliding_layers and self.sliding_window is None:
             self._refuse("some layers have a sliding window, but sliding_window has no value")
-        if self.rope_theta <= 0 or self.rms_eps <= 0:
-            self._refuse(f"rope_theta {self.rope_theta} and rms_eps {self.rms_eps} must both be above 0")
+        for name in ("rope_theta", "rms_eps", "rope_attention_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                self._refuse(f"{name} is {getattr(self, name)}; expected a finite number above 0")
+        self._check_frequencies()
 
-    def _refuse(self, problem: str) -> None:
+    def _check_frequencies(self) -> None:
+        """Whatever the scaling and its numbers: each pair of a head's dims has a frequency, and it is finite."""
+        found = f"rope_theta {self.rope_theta} with {self.rope_scaling}"
+        try:
+            frequencies = self.inv_freq()
+        except (ArithmeticError, ValueError, RuntimeError) as error:
+            self._refuse(f"{found} gives no rotary frequencies ({error})")
+        if frequencies.shape != (self.head_dim // 2,):
+            self._refuse(f"{found} gives frequencies of shape {list(frequencies.shape)} for heads of {self.head_dim}")
+        if not bool((frequencies.isfinite() & (frequencies >= 0)).all()):
+            self._refuse(f"{found} gives rotary frequencies that are negative or not finite")
+
+    def _refuse(self, problem: str) -> NoReturn:
         raise CheckpointError(f"configuring {self.architecture}: {problem}. Correct the checkpoint's configuration.")
 
     def window(self, layer: int) -> int | None:
@@ -95,12 +125,13 @@ class ModelConfig:
         """From the content of a Hugging Face config.json."""
         fields = Fields(source, values)
         architecture = _hf_architecture(fields)
-        _check_hf_features(fields)
         num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
         hidden, max_len = fields.integer("hidden_size"), fields.integer("max_position_embeddings")
-        rope = fields.section("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
-        window, sliding_layers = _hf_window(fields, architecture, num_layers)
+        rope = rope_scaling.hf_section(fields)
+        window, sliding_layers = _hf_window(fields, architecture, min(num_layers, _LARGEST["num_layers"]))
         is_qwen2, is_qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
+        head_dim = fields.integer("head_dim", 128 if is_qwen3 else hidden // max(num_heads, 1))
+        features.check_hf(fields, head_dim)
         may_have_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         attention_bias = may_have_bias and fields.flag("attention_bias", False)
         return cls(
@@ -110,7 +141,7 @@ class ModelConfig:
             intermediate=fields.integer("intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-            head_dim=fields.integer("head_dim", 128 if is_qwen3 else hidden // max(num_heads, 1)),
+            head_dim=head_dim,
             vocab=fields.integer("vocab_size"),
             max_len=max_len,
             rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10_000.0)),
@@ -124,7 +155,7 @@ class ModelConfig:
             sliding_window=window,
             sliding_layers=sliding_layers,
             bos_id=fields.integer("bos_token_id") if "bos_token_id" in fields else None,
-            eos_ids=fields.integers("eos_token_id"),
+            eos_ids=known_ids(fields, "eos_token_id", fields.integer("vocab_size")),
             dtype=_DTYPES.get(fields.text("dtype", fields.text("torch_dtype", "")), torch.bfloat16),
         )
 
@@ -142,8 +173,9 @@ class ModelConfig:
         hidden, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
         head_dim = fields.integer("attention.key_length", hidden // max(num_heads, 1))
         max_len = fields.integer("context_length")
-        _check_gguf_features(fields, head_dim, max_len)
-        ends = [tokens.integers(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        features.check_gguf(fields, head_dim, max_len)
+        vocab = fields.integer("vocab_size", len(tokens.texts("tokens")))
+        ends = [known_ids(tokens, f"{kind}_token_id", vocab) for kind in ("eos", "eot", "eom")]
         return cls(
             architecture=GGUF_ARCHITECTURES[name],
             num_layers=fields.integer("block_count"),
@@ -152,7 +184,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
             head_dim=head_dim,
-            vocab=fields.integer("vocab_size", len(tokens.texts("tokens"))),
+            vocab=vocab,
             max_len=max_len,
             rope_theta=fields.number("rope.freq_base", 10_000.0),
             rope_scaling=rope_scaling.from_gguf(fields.below("rope.scaling."), max_len),
@@ -167,27 +199,29 @@ class ModelConfig:
         )
 
 
+def known_ids(fields: Fields, name: str, vocab: int) -> tuple[int, ...]:
+    """The token ids in a field; ids that the vocabulary doesn't have are reported and left out."""
+    ids = fields.integers(name)
+    if outside := [token for token in ids if not 0 <= token < vocab]:
+        log.warning("%s: %s has %d, which a vocabulary of %d does not have", fields.source, name, outside[0], vocab)
+    return tuple(token for token in ids if 0 <= token < vocab)
+
+
 def _hf_architecture(fields: Fields) -> str:
-    named = fields.texts("architectures") or [_BY_MODEL_TYPE.get(fields.text("model_type", ""), "")]
+    model_type = fields.text("model_type", "")
+    named = fields.texts("architectures") or [_BY_MODEL_TYPE.get(model_type, "")]
     if named[0] in ARCHITECTURES:
+        # transformers goes by model_type, others by architectures: what is read must not depend on the reader.
+        if model_type and _BY_MODEL_TYPE.get(model_type) != named[0]:
+            raise CheckpointError(
+                f"reading {fields.source}: architectures says {named[0]}, but model_type is {model_type!r}; "
+                "expected that both name the same model. Correct one of them."
+            )
         return named[0]
     found = named[0] or fields.text("model_type", "missing")
     raise CheckpointError(
         f"reading {fields.source}: architectures is {found!r}; supported are {', '.join(ARCHITECTURES)}."
     )
-
-
-def _check_hf_features(fields: Fields) -> None:
-    if "quantization_config" in fields:
-        method = fields.section("quantization_config").text("quant_method", "unknown")
-        raise CheckpointError(
-            f"reading {fields.source}: quantization_config says {method!r}; unquantised weights are expected "
-            "in safetensors. Use the original checkpoint, or a GGUF file."
-        )
-    if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
-        raise CheckpointError(f"reading {fields.source}: hidden_act is {activation!r}; supported is silu.")
-    if (share := fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(f"reading {fields.source}: partial_rotary_factor is {share}; supported is 1.")
 
 
 def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, frozenset[int]]:
@@ -201,8 +235,8 @@ def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int 
         window = fields.values.get("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     if window is None:
         return None, frozenset()
-    if not isinstance(window, int) or window < 1:
-        expected = "a positive integer or null"
+    if type(window) is not int or not 1 <= window <= _LARGEST["max_len"]:
+        expected = "a positive integer of 32 bits, or null"
         raise CheckpointError(f"reading {fields.source}: sliding_window is {window!r}; expected {expected}.")
     kinds = fields.texts("layer_types") if "layer_types" in fields else None
     if kinds is None:
@@ -212,24 +246,14 @@ def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int 
         found = f"{len(kinds)} entries" if len(kinds) != num_layers else repr(sorted(strange)[0])
         expected = f"{num_layers} entries of full_attention or sliding_attention"
         raise CheckpointError(f"reading {fields.source}: layer_types has {found}; expected {expected}.")
-    return window, frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
-
-
-def _check_gguf_features(fields: Fields, head_dim: int, max_len: int) -> None:
-    rotated = fields.integer("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        problem = f"rope.dimension_count is {rotated} of {head_dim}; only whole heads are rotated here"
-    elif (value_dim := fields.integer("attention.value_length", head_dim)) != head_dim:
-        problem = f"attention.value_length is {value_dim} but the keys have {head_dim}; both must be equal"
-    elif experts := fields.integer("expert_count", 0):
-        problem = f"expert_count is {experts}; a mixture of experts is not supported"
-    elif 0 < (window := fields.integer("attention.sliding_window", 0)) < max_len:
-        problem = f"attention.sliding_window is {window}, without the layers it is for; use the safetensors checkpoint"
-    elif (scale := fields.number("rope.scale_linear", 1.0)) != 1.0:
-        problem = f"rope.scale_linear is {scale}; expected the newer rope.scaling.* fields"
-    else:
-        return
-    raise CheckpointError(f"reading {fields.source}: {problem}.")
+    sliding = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    if architecture == "MistralForCausalLM" and len(sliding) < num_layers:
+        # transformers gives every layer of a Mistral the window, whatever layer_types says.
+        raise CheckpointError(
+            f"reading {fields.source}: layer_types gives a window to {len(sliding)} of {num_layers} layers; expected "
+            "all of a Mistral's, or none with sliding_window null. Correct one of them."
+        )
+    return window, sliding
 
 
 SHAPES = {

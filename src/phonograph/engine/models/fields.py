@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from phonograph.errors import CheckpointError
+
+_MAX_FILE_BYTES = 100 * 2**20
+"""Longer than any description of a model; a file is read whole."""
+_MAX_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -22,13 +27,24 @@ class Fields:
     @classmethod
     def from_json(cls, path: Path) -> Fields:
         """The object in a JSON file."""
-        return cls.parse(path.read_bytes(), str(path))
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise CheckpointError(f"reading {path}: {error.strerror}. Get the file again.") from None
+        if len(text) > _MAX_FILE_BYTES:
+            raise CheckpointError(
+                f"reading {path}: it is longer than {_MAX_FILE_BYTES:,} bytes, which no such file is. Get it again."
+            )
+        return cls.parse(text, str(path))
 
     @classmethod
-    def parse(cls, text: str | bytes, source: str) -> Fields:
-        """The object in a JSON text."""
+    def parse(cls, text: str | bytes, source: str, *, unique: bool = False) -> Fields:
+        """The object in a JSON text; of equal keys the last counts, unless they must be `unique`."""
         try:
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=_without_duplicates if unique else None)
+        except RecursionError:
+            raise CheckpointError(f"reading {source}: the JSON is nested too deeply. Get the file again.") from None
         except ValueError as error:
             raise CheckpointError(f"reading {source}: not valid JSON ({error}). Get the file again.") from None
         if not isinstance(values, dict):
@@ -44,6 +60,8 @@ class Fields:
             return default
         if not isinstance(value, int) or isinstance(value, bool):
             self._refuse(name, "an integer")
+        if abs(value) > _MAX_INTEGER:
+            self._refuse(name, "an integer of 64 bits")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -52,7 +70,13 @@ class Fields:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool):
             self._refuse(name, "a number")
-        return float(value)
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
+        if not math.isfinite(found):
+            self._refuse(name, "a finite number")
+        return found
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name)
@@ -84,9 +108,12 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             return ()
-        items = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        given = value if isinstance(value, list) else [value]
+        items = [item for item in given if isinstance(item, int) and not isinstance(item, bool)]
+        if len(items) < len(given):
             self._refuse(name, "an integer or a list of integers")
+        if any(abs(item) > _MAX_INTEGER for item in items):
+            self._refuse(name, "integers of 64 bits")
         return tuple(items)
 
     def section(self, name: str) -> Fields:
@@ -109,6 +136,18 @@ class Fields:
         raise CheckpointError(f"reading {self.source}: {name} {found}; expected {expected}.")
 
 
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(f"the key {_short(twice)} is there twice")
+    return found
+
+
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or lists within lists
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

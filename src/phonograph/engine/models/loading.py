@@ -43,20 +43,41 @@ def load_weights(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress = silent
 ) -> Weights:
     """All weights, on the device and in this precision; one stored tensor at a time is held besides."""
+    refuse_unsupported(checkpoint)
     config = checkpoint.config
-    if config.o_bias or config.mlp_bias:
-        raise CheckpointError(
-            f"loading {checkpoint.source}: biases in the output projection or the MLP are not supported."
-        )
     targets = _Targets(dtype, device)
     weights = _allocate(config, targets)
     total = len(checkpoint.names)
+    sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for index, (name, tensor) in enumerate(checkpoint.tensors(device=device)):
             if name in targets.places:
-                targets.places[name].copy_(tensor)
+                sums[name] = targets.places[name].copy_(tensor).sum()
             progress("loading weights", index + 1, total)
+        _refuse_not_finite(checkpoint.source, targets.places, sums)
     return weights
+
+
+def refuse_unsupported(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose weights have no place in the decoder, before any of them is read."""
+    if checkpoint.config.o_bias or checkpoint.config.mlp_bias:
+        raise CheckpointError(
+            f"loading {checkpoint.source}: biases in the output projection or the MLP are not supported."
+        )
+
+
+def _refuse_not_finite(source: str, places: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
+    """Refuse NaN and infinite weights; a sum that is finite, as nearly all are, shows that every weight is."""
+    if not sums or bool(torch.stack(list(sums.values())).isfinite().all()):
+        return
+    for name, total in sums.items():
+        if not total.isfinite() and (num_bad := int((~places[name].isfinite()).sum())):
+            dtype = str(places[name].dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"loading {source}: {num_bad:,} of the {places[name].numel():,} values of {name} are NaN or infinite "
+                f"in {dtype}. The file is damaged, or its values are too large for {dtype}: get it again, or ask for "
+                "another dtype."
+            )
 
 
 def _allocate(config: ModelConfig, targets: _Targets) -> Weights:

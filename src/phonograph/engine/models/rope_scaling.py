@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -10,7 +11,21 @@ import torch
 from phonograph.engine.models.fields import Fields
 from phonograph.errors import CheckpointError
 
+log = logging.getLogger("phonograph")
+
 SUPPORTED = "default, dynamic (up to the model's own length), linear, llama3, yarn"
+
+_COMMON = frozenset(["rope_type", "type", "rope_theta", "partial_rotary_factor"])
+_READ = {
+    "default": _COMMON,
+    "dynamic": _COMMON | {"factor"},
+    "linear": _COMMON | {"factor"},
+    "llama3": _COMMON | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": _COMMON
+    | {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    | {"mscale", "mscale_all_dim", "truncate"},
+}
+"""What each kind of scaling reads; `transformers` ignores the rest too."""
 
 
 def plain_inv_freq(theta: float, head_dim: int) -> torch.Tensor:
@@ -98,8 +113,20 @@ class YarnRope:
 RopeScaling = LinearRope | FactorsRope | Llama3Rope | YarnRope
 
 
+def hf_section(model: Fields) -> Fields:
+    """The section of a config.json that counts: as in `transformers`, all of `rope_scaling` where it says anything."""
+    older, newer = model.section("rope_scaling"), model.section("rope_parameters")
+    if older.values and newer.values and older.values != newer.values:
+        log.warning(
+            "%s has rope_scaling and rope_parameters, and they differ: rope_scaling counts, as in transformers. "
+            "Remove the one that is wrong.",
+            model.source,
+        )
+    return older if older.values else newer
+
+
 def from_hf(rope: Fields, model: Fields) -> RopeScaling | None:
-    """From `rope_scaling` or `rope_parameters` of a config.json, whose other fields are `model`."""
+    """From the section that `hf_section` finds in a config.json, whose other fields are `model`."""
     if nested := [name for name, value in rope.values.items() if isinstance(value, dict)]:
         raise CheckpointError(
             f"reading {rope.source}: {nested[0]} has frequencies of its own; one for all is supported."
@@ -107,28 +134,33 @@ def from_hf(rope: Fields, model: Fields) -> RopeScaling | None:
     if (share := rope.number("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError(f"reading {rope.source}: partial_rotary_factor is {share}; supported is 1.")
     kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in _READ:
+        raise CheckpointError(f"reading {rope.source}: rope_type is {kind!r}; supported are {SUPPORTED}.")
+    if ignored := sorted(name for name in rope.values if name not in _READ[kind] and rope.values[name] is not None):
+        log.warning("%s: %s has no effect with rope_type %r", rope.source, ", ".join(ignored), kind)
     max_len = model.integer("max_position_embeddings")
     original = rope.integer("original_max_position_embeddings", max_len)
     original = model.integer("original_max_position_embeddings", original)
-    if kind in ("default", "dynamic"):
-        # `dynamic` only acts on sequences longer than the model's max_len, which are never admitted.
+    if kind == "default":
+        return None
+    if kind == "dynamic":
+        # It only acts on sequences longer than the model's max_len, which are never admitted.
+        rope.number("factor")
         return None
     if kind == "linear":
         return LinearRope(rope.number("factor"))
     if kind == "llama3":
         factors = (rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor"))
         return Llama3Rope(*factors, original_max_len=original)
-    if kind == "yarn":
-        factor = rope.number("factor", max_len / original)
-        return YarnRope(
-            factor=factor,
-            original_max_len=original,
-            attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
-            beta_fast=rope.number("beta_fast", 32.0) or 32.0,
-            beta_slow=rope.number("beta_slow", 1.0) or 1.0,
-            truncate=rope.flag("truncate", True),
-        )
-    raise CheckpointError(f"reading {rope.source}: rope_type is {kind!r}; supported are {SUPPORTED}.")
+    factor = rope.number("factor", max_len / max(original, 1))
+    return YarnRope(
+        factor=factor,
+        original_max_len=original,
+        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        truncate=rope.flag("truncate", True),
+    )
 
 
 def from_gguf(rope: Fields, max_len: int) -> RopeScaling | None:

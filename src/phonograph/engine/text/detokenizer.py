@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from phonograph.engine.text.tokenizer import Tokenizer
 
@@ -13,14 +13,28 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """The text of one answer. All that `add` and `finish` return, in a row, is `tokenizer.decode` of all ids.
 
-    A text that continues a prompt keeps the space that some vocabularies put in front of every text.
+    A text that comes `after` a prompt is what the prompt's own text goes on with: some vocabularies put a space in
+    front of every text, and where the prompt has it already, one in front of the answer belongs to the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        without: Collection[int] = (),
+        after: Iterable[int] = (),
+    ) -> None:
+        """`without`: tokens that are no text in this answer, whatever the vocabulary says of them."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = (tokenizer.special_ids if skip_special else frozenset()).union(without)
         self._decoder = _utf8_decoder("replace")
-        self._num_spaces = 0 if continues else tokenizer.num_leading_spaces
+        self._num_spaces = tokenizer.num_leading_spaces
+        for token in after:
+            if not self._num_spaces:
+                break
+            if token not in tokenizer.special_ids:
+                self._started(tokenizer.token_bytes(token).decode("utf-8", "replace"))
 
     def add(self, token_ids: Iterable[int]) -> str:
         """The new text that these tokens complete; the beginning of a character is kept for the next call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from phonograph.engine.text.detokenizer import Detokenizer
 from phonograph.engine.text.stops import StopStrings
@@ -12,8 +12,16 @@ from phonograph.engine.text.tokenizer import Tokenizer
 class TextReader:
     """Detokenizes and watches for stop strings; without a tokenizer the text is the token ids."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), *, continues: bool = False) -> None:
-        self._detokenizer = Detokenizer(tokenizer, continues=continues) if tokenizer is not None else None
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str] = (),
+        *,
+        stop_ids: Collection[int] = (),
+        after: Sequence[int] = (),
+    ) -> None:
+        """`stop_ids` end the answer and are not part of its text; `after` is the prompt that the text continues."""
+        self._detokenizer = Detokenizer(tokenizer, without=stop_ids, after=after) if tokenizer is not None else None
         self._stops = StopStrings(stop)
 
     def take(self, tokens: Iterable[int], *, is_last: bool) -> tuple[str, bool]:

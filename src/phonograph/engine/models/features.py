@@ -1,0 +1,139 @@
+"""Features of a configuration: fields that the dense decoder can't express are refused, unknown ones reported."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+from phonograph.engine.models.fields import Fields
+from phonograph.errors import CheckpointError
+
+log = logging.getLogger("phonograph")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_HF_READ = _names(
+    """
+    architectures attention_bias bos_token_id dtype eos_token_id head_dim hidden_act hidden_size intermediate_size
+    layer_types max_position_embeddings max_window_layers mlp_bias model_type num_attention_heads num_hidden_layers
+    num_key_value_heads original_max_position_embeddings partial_rotary_factor rms_norm_eps rope_parameters
+    rope_scaling rope_theta sliding_window tie_word_embeddings torch_dtype use_sliding_window vocab_size
+    """
+)
+_HF_WITHOUT_EFFECT = _names(
+    """
+    _attn_implementation_autoset _commit_hash _from_model_config _name_or_path add_cross_attention attention_dropout
+    auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward classifier_dropout
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping embd_pdrop
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id hidden_dropout id2label initializer_factor initializer_range is_decoder is_encoder_decoder
+    is_llama_config label2id length_penalty max_length max_sequence_length min_length model_max_length
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class top_k top_p torchscript transformers.js_config transformers_version typical_p unsloth_fixed
+    unsloth_version use_bfloat16 use_cache
+    """
+)
+"""About training, tasks, classes and sampling; transformers takes sampling from generation_config.json alone."""
+_HF_QUANTISED = ("quantization_config", "compression_config")
+
+_SCALES = re.compile(r"scal(e|ing|ar)|multiplier|soft_?cap|factor|clip|clamp")
+"""What arithmetic that other decoders have is called, in the names of numbers."""
+_BOUNDS = re.compile(r"soft_?cap|clip|clamp")
+"""Of these no number but 0, in GGUF files, means that nothing is bounded."""
+_FAR = 1e300
+_ATTENTION_SCALES = ("attention_multiplier", "attention_scale", "attn_scale", "softmax_scale", "attention.scale")
+
+_GGUF_READ = _names(
+    """
+    attention.causal attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon
+    attention.sliding_window attention.value_length block_count context_length embedding_length expert_count
+    feed_forward_length rope.dimension_count rope.freq_base rope.scale_linear vocab_size
+    """
+)
+_GGUF_WITHOUT_EFFECT = frozenset(["expert_used_count", "pooling_type", "tensor_data_layout"])
+
+
+def check_hf(fields: Fields, head_dim: int) -> None:
+    """Refuse what a config.json asks for and the decoder does not do; name the fields that nobody here knows."""
+    for name in _HF_QUANTISED:
+        if name in fields:
+            method = fields.section(name).text("quant_method", "unknown")
+            raise CheckpointError(
+                f"reading {fields.source}: {name} says {method!r}; unquantised weights are expected "
+                "in safetensors. Use the original checkpoint, or a GGUF file."
+            )
+    if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
+        raise CheckpointError(f"reading {fields.source}: hidden_act is {activation!r}; supported is silu.")
+    if (share := fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError(f"reading {fields.source}: partial_rotary_factor is {share}; supported is 1.")
+    if fields.values.get("per_layer_config"):
+        raise CheckpointError(f"reading {fields.source}: per_layer_config is not supported; layers must be alike.")
+    unknown = [
+        name for name, value in fields.values.items() if value is not None and name not in _HF_READ | _HF_WITHOUT_EFFECT
+    ]
+    scales = [name for name in unknown if _SCALES.search(name) and _is_number(fields.values[name])]
+    for name in scales:
+        _refuse_unless_neutral(fields, name, head_dim, {1.0})
+    if strange := [name for name in unknown if name not in scales and fields.values[name] not in (False, [], {})]:
+        log.warning(
+            "%s has fields that are not known here and have no effect: %s", fields.source, ", ".join(sorted(strange))
+        )
+
+
+def check_gguf(fields: Fields, head_dim: int, max_len: int) -> None:
+    """Refuse what the metadata ask for and the decoder does not do; there, unknown numbers are arithmetic."""
+    rotated = fields.integer("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        problem = f"rope.dimension_count is {rotated} of {head_dim}; only whole heads are rotated here"
+    elif (value_dim := fields.integer("attention.value_length", head_dim)) != head_dim:
+        problem = f"attention.value_length is {value_dim} but the keys have {head_dim}; both must be equal"
+    elif experts := fields.integer("expert_count", 0):
+        problem = f"expert_count is {experts}; a mixture of experts is not supported"
+    elif 0 < (window := fields.integer("attention.sliding_window", 0)) < max_len:
+        problem = f"attention.sliding_window is {window}, without the layers it is for; use the safetensors checkpoint"
+    elif (scale := fields.number("rope.scale_linear", 1.0)) != 1.0:
+        problem = f"rope.scale_linear is {scale}; expected the newer rope.scaling.* fields"
+    elif not fields.flag("attention.causal", True):
+        problem = "attention.causal is False; only decoders are supported"
+    else:
+        known = _GGUF_READ | _GGUF_WITHOUT_EFFECT
+        for name in fields.values:
+            if name not in known and not name.startswith("rope.scaling."):
+                _refuse_unless_neutral(fields, name, head_dim, {0.0, 1.0} if name.endswith("scale") else {0.0})
+        return
+    raise CheckpointError(f"reading {fields.source}: {problem}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refuse_unless_neutral(fields: Fields, name: str, head_dim: int, neutral: set[float]) -> None:
+    """Refuse a field whose value changes what a model computes, as all but a few values of it do."""
+    value = fields.values[name]
+    if name in _ATTENTION_SCALES:
+        neutral = {max(head_dim, 1) ** -0.5, *(neutral - {1.0})}
+    elif name == "query_pre_attn_scalar":
+        neutral = {float(head_dim)}
+    elif _BOUNDS.search(name):
+        neutral = neutral - {1.0}
+    if isinstance(value, str):
+        log.warning("%s: %s is %r, which is not known here and has no effect", fields.source, name, value[:80])
+        return
+    given = value if isinstance(value, list) else [value]
+    numbers = [max(min(item, _FAR), -_FAR) for item in given if isinstance(item, int | float)]
+    is_neutral = all(any(math.isclose(number, one, rel_tol=1e-6) for one in neutral) for number in numbers)
+    if is_neutral and len(numbers) == len(given):
+        return
+    expected = " or ".join([*(f"{one:g}" for one in sorted(neutral)), "no such field"])
+    raise CheckpointError(
+        f"reading {fields.source}: {name} is {str(value)[:80]}, which this decoder does not compute; "
+        f"expected {expected}. Use an engine that knows it: without it the answers would be wrong."
+    )
