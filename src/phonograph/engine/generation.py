@@ -12,7 +12,7 @@ from phonograph.engine import messages
 from phonograph.engine.observe import Observer
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.sequence import TokenLogprob
-from phonograph.engine.text import TextReader, Tokenizer
+from phonograph.engine.text import StopStrings, TextReader, Tokenizer
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class Delta:
     finish: FinishReason | None = None
     error: str = ""
     """What went wrong, for FinishReason.ERROR."""
+    error_field: str = ""
+    """The field of the request that is at fault, where one is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +72,9 @@ class Generation:
         self.requests = tuple(requests)
         self._first = {request.id: place * request.params.n for place, request in enumerate(requests)}
         """The number of each request's first choice."""
+        stops = StopStrings(requests[0].params.stop if requests else ())
         self._choices = [
-            _Choice(first + index, request, TextReader(tokenizer, request.params.stop, continues=continues))
+            _Choice(first + index, request, TextReader(tokenizer, stops.again(), continues=continues))
             for request, first in zip(requests, self._first.values(), strict=True)
             for index in range(request.params.n)
         ]
@@ -177,7 +180,7 @@ class Generation:
         delta.tokens += output.tokens
         delta.logprobs += output.logprobs
         if finish is not None:
-            delta.finish, delta.error = finish, output.error
+            delta.finish, delta.error, delta.error_field = finish, output.error, output.field
             self._end(choice, finish, now)
         if not self._wants_all or not self._left:
             self._wake()

@@ -36,12 +36,18 @@ class GrammarSpec:
     kind: Literal["json_schema", "regex", "choice", "lark"]
     text: str
     """The schema as JSON (`{}` for any JSON), the pattern, a JSON list of texts, or the grammar."""
+    field: str = "grammar"
+    """What the request calls it, for errors."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("json_schema", "regex", "choice", "lark"):
-            raise RequestError(f"a grammar is a json_schema, regex, choice or lark, found {_shown(self.kind)}.")
+            raise RequestError(
+                f"a grammar is a json_schema, regex, choice or lark, found {_shown(self.kind)}.", field=self.field
+            )
         if not isinstance(self.text, str) or not self.text:
-            raise RequestError(f"the {self.kind} grammar must be a text that isn't empty, found {_shown(self.text)}.")
+            raise RequestError(
+                f"the {self.kind} grammar must be a text that isn't empty, found {_shown(self.text)}.", field=self.field
+            )
         if self.kind in ("json_schema", "choice"):
             self._check_json()
 
@@ -49,10 +55,12 @@ class GrammarSpec:
         try:
             found = json.loads(self.text)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"the {self.kind} grammar is no JSON: {error}. Send well-formed JSON.") from None
+            raise RequestError(
+                f"the {self.kind} grammar is no JSON: {error}. Send well-formed JSON.", field=self.field
+            ) from None
         texts = isinstance(found, list) and found and all(isinstance(text, str) and text for text in found)
         if self.kind == "choice" and not texts:
-            raise RequestError("a choice grammar is a list of texts that aren't empty, at least one.")
+            raise RequestError("a choice grammar is a list of texts that aren't empty, at least one.", field=self.field)
 
 
 @dataclass(frozen=True)
@@ -99,9 +107,9 @@ class SamplingParams:
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.")
+            raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.", field="ignore_eos")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
-            raise RequestError(f"grammar must be a GrammarSpec, found {_shown(self.grammar)}.")
+            raise RequestError(f"grammar must be a GrammarSpec, found {_shown(self.grammar)}.", field="grammar")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -149,6 +157,11 @@ def _shown(value: object) -> str:
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
 
+def _field(name: str) -> str:
+    """The field that a described value belongs to."""
+    return "logit_bias" if "logit_bias" in name else name
+
+
 def _whole(name: str, value: object, least: int | None = None, most: int = _MAX_WHOLE) -> None:
     # A bool is an int to Python; to a user it is a slip.
     right = isinstance(value, int) and not isinstance(value, bool)
@@ -156,7 +169,8 @@ def _whole(name: str, value: object, least: int | None = None, most: int = _MAX_
         return
     is_bounded = most != _MAX_WHOLE or (right and value > most)  # type: ignore[operator]
     bounds = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * is_bounded
-    raise RequestError(f"{name} must be {' and '.join(['a whole number', *bounds])}, found {_shown(value)}.")
+    expected = " and ".join(["a whole number", *bounds])
+    raise RequestError(f"{name} must be {expected}, found {_shown(value)}.", field=_field(name))
 
 
 def _number(name: str, value: object, least: float, most: float, *, open_below: bool = False) -> None:
@@ -166,33 +180,35 @@ def _number(name: str, value: object, least: float, most: float, *, open_below: 
         return
     floor = f" {'above' if open_below else 'at least'} {least}" if math.isfinite(least) else ""
     ceiling = f"{' and' if floor else ''} at most {most}" if math.isfinite(most) else ""
-    raise RequestError(f"{name} must be a finite number{floor}{ceiling}, found {_shown(value)}.")
+    raise RequestError(f"{name} must be a finite number{floor}{ceiling}, found {_shown(value)}.", field=_field(name))
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} must be a tuple of token ids, found {_shown(value)}.")
+        raise RequestError(f"{name} must be a tuple of token ids, found {_shown(value)}.", field=name)
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _MAX_TOKEN_ID):
         wrong = next(token for token in value if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID)
-        raise RequestError(f"{name} must hold whole numbers from 0 to {_MAX_TOKEN_ID}, found {_shown(wrong)}.")
+        problem = f"{name} must hold whole numbers from 0 to {_MAX_TOKEN_ID}, found {_shown(wrong)}."
+        raise RequestError(problem, field=name)
     return tuple(value)
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
-        hint = f" Write ({value!r},)." if isinstance(value, str) else ""
-        raise RequestError(f"{name} must be a tuple of texts, found {_shown(value)}.{hint}")
+        hint = f" Write ({value[:40]!r},)." if isinstance(value, str) else ""
+        raise RequestError(f"{name} must be a tuple of texts, found {_shown(value)}.{hint}", field=name)
     for text in value:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} must hold texts that aren't empty, found {_shown(text)}.")
+            raise RequestError(f"{name} must hold texts that aren't empty, found {_shown(text)}.", field=name)
     return tuple(value)
 
 
 def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, found {_shown(value)}.")
+        raise RequestError(f"logit_bias must map token ids to numbers, found {_shown(value)}.", field="logit_bias")
     if len(value) > MAX_BIASED:
-        raise RequestError(f"logit_bias names {len(value)} tokens; at most {MAX_BIASED} can be biased. Name fewer.")
+        problem = f"logit_bias names {len(value)} tokens; at most {MAX_BIASED} can be biased. Name fewer."
+        raise RequestError(problem, field="logit_bias")
     for token, bias in value.items():
         _whole("a token id in logit_bias", token, least=0)
         _number(f"logit_bias of token {token}", bias, -100, 100)

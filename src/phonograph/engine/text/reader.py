@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from phonograph.engine.text.detokenizer import Detokenizer
 from phonograph.engine.text.stops import StopStrings
@@ -12,9 +12,9 @@ from phonograph.engine.text.tokenizer import Tokenizer
 class TextReader:
     """Detokenizes and watches for stop strings; without a tokenizer the text is the token ids."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), *, continues: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, continues: bool = False) -> None:
         self._detokenizer = Detokenizer(tokenizer, continues=continues) if tokenizer is not None else None
-        self._stops = StopStrings(stop)
+        self._stops = stops
 
     def take(self, tokens: Iterable[int], *, is_last: bool) -> tuple[str, bool]:
         """The new text, and whether a stop string ends it here; with the last tokens, nothing is held back."""
