@@ -10,12 +10,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.server.app import create_app
 from phonograph.server.options import ServerOptions
-from phonograph.server.run import listen
+from phonograph.server.run import Server, listen
 
 
 class Connection:
@@ -37,7 +35,11 @@ class Connection:
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
         reader, writer = await asyncio.open_connection(sock=sock, limit=receive_buffer or 65536)
         data = json.dumps(body).encode()
-        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data)
+        writer.write(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            % (path.encode(), len(data))
+            + data
+        )
         return cls(reader, writer)
 
     async def head(self) -> int:
@@ -90,7 +92,7 @@ async def front(llm: AsyncLLM, options: ServerOptions, *, send_buffer: int | Non
         if send_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         app = create_app(llm, options)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        server = Server(app, options)
         serving = asyncio.create_task(server._serve([sock]))
         while not server.started:
             await asyncio.sleep(0.01)

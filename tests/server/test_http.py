@@ -17,6 +17,7 @@ from server.conftest import Server
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+JSON = {"Content-Type": "application/json"}
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
@@ -54,7 +55,16 @@ def test_curl(tiny_server: Server, offline: LLM) -> None:
     if curl is None:
         pytest.skip("curl is not installed")
     body = json.dumps({"prompt": "abc", **GREEDY})
-    command = [curl, "--silent", "--fail", "--data", body, tiny_server.url + TEXT]
+    command = [
+        curl,
+        "--silent",
+        "--fail",
+        "-H",
+        "Content-Type: application/json",
+        "--data",
+        body,
+        tiny_server.url + TEXT,
+    ]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
     assert found["choices"][0]["text"] == expected(offline, "abc")
 
@@ -76,7 +86,10 @@ def test_a_socket_and_nothing_else(tiny_server: Server, offline: LLM) -> None:
     body = json.dumps({"prompt": "abc", **GREEDY}).encode()
     host, port = tiny_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body)
+        )
         for start in range(0, len(body), 7):
             sock.sendall(body[start : start + 7])
         head, _, rest = sock.recv(65536).partition(b"\r\n\r\n")
@@ -132,14 +145,18 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
     (TEXT, b'{"prompt": "\xff\xfe"}', "not UTF-8"),
     (TEXT, b'\xef\xbb\xbf{"prompt": "x"}', "no valid JSON"),
     (TEXT, b'{"prompt": "\\ud800"}', "no valid JSON"),
-    (TEXT, b'{"prompt": "x", "metadata": {"a": ' + b"[" * 90000 + b"]" * 90000 + b"}}", "nested too deeply"),
+    (
+        TEXT,
+        b'{"prompt": "x", "metadata": {"a": ' + b"[" * 90000 + b"]" * 90000 + b"}}",
+        "90,002 levels of nesting; at most 64",
+    ),
     (TEXT, b"[1, 2]", "expected `object`, got `array`"),
 ]
 
 
 @pytest.mark.parametrize(("path", "body", "says"), BAD_BODIES, ids=[str(body[:24]) for _, body, _ in BAD_BODIES])
 def test_a_body_that_is_no_json_object(tiny_server: Server, path: str, body: bytes, says: str) -> None:
-    assert says in error_of(httpx.post(tiny_server.url + path, content=body, timeout=60), 400)["message"]
+    assert says in error_of(httpx.post(tiny_server.url + path, content=body, headers=JSON, timeout=60), 400)["message"]
 
 
 MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
@@ -147,19 +164,29 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {}, "`messages` is missing", "messages"),
     (TEXT, {"prompt": 5}, "expected `str | array`, got `int`", "prompt"),
     (TEXT, {"prompt": []}, "length >= 1", "prompt"),
-    (TEXT, {"prompt": ""}, "its prompt is empty", None),
+    (TEXT, {"prompt": ""}, "its prompt is empty", "prompt"),
     (TEXT, {"prompt": [1, "a"]}, "mixes texts", "prompt"),
     (TEXT, {"prompt": [[1], []]}, "length >= 1", "prompt[1]"),
-    (TEXT, {"prompt": [99999]}, "token 99999 is not in the vocabulary of 258", None),
+    (TEXT, {"prompt": [99999]}, "token 99999 is not in the vocabulary of 258", "prompt"),
     (TEXT, {"prompt": [-1]}, ">= 0", "prompt[0]"),
     (TEXT, {"prompt": "x" * 600}, "600 tokens; a context of 512 has room for 511", "prompt"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "a context of 512", "messages"),
     (CHAT, {"messages": []}, "length >= 1", "messages"),
     (CHAT, {"messages": "hello"}, "expected `array`, got `str`", "messages"),
-    (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "has the role 'boss'; expected one of system", None),
-    (CHAT, {"messages": [{"role": "user"}]}, "has no content", None),
-    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "content of type int", None),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "expected text parts alone", None),
+    (
+        CHAT,
+        {"messages": [{"role": "boss", "content": "x"}]},
+        "has the role 'boss'; expected one of system",
+        "messages[0]",
+    ),
+    (CHAT, {"messages": [{"role": "user"}]}, "has no content", "messages[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "content of type int", "messages[0]"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "expected text parts alone",
+        "messages[0]",
+    ),
     (CHAT, {"messages": [5]}, "expected `object`, got `int`", "messages[0]"),
     (TEXT, {"prompt": "x", "temperature": "hot"}, "expected `float | null`, got `str`", "temperature"),
     (TEXT, {"prompt": "x", "temperature": -1}, ">= 0", "temperature"),
@@ -168,23 +195,23 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "max_tokens": 1.5}, "got `float`", "max_tokens"),
     (TEXT, {"prompt": "x", "n": 0}, ">= 1", "n"),
     (TEXT, {"prompt": "x", "n": 10**30}, "<= 128", "n"),
-    (TEXT, {"prompt": ["x"] * 128, "n": 128}, "16384 sequences; 1 to 308 can run", None),
-    (TEXT, {"prompt": ["x"] * 309}, "309 prompts are more than the 308", "prompt"),
+    (TEXT, {"prompt": ["x"] * 128, "n": 128}, "16384 sequences; 1 to 308 can run", "n"),
+    (TEXT, {"prompt": ["x"] * 309}, "309 prompts; at most 308", "prompt"),
     (TEXT, {"prompt": "x", "seed": -1}, ">= 0", "seed"),
     (TEXT, {"prompt": "x", "presence_penalty": 3}, "<= 2", "presence_penalty"),
     (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, "expected `int`, got `str`", "logit_bias"),
-    (TEXT, {"prompt": "x", "logit_bias": {"99999": 1}}, "not in the vocabulary", None),
+    (TEXT, {"prompt": "x", "logit_bias": {"99999": 1}}, "not in the vocabulary", "logit_bias"),
     (TEXT, {"prompt": "x", "stop": [""]}, "length >= 1", "stop[0]"),
-    (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "length <= 16", "stop"),
+    (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "17 texts; at most 16", "stop"),
     (TEXT, {"prompt": "x", "stream": "yes"}, "expected `bool | null`", "stream"),
     (TEXT, {"prompt": "x", "stream_options": {}}, "`stream_options` needs `stream`", "stream_options"),
     (TEXT, {"prompt": "x", "echo": True}, "`echo` can't be served", "echo"),
     (TEXT, {"prompt": "x", "best_of": 3}, "use `n`", "best_of"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "`suffix` can't be served", "suffix"),
     (TEXT, {"prompt": "x", "temprature": 1}, "did you mean `temperature`", "temprature"),
-    (TEXT, {"prompt": "x", "guided_regex": "[a"}, "unclosed character class", None),
+    (TEXT, {"prompt": "x", "guided_regex": "[a"}, "unclosed character class", "guided_regex"),
     (TEXT, {"prompt": "x", "guided_regex": "a", "guided_json": {}}, "one grammar", "guided_regex"),
-    (TEXT, {"prompt": "x", "guided_choice": []}, "at least one", None),
+    (TEXT, {"prompt": "x", "guided_choice": []}, "at least one", "guided_choice"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "json_object or json_schema", "response_format"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "`schema`", "response_format"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs `logprobs`", "top_logprobs"),
@@ -193,7 +220,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("/tokenize", {}, "either `prompt` or `messages`", "prompt"),
     ("/tokenize", {"prompt": "x", "messages": HELLO}, "either `prompt` or `messages`", "prompt"),
     ("/detokenize", {"tokens": ["a"]}, "got `str`", "tokens[0]"),
-    ("/detokenize", {"tokens": [99999999]}, "not in the vocabulary", None),
+    ("/detokenize", {"tokens": [99999999]}, "not in the vocabulary", "tokens"),
     (TEXT, {"prompt": "x", "max_tokens": 10**30}, "at most 9223372036854775807", "max_tokens"),
     (TEXT, {"prompt": "x", "top_k": 10**30}, "at most 9223372036854775807", "top_k"),
 ]
@@ -219,13 +246,14 @@ def test_what_is_not_there(tiny_server: Server) -> None:
 
 
 def test_a_body_that_is_too_large(tiny_server: Server) -> None:
-    said = httpx.post(tiny_server.url + TEXT, content=b"x" * 200_001, timeout=60)
-    assert "larger than 200,000 bytes" in error_of(said, 413)["message"]
+    said = httpx.post(tiny_server.url + TEXT, content=b"x" * 200_001, headers=JSON, timeout=60)
+    assert "200,001 bytes; at most 200,000" in error_of(said, 413)["message"]
 
     def endless() -> Any:
         for _ in range(1000):
             yield b"x" * 1000
 
     # Its length is not announced, so the server finds out while it reads.
-    assert error_of(httpx.post(tiny_server.url + TEXT, content=endless(), timeout=60), 413)["code"] == "body_too_large"
+    said = httpx.post(tiny_server.url + TEXT, content=endless(), headers=JSON, timeout=60)
+    assert error_of(said, 413)["code"] == "body_too_large"
     assert tiny_server.get("/health").status_code == 200

@@ -356,7 +356,26 @@ def test_incidents_are_the_newest_warnings_and_repeats_only_count() -> None:
     assert (repeated.text, repeated.level, repeated.count) == ("page 4", "warning", 3)
     assert newest.level == "error"
     assert len(newest.text) == 500
-    for number in range(80):
-        logger.error("%d", number)
-    assert [one.text for one in incidents.newest()][:2] == ["79", "78"]
+    words = [a + b for a in "abcdefghij" for b in "abcdefgh"]
+    for word in words:
+        logger.error("the word %s", word)
+    assert [one.text for one in incidents.newest()][:2] == ["the word jh", "the word jg"]
     assert len(incidents.newest()) == 50
+
+
+def test_a_flood_of_incidents_of_one_kind_pushes_nothing_off() -> None:
+    incidents = Incidents()
+    logger = logging.Logger("test")
+    logger.addHandler(incidents)
+    logger.error("the engine core is down: the engine core was ended by SIGKILL")
+    for number in range(400):
+        logger.warning(
+            "step %d failed (OverflowError: %r); trying its sequences one by one", number, "x" * (number % 7)
+        )
+    for word in (a + b for a in "abcdefghij" for b in "abcdefgh"):
+        logger.warning("a warning of its own: %s", word)
+    kept = incidents.newest()
+    assert [one.text for one in kept if "SIGKILL" in one.text]
+    assert len(kept) == 50
+    flood = [one for one in kept if one.text.startswith("step ")]
+    assert [one.count for one in flood] in ([400], [])

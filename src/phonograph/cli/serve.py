@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import socket
-from collections.abc import Coroutine
+import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from phonograph.cli.flags import add_engine_flags, spec_from
 from phonograph.errors import PlanError
@@ -17,6 +19,8 @@ from phonograph.graphs.progress import bar
 if TYPE_CHECKING:
     from phonograph.engine.async_llm import AsyncLLM
     from phonograph.server.options import ServerOptions
+
+log = logging.getLogger("phonograph")
 
 HELP = "serve the OpenAI API over HTTP"
 _LEVELS = ("debug", "info", "warning", "error")
@@ -30,10 +34,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--served-name", action="append", default=[], help="the model's name in requests; repeatable")
     where.add_argument("--chat-template", type=Path, help="a file with a chat template, in place of the model's own")
     where.add_argument("--api-key-file", type=Path, help="a file with keys, one a line, of which requests need one")
+    where.add_argument(
+        "--allowed-hosts", nargs="+", default=[], help="names that a Host header may have; * is any (see the docs)"
+    )
+    where.add_argument("--cors-origins", nargs="+", default=[], help="origins whose web pages may use this server")
     where.add_argument("--api-key", action="append", default=[], help="a key; other users of the machine can see it")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--max-queue", type=int, default=1024, help="sequences that may wait; with more there is a 429")
     limits.add_argument("--max-body-bytes", type=int, default=8 << 20, help="a larger body gets a 413")
+    limits.add_argument("--max-prompt-chars", type=int, help="characters of a prompt; default: what could fit")
+    limits.add_argument("--max-connections", type=int, default=4096, help="with more, the longest idle ones are closed")
+    limits.add_argument("--head-timeout", type=float, default=10.0, help="seconds for headers to arrive; else a 408")
     limits.add_argument("--body-timeout", type=float, default=30.0, help="seconds for a body to arrive; else a 408")
     limits.add_argument("--request-timeout", type=float, help="seconds for a request to finish; else a 504")
     limits.add_argument(
@@ -65,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     level = getattr(logging, args.log_level.upper())
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING))
+    logging.getLogger("uvicorn").setLevel(max(level, logging.ERROR))
     options = _options(args)
     sock = server.listen(options)
     metrics = Metrics()
@@ -81,34 +92,67 @@ def run(args: argparse.Namespace) -> int:
     watch = Watch(llm, metrics, (options.names or (llm.spec.name,))[0])
     app = create_app(llm, options, further=watch.routes(), open_paths=PUBLIC_PATHS)
 
-    def show() -> None:
-        print(screen(llm, options, sock), flush=True)
+    drawn = bar()
 
     async def work() -> None:
         async with watch:
-            await server.run(llm, app, options, sock, progress=bar(), on_ready=show)
+            await server.run(
+                llm,
+                app,
+                options,
+                sock,
+                progress=lambda *step: _written(sys.stderr, lambda: drawn(*step)),
+                on_ready=lambda: _written(sys.stdout, lambda: print(screen(llm, options, sock), flush=True)),
+            )
 
-    _run(work())
+    try:
+        _run(work())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            _written(stream, stream.flush)
     return 0
+
+
+def _written(stream: TextIO, write: Callable[[], None]) -> None:
+    """Write; a disk that is full or a pipe that is closed ends the writing, and not the server."""
+    try:
+        write()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is not sys.stderr:
+            log.warning("nothing more is written to %s: %s", stream.name, error)
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
     from phonograph.server.options import ServerOptions
 
-    keys = [line.strip() for line in _read(args.api_key_file).splitlines()] if args.api_key_file is not None else []
     return ServerOptions(
         host=args.host,
         port=args.port,
         names=tuple(args.served_name),
-        api_keys=(*args.api_key, *filter(None, keys)),
+        api_keys=(*args.api_key, *(_keys(args.api_key_file) if args.api_key_file is not None else ())),
         max_queue=args.max_queue,
         max_body_bytes=args.max_body_bytes,
+        max_prompt_chars=args.max_prompt_chars,
+        max_connections=args.max_connections,
+        head_timeout=args.head_timeout,
+        allowed_hosts=tuple(args.allowed_hosts),
+        cors_origins=tuple(args.cors_origins),
         body_timeout=args.body_timeout,
         request_timeout=args.request_timeout,
         stall_timeout=args.stall_timeout,
         drain_timeout=args.drain_timeout,
         log_prompts=args.log_prompts,
     )
+
+
+def _keys(path: Path) -> list[str]:
+    """The keys of a file, one a line; blank lines and those that begin with # are none."""
+    lines = [line.strip() for line in _read(path).splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise PlanError(f"reading {path}: there is no key in it. Write one, or leave --api-key-file out to need none.")
+    return keys
 
 
 def _read(path: Path) -> str:
@@ -159,6 +203,6 @@ def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
             about.coverage,
             "",
             f"serving   {url}   API key: {'needed' if options.api_keys else 'none'}",
-            f"try       curl {url}{route}{key} -d '{body}'",
+            f"try       curl {url}{route}{key} -H 'Content-Type: application/json' -d '{body}'",
         ]
     )

@@ -24,11 +24,13 @@ def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence
 
 def refuse_unknown_tokens(request: Request, vocab: int) -> None:
     """Refuse ids that are no row of the embedding table: on a device they would read whatever lies there."""
-    outside = [token for token in (*request.prompt, *request.params.logit_bias) if not 0 <= token < vocab]
+    highest = max(request.prompt, default=0)
+    outside = [token for token in (highest, *request.params.logit_bias) if token >= vocab]
     if outside:
         raise RequestError(
             f"request {request.id}: token {outside[0]} is not in the vocabulary of {vocab}. "
-            "Encode the text with the model's own tokenizer."
+            "Encode the text with the model's own tokenizer.",
+            field="prompt" if outside[0] == highest else "logit_bias",
         )
 
 
@@ -36,14 +38,18 @@ def refuse_misfits(request: Request, limits: Limits) -> None:
     """Refuse a prompt that is empty, or too long for the context or for the KV cache."""
     name, found = f"request {request.id!r}", len(request.prompt)
     if not found:
-        raise RequestError(f"{name}: its prompt is empty, but there must be a token to start from. Send at least one.")
+        raise RequestError(
+            f"{name}: its prompt is empty, but there must be a token to start from. Send at least one.", field="prompt"
+        )
     if found > limits.max_len - 1:
         raise RequestError(
             f"{name}: its prompt has {found} tokens, but a context of {limits.max_len} leaves room for "
-            f"{limits.max_len - 1} and one output. Shorten the prompt, or raise max_len."
+            f"{limits.max_len - 1} and one output. Shorten the prompt, or raise max_len.",
+            field="prompt",
         )
     if found > limits.capacity:
         raise RequestError(
             f"{name}: its prompt has {found} tokens, but all {limits.num_pages - 1} pages of the KV cache hold "
-            f"{limits.capacity}. Shorten the prompt, or give the KV cache more pages."
+            f"{limits.capacity}. Shorten the prompt, or give the KV cache more pages.",
+            field="prompt",
         )

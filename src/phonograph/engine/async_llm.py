@@ -8,8 +8,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -28,8 +29,9 @@ from phonograph.graphs.progress import Progress, silent
 
 T = TypeVar("T")
 
-_INLINE = 4096
-"""Characters that are encoded at once; longer texts go to a thread, so that nobody's tokens wait for them."""
+_INLINE = 512
+"""Characters, or tokens, that are handled at once; more go to a thread, so that nobody's tokens wait for them."""
+_THREADS = 2
 _LONGEST_WAIT = 60.0
 """Seconds that a client is asked to wait at most."""
 
@@ -79,12 +81,13 @@ class AsyncLLM:
         """Sequences that run or wait."""
         self.busy_since: float | None = None
         self._checks: deque[asyncio.Future[Checked]] = deque()
+        self._lost = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._ends: deque[float] = deque(maxlen=64)
         """When the latest sequences ended."""
         self._numbers = itertools.count()
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
 
     # -- the life of the engine -------------------------------------------------------------------------------------
 
@@ -106,7 +109,12 @@ class AsyncLLM:
         self.health = Health("stopped", "the server was shut down")
         self._fail_all(CoreError("the server was shut down while the request ran"))
         await self._core.stop()
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def lost(self) -> str:
+        """Wait until the core is down for good, and say why."""
+        await self._lost.wait()
+        return self.health.reason
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -181,26 +189,75 @@ class AsyncLLM:
 
         With `continues` an answer goes on where its prompt ended: a leading space belongs to it.
         """
-        now, params = time.monotonic(), params.resolved(self.sampling)
+        self.refuse_unless_ready()
+        with self._refusals_counted():
+            requests = self._requests(prompts, params, request_id, priority, timeout)
+        return self._started(requests, continues)
+
+    async def submit_long(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        continues: bool = False,
+    ) -> Generation:
+        """Like `submit`; prompts of many tokens are checked in a thread."""
+        self.refuse_unless_ready()
+        with self._refusals_counted():
+            size = sum(map(len, prompts))
+            requests = await self.off_loop(size, lambda: self._requests(prompts, params, request_id, 0, timeout))
+        self.refuse_unless_ready()
+        return self._started(requests, continues)
+
+    def _requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        timeout: float | None,
+    ) -> list[Request]:
+        """The prompts as requests that the engine can serve; any thread may make them."""
+        now, about, params = time.monotonic(), self.about, params.resolved(self.sampling)
         name = request_id or f"request-{next(self._numbers)}"
         deadline = None if timeout is None else now + timeout
+        added, most = len(prompts) * params.n, self.max_active
+        if not prompts or added > most:
+            problem = f"the request asks for {added} sequences; 1 to {most} can run or wait here."
+            raise RequestError(problem, field="n" if params.n > 1 else "prompt")
         requests = [
             Request(f"{name}-{place}" if place else name, tuple(prompt), params, priority, deadline, now)
             for place, prompt in enumerate(prompts)
         ]
-        self._admit(requests)
+        for request in requests:
+            refuse_unknown_tokens(request, about.vocab)
+            refuse_misfits(request, about.limits)
+        return requests
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestError:
+            self.observer.rejected("invalid")
+            raise
+
+    def _started(self, requests: Sequence[Request], continues: bool) -> Generation:
+        self._refuse_overflow(sum(request.params.n for request in requests))
         generation = Generation(requests, self.tokenizer, self.observer, self._closed, continues=continues)
         for request in requests:
             self._live[request.id] = generation
             self._core.send(Add(request))
             self.observer.started(request)
         self.num_active += generation.num_choices
-        self.busy_since = self.busy_since or now
+        self.busy_since = self.busy_since or time.monotonic()
         self._idle.clear()
         return generation
 
-    def _admit(self, requests: Sequence[Request]) -> None:
-        """Raise if the requests can't be served, or not now."""
+    def refuse_unless_ready(self) -> None:
+        """Raise UnavailableError while no request is taken."""
         if self.health.state != "ready":
             self.observer.rejected(self.health.state)
             draining = self.health.state in ("draining", "stopped")
@@ -209,17 +266,9 @@ class AsyncLLM:
                 "draining" if draining else "down",
                 retry_after=5.0,
             )
-        about, added, most = self.about, sum(request.params.n for request in requests), self.max_active
-        try:
-            if not requests or added > most:
-                raise RequestError(f"the request asks for {added} sequences; 1 to {most} can run or wait here.")
-            for request in requests:
-                refuse_unknown_tokens(request, about.vocab)
-                refuse_misfits(request, about.limits)
-        except RequestError:
-            self.observer.rejected("invalid")
-            raise
-        active = self.num_active
+
+    def _refuse_overflow(self, added: int) -> None:
+        active, most = self.num_active, self.max_active
         if active + added > most:
             self.observer.rejected("queue_full")
             raise UnavailableError(
@@ -239,15 +288,25 @@ class AsyncLLM:
 
     async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The token ids of a text."""
-        tokenizer = self._text()
-        return await self._off_loop(len(text), lambda: tokenizer.encode(text, add_special=add_special))
+        return (await self.encode_all([text], add_special=add_special))[0]
 
-    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+    async def encode_all(self, prompts: Sequence[str | list[int]], *, add_special: bool = True) -> list[list[int]]:
+        """The token ids of several texts; what is token ids already stays as it is."""
+        texts = {place: prompt for place, prompt in enumerate(prompts) if isinstance(prompt, str)}
+        found = {place: prompt for place, prompt in enumerate(prompts) if not isinstance(prompt, str)}
+        if texts:
+            tokenizer, size = self._text(), sum(map(len, texts.values()))
+            found |= await self.off_loop(
+                size, lambda: {place: tokenizer.encode(text, add_special=add_special) for place, text in texts.items()}
+            )
+        return [found[place] for place in range(len(prompts))]
+
+    async def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids."""
-        vocab = self.about.vocab
-        if outside := [token for token in tokens if token >= vocab]:
-            raise RequestError(f"tokens: {outside[0]} is not in the vocabulary of {vocab}.")
-        return self._text().decode(tokens, skip_special=skip_special)
+        tokenizer, vocab = self._text(), self.about.vocab
+        if (highest := max(tokens, default=0)) >= vocab:
+            raise RequestError(f"tokens: {highest} is not in the vocabulary of {vocab}.", field="tokens")
+        return await self.off_loop(len(tokens), lambda: tokenizer.decode(tokens, skip_special=skip_special))
 
     async def render(
         self,
@@ -267,23 +326,25 @@ class AsyncLLM:
             )
             return tokenizer.encode(text, add_special=False)
 
-        return await self._off_loop(size, work)
+        return await self.off_loop(size, work)
 
-    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Do the work at once if it is small, else in a thread; `size` is about its number of characters or tokens."""
         if size < _INLINE:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"{self.checkpoint.source} has no tokenizer. Send token ids.")
+            raise RequestError(f"{self.checkpoint.source} has no tokenizer. Send token ids.", field="prompt")
         return self.tokenizer
 
     @property
     def template(self) -> ChatTemplate:
         """How conversations are written out."""
         if self._template is None:
-            raise RequestError(f"{self.checkpoint.source} has no chat template. Send a prompt of token ids.")
+            problem = f"{self.checkpoint.source} has no chat template. Send a prompt of token ids."
+            raise RequestError(problem, field="messages")
         return self._template
 
     def _opened_template(self, given: str | None) -> ChatTemplate | None:
@@ -310,7 +371,7 @@ class AsyncLLM:
                 continue
             num_left = generation.num_left
             if one.refused:
-                generation.fail(RequestError(one.error), now)
+                generation.fail(RequestError(one.error, field=one.field or None), now)
             elif generation.put(one, now):
                 self._core.send(Finish(one.request_id, one.index))
             if generation.num_left < num_left:
@@ -326,6 +387,8 @@ class AsyncLLM:
         if self.health.state in ("starting", "ready", "down"):
             hope = "it is not started again" if final else "it is being started again"
             self.health = Health("down", f"the engine core is down ({reason}); {hope}")
+            if final:
+                self._lost.set()
         error = CoreError(f"the engine core went down while the request ran: {reason}. Send the request again.")
         self._fail_all(error)
         for answer in self._checks:

@@ -54,13 +54,16 @@ class EngineCore:
         if grammar is None:
             return []
         if self._grammars is None:
-            raise RequestError(f"request {request.id}: without a tokenizer no grammar can be followed. Leave it out.")
+            problem = "without a tokenizer no grammar can be followed. Leave it out."
+            raise RequestError(f"request {request.id}: {problem}", field=grammar.field)
         try:
             return self._grammars.start(grammar, request.params.n)
         except RequestError:
             raise
         except BaseException as error:  # a library's panic is none of Exception's, and must not end all others
-            raise RequestError(f"compiling the grammar: {type(error).__name__}: {error}. Change it.") from error
+            log.warning("compiling a %s grammar failed: %s: %s", grammar.kind, type(error).__name__, error)
+            problem = f"the {grammar.kind} grammar can't be compiled: it is too complex. Change it."
+            raise RequestError(problem, field=grammar.field) from error
 
     def prepare_grammars(self) -> None:
         """What all grammars share, so that the first request with one need not wait for it."""
@@ -111,6 +114,7 @@ class EngineCore:
             for token in tokens:
                 sequence.constraint.accept(token)
         except RequestError as error:
+            sequence.error_field = error.field or ""
             return self.scheduler.fail(sequence, str(error))
         return []
 

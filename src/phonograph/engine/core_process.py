@@ -149,7 +149,8 @@ class CoreLoop:
         try:
             self._live[request.id] = dict(enumerate(self._core.add(request, constraints())))
         except RequestError as error:
-            self._outputs.append(Output(request.id, 0, (), FinishReason.ERROR, str(error), refused=True))
+            field = error.field or ""
+            self._outputs.append(Output(request.id, 0, (), FinishReason.ERROR, str(error), refused=True, field=field))
 
     def _note(self, update: Update) -> None:
         """Keep what the front has to know; it has forgotten what it cancelled or finished itself."""
@@ -158,7 +159,8 @@ class CoreLoop:
         if index not in self._live.get(request_id, {}):
             return
         logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
-        self._outputs.append(Output(request_id, index, tokens, finish, sequence.error, sequence.num_cached, logprobs))
+        told = (sequence.error, sequence.num_cached, logprobs)
+        self._outputs.append(Output(request_id, index, tokens, finish, *told, field=sequence.error_field))
         if finish is not None:
             self._forget(sequence)
 

@@ -12,7 +12,7 @@ from phonograph.engine import messages
 from phonograph.engine.observe import Observer
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.sequence import TokenLogprob
-from phonograph.engine.text import TextReader, Tokenizer
+from phonograph.engine.text import StopStrings, TextReader, Tokenizer
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class Delta:
     finish: FinishReason | None = None
     error: str = ""
     """What went wrong, for FinishReason.ERROR."""
+    error_field: str = ""
+    """The field of the request that is at fault, where one is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,13 +73,14 @@ class Generation:
         self._first = {request.id: place * request.params.n for place, request in enumerate(requests)}
         """The number of each request's first choice."""
         eos_ids = () if tokenizer is None else tokenizer.eos_ids
+        stops = StopStrings(requests[0].params.stop if requests else ())
         self._choices = [
             _Choice(
                 first + index,
                 request,
                 TextReader(
                     tokenizer,
-                    request.params.stop,
+                    stops.again(),
                     stop_ids=request.params.stop_ids(eos_ids),
                     after=request.prompt if continues else (),
                 ),
@@ -187,7 +190,7 @@ class Generation:
         delta.tokens += output.tokens
         delta.logprobs += output.logprobs
         if finish is not None:
-            delta.finish, delta.error = finish, output.error
+            delta.finish, delta.error, delta.error_field = finish, output.error, output.field
             self._end(choice, finish, now)
         if not self._wants_all or not self._left:
             self._wake()

@@ -33,7 +33,7 @@ from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, TokenLogprob
 from phonograph.engine.sizing import cache_size, limits_for, plan_for
-from phonograph.engine.text import ChatTemplate, TextReader, Tokenizer
+from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.guidance import Guidance
 from phonograph.errors import CheckpointError, RequestError
 from phonograph.graphs.config import Ask, Asked
@@ -65,7 +65,8 @@ class _Reader:
         self.sequence = sequence
         self.done = Completion(sequence.request.prompt, sequence.index)
         after = sequence.request.prompt if continues else ()
-        self._text = TextReader(tokenizer, sequence.request.params.stop, stop_ids=sequence.stop_ids, after=after)
+        stops = StopStrings(sequence.request.params.stop)
+        self._text = TextReader(tokenizer, stops, stop_ids=sequence.stop_ids, after=after)
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""

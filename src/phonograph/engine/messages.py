@@ -90,6 +90,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """One for each token, where the request asked for them."""
     refused: bool = False
     """The whole request was not taken, for `error`."""
+    field: str = ""
+    """The field of the request that is at fault for `error`, where one is."""
 
 
 class StepOutput(_FromCore, frozen=True):

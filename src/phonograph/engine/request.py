@@ -48,12 +48,18 @@ class GrammarSpec:
     kind: Literal["json_schema", "regex", "choice", "lark"]
     text: str
     """The schema as JSON (`{}` for any JSON), the pattern, a JSON list of texts, or the grammar."""
+    field: str = "grammar"
+    """What the request calls it, for errors."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("json_schema", "regex", "choice", "lark"):
-            raise RequestError(f"a grammar is a json_schema, regex, choice or lark, found {_shown(self.kind)}.")
+            raise RequestError(
+                f"a grammar is a json_schema, regex, choice or lark, found {_shown(self.kind)}.", field=self.field
+            )
         if not isinstance(self.text, str) or not self.text:
-            raise RequestError(f"the {self.kind} grammar must be a text that isn't empty, found {_shown(self.text)}.")
+            raise RequestError(
+                f"the {self.kind} grammar must be a text that isn't empty, found {_shown(self.text)}.", field=self.field
+            )
         if self.kind in ("json_schema", "choice"):
             self._check_json()
 
@@ -61,10 +67,12 @@ class GrammarSpec:
         try:
             found = json.loads(self.text)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"the {self.kind} grammar is no JSON: {error}. Send well-formed JSON.") from None
+            raise RequestError(
+                f"the {self.kind} grammar is no JSON: {error}. Send well-formed JSON.", field=self.field
+            ) from None
         texts = isinstance(found, list) and found and all(isinstance(text, str) and text for text in found)
         if self.kind == "choice" and not texts:
-            raise RequestError("a choice grammar is a list of texts that aren't empty, at least one.")
+            raise RequestError("a choice grammar is a list of texts that aren't empty, at least one.", field=self.field)
 
 
 @dataclass(frozen=True)
@@ -232,15 +240,14 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
         raise RequestError(f"{name} must be a tuple of token ids, found {_shown(value)}.", field=name)
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _MAX_TOKEN_ID):
         wrong = next(token for token in value if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID)
-        raise RequestError(
-            f"{name} must hold whole numbers from 0 to {_MAX_TOKEN_ID}, found {_shown(wrong)}.", field=name
-        )
+        problem = f"{name} must hold whole numbers from 0 to {_MAX_TOKEN_ID}, found {_shown(wrong)}."
+        raise RequestError(problem, field=name)
     return tuple(value)
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
-        hint = f" Write ({value!r},)." if isinstance(value, str) else ""
+        hint = f" Write ({value[:40]!r},)." if isinstance(value, str) else ""
         raise RequestError(f"{name} must be a tuple of texts, found {_shown(value)}.{hint}", field=name)
     for text in value:
         if not isinstance(text, str) or not text:
@@ -252,9 +259,8 @@ def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, found {_shown(value)}.", field="logit_bias")
     if len(value) > MAX_BIASED:
-        raise RequestError(
-            f"logit_bias names {len(value)} tokens; at most {MAX_BIASED} can be biased. Name fewer.", field="logit_bias"
-        )
+        problem = f"logit_bias names {len(value)} tokens; at most {MAX_BIASED} can be biased. Name fewer."
+        raise RequestError(problem, field="logit_bias")
     for token, bias in value.items():
         _whole("a token id in logit_bias", token, least=0, field="logit_bias")
         _float32(f"logit_bias of token {token}", bias, -100, 100, field="logit_bias")

@@ -78,6 +78,8 @@ class Sequence:
     finish: FinishReason | None = None
     error: str = ""
     """What went wrong, for FinishReason.ERROR."""
+    error_field: str = ""
+    """The field of the request that is at fault, where one is."""
 
     @property
     def num_prompt(self) -> int:

@@ -1,4 +1,4 @@
-"""Lets in only requests that carry an API key."""
+"""Access: only requests with an API key, and only under the names that the server goes by."""
 
 from __future__ import annotations
 
@@ -51,6 +51,41 @@ class KeyGuard:
             code="invalid_api_key",
             headers={"WWW-Authenticate": scheme},
         )
+
+
+class HostGuard:
+    """Wraps an app: a request whose Host header has another name is refused.
+
+    A web page of anybody's can let its own name point at this machine, and would then count as of the same origin as
+    the server; its browser still sends that name.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            refusal = self._refusal(given, scope["http_version"])
+            if refusal is not None:
+                await refusal.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, given: list[str], version: str) -> ApiError | None:
+        if len(given) > 1 or (not given and version == "1.1"):
+            return ApiError(400, f"the request has {len(given)} Host headers; expected one.", code="invalid_host")
+        if given and _name_in(given[0]) not in self._hosts:
+            problem = f"the Host header names {given[0][:100]!r}; expected one of {', '.join(sorted(self._hosts))}"
+            return ApiError(403, f"{problem}. Use such an address, or start with --allowed-hosts.", code="invalid_host")
+        return None
+
+
+def _name_in(host: str) -> str:
+    """The name in a Host header, without the port and without the brackets of an IPv6 address."""
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    return name.lower().rstrip(".")
 
 
 def _digest(key: bytes) -> bytes:

@@ -13,13 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.messages import Ready
 from phonograph.engine.request import NEUTRAL, SamplingParams
 from phonograph.errors import RequestError
 from phonograph.server.answers import Detokenized, Error, HealthBody, Model, Models, Tokenized
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
-from phonograph.server.bodies import BodyReader
+from phonograph.server.bodies import Arrivals, BodyReader
+from phonograph.server.checks import check_chat, check_completion, check_detokenize, check_logprobs, check_tokenize
 from phonograph.server.delivery import Delivery
 from phonograph.server.failures import SERVER, ApiError
+from phonograph.server.limits import ModelBounds
 from phonograph.server.logprobs import LogprobWriter
 from phonograph.server.options import ServerOptions
 from phonograph.server.request_log import RequestLog
@@ -28,6 +31,9 @@ from phonograph.server.tool_calls import for_template
 from phonograph.server.writers import ChatWriter, CompletionWriter, Head
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+_BODIES = 32
+"""Bodies of the largest size that may be on their way at a time."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,43 +47,71 @@ class Api:
         self._options = options
         self._created = int(time.time())
         self._logprobs = LogprobWriter(llm.tokenizer)
+        self._arrivals = Arrivals(_BODIES * options.max_body_bytes)
+        self._bounds: tuple[Ready, ModelBounds] | None = None
         self._completion_bodies = self._reader(CompletionAsk)
         self._chat_bodies = self._reader(ChatAsk)
         self._tokenize_bodies = self._reader(TokenizeAsk)
         self._detokenize_bodies = self._reader(DetokenizeAsk)
 
     def _reader(self, kind: type[T]) -> BodyReader[T]:
-        return BodyReader(kind, self._options.max_body_bytes, self._options.body_timeout)
+        options = self._options
+        return BodyReader(kind, options.max_body_bytes, options.body_timeout, self._arrivals, self.bounds)
+
+    def bounds(self) -> ModelBounds:
+        """What a request may have, with the model that is served."""
+        about = self._llm.about
+        if self._bounds is None or self._bounds[0] is not about:
+            tokenizer = self._llm.tokenizer
+            longest = tokenizer.longest_token if tokenizer is not None else 1
+            most = self._options.max_prompt_chars
+            self._bounds = about, ModelBounds.of(about.limits.max_len, longest, self._llm.max_active, most)
+        return self._bounds[1]
 
     # -- generation -------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
         """Complete one or several prompts."""
+        self._llm.refuse_unless_ready()
+
+        def checked(ask: CompletionAsk) -> tuple[CompletionAsk, Head, SamplingParams, list[str] | list[list[int]]]:
+            check_completion(ask, self.bounds())
+            return ask, self._head("cmpl", ask), completion_params(ask), _prompts_of(ask.prompt)
+
         with self._refusals_counted():
-            ask, _ = await self._completion_bodies.read(request)
-            head = self._head("cmpl", ask)
-            params = completion_params(ask)
-            prompts = await self._encoded(ask.prompt)
+            found, _ = await self._completion_bodies.read(request, self._llm.off_loop, checked)
+            ask, head, params, given = found
+            prompts = await self._llm.encode_all(given)
             for prompt in prompts:
                 self._check_context(prompt, "prompt")
+            self.bounds().prompt_tokens.check(sum(map(len, prompts)))
+            check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
         writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None)
         return await self._answer(request, ask, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        with self._refusals_counted():
-            ask, size = await self._chat_bodies.read(request)
-            head = self._head("chatcmpl", ask)
-            params = chat_params(ask, self._llm.about.limits.max_len)
+        self._llm.refuse_unless_ready()
+        max_len = self._llm.about.limits.max_len
+
+        def checked(ask: ChatAsk) -> tuple[ChatAsk, Head, SamplingParams, list[str] | None, list[dict[str, Any]]]:
+            check_chat(ask, self.bounds())
             tools = None if ask.tool_choice == "none" or not ask.tools else self._checked_tools(ask.tools)
+            return ask, self._head("chatcmpl", ask), chat_params(ask, max_len), tools, for_template(ask.messages)
+
+        with self._refusals_counted():
+            found, size = await self._chat_bodies.read(request, self._llm.off_loop, checked)
+            ask, head, params, tools, messages = found
+            check_logprobs(params, 1, max_len)
             prompt = await self._llm.render(
-                for_template(ask.messages),
+                messages,
                 tools=ask.tools if tools else None,
                 variables=ask.chat_template_kwargs,
                 size=size,
             )
             self._check_context(prompt, "messages")
-        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, tools)
+        max_calls = 1 if ask.parallel_tool_calls is False else None
+        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, tools, max_calls)
         return await self._answer(request, ask, [prompt], params, writer)
 
     @contextmanager
@@ -92,23 +126,6 @@ class Api:
     def _head(self, kind: str, ask: Sampling) -> Head:
         with_usage = bool(ask.stream and ask.stream_options and ask.stream_options.include_usage)
         return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._checked_model(ask.model), with_usage)
-
-    async def _encoded(self, prompt: str | Sequence[Any]) -> list[list[int]]:
-        """Every form that a prompt may have, as lists of token ids."""
-        if isinstance(prompt, str):
-            return [await self._llm.encode(prompt)]
-        kinds = {type(part) for part in prompt}
-        if len(kinds) > 1:
-            message = "`prompt` mixes texts, token ids and lists of token ids. Send one kind."
-            raise ApiError(400, message, param="prompt", code="invalid_value")
-        if kinds == {int}:
-            return [list(prompt)]
-        if len(prompt) > self._llm.max_active:
-            message = (
-                f"{len(prompt)} prompts are more than the {self._llm.max_active} that can run or wait. Send fewer."
-            )
-            raise ApiError(400, message, param="prompt", code="invalid_value")
-        return [await self._llm.encode(part) if isinstance(part, str) else part for part in prompt]
 
     def _check_context(self, prompt: Sequence[int], param: str) -> None:
         most = self._llm.about.limits.max_len - 1
@@ -141,9 +158,10 @@ class Api:
         log = RequestLog(writer.id, with_texts=self._options.log_prompts)
         if self._options.log_prompts:
             for prompt in prompts:
-                log.prompt(self._llm.decode(prompt, skip_special=False) if self._llm.tokenizer is not None else prompt)
+                has_text = self._llm.tokenizer is not None
+                log.prompt(await self._llm.decode(prompt, skip_special=False) if has_text else prompt)
         timeout = self._options.request_timeout
-        generation = self._llm.submit(
+        generation = await self._llm.submit_long(
             prompts,
             params,
             request_id=writer.id,
@@ -151,17 +169,22 @@ class Api:
             continues=isinstance(writer, CompletionWriter),
         )
         with_usage = bool(ask.stream_options and ask.stream_options.include_usage)
-        delivery = Delivery(generation, writer, log, timeout, with_usage)
+        delivery = Delivery(generation, writer, log, timeout, self._llm.off_loop, with_usage)
         return await (delivery.stream(request) if ask.stream else delivery.whole(request))
 
     # -- text -------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or of messages."""
-        ask, size = await self._tokenize_bodies.read(request)
-        self._checked_model(ask.model)
-        if (ask.prompt is None) == (ask.messages is None):
-            raise ApiError(400, "send either `prompt` or `messages`.", param="prompt", code="invalid_value")
+
+        def checked(ask: TokenizeAsk) -> TokenizeAsk:
+            check_tokenize(ask, self.bounds())
+            self._checked_model(ask.model)
+            if (ask.prompt is None) == (ask.messages is None):
+                raise ApiError(400, "send either `prompt` or `messages`.", param="prompt", code="invalid_value")
+            return ask
+
+        ask, size = await self._tokenize_bodies.read(request, self._llm.off_loop, checked)
         if ask.messages is not None:
             tokens = await self._llm.render(
                 for_template(ask.messages),
@@ -176,9 +199,14 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        ask, _ = await self._detokenize_bodies.read(request)
-        self._checked_model(ask.model)
-        return _json(Detokenized(self._llm.decode(ask.tokens, skip_special=False)))
+
+        def checked(ask: DetokenizeAsk) -> DetokenizeAsk:
+            check_detokenize(ask, self.bounds())
+            self._checked_model(ask.model)
+            return ask
+
+        ask, _ = await self._detokenize_bodies.read(request, self._llm.off_loop, checked)
+        return _json(Detokenized(await self._llm.decode(ask.tokens, skip_special=False)))
 
     # -- what is served ---------------------------------------------------------------------------------------------
 
@@ -210,6 +238,17 @@ class Api:
             message = f"the model {name[:100]!r} is not served here; there is {', '.join(map(repr, self.names))}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
+
+
+def _prompts_of(prompt: str | Sequence[Any]) -> list[str] | list[list[int]]:
+    """Every form that a prompt may have, as texts or as lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
+        message = "`prompt` mixes texts, token ids and lists of token ids. Send one kind."
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    return [list(prompt)] if kinds == {int} else list(prompt)
 
 
 def _function_name(place: int, tool: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The server as one ASGI app: routes, error bodies, the key."""
+"""The server as one ASGI app: routes, error bodies, access."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp
 
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.errors import PhonographError
-from phonograph.server.access import KeyGuard
+from phonograph.server.access import HostGuard, KeyGuard
 from phonograph.server.answers import (
     ChatChunk,
     ChatCompletion,
@@ -31,8 +32,8 @@ from phonograph.server.failures import ApiError, respond
 from phonograph.server.openapi import Operation, document
 from phonograph.server.options import ServerOptions
 
-_ENGINE = (400, 404, 408, 413, 429, 500, 503, 504)
-_BODY = (400, 404, 408, 413, 500)
+_ENGINE = (400, 404, 408, 413, 415, 429, 500, 503, 504)
+_BODY = (400, 404, 408, 413, 415, 500, 503)
 
 OPERATIONS = (
     Operation(
@@ -83,4 +84,11 @@ def create_app(
     expected = (ApiError, HTTPException, PhonographError)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys((*expected, Exception), respond))
     app.router.redirect_slashes = False
-    return KeyGuard(app, options.api_keys, {"/health", *open_paths}) if options.api_keys else app
+    guarded: ASGIApp = app
+    if options.api_keys:
+        guarded = KeyGuard(guarded, options.api_keys, {"/health", *open_paths})
+    if options.cors_origins:
+        guarded = CORSMiddleware(
+            guarded, allow_origins=options.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    return HostGuard(guarded, options.hosts) if options.hosts else guarded

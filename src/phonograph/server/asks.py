@@ -7,15 +7,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-MAX_CHOICES = 128
-MAX_TOP_LOGPROBS = 20
-MAX_STOPS = 16
+from phonograph.server import limits
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Tokens = Annotated[list[TokenId], Meta(min_length=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Stops = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_STOPS)]
+Stop = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.STOP_CHARS.most})]
+Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": limits.STOPS.most})]
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
@@ -39,13 +38,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A name from /v1/models; may be left out."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Meta(ge=1, le=limits.CHOICES.most)] | None = None
     """How many answers to one prompt."""
     temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
     """0 always takes the likeliest token. Default: the model's own, else 1."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: Annotated[str, Meta(min_length=1)] | Stops | None = None
+    stop: Stop | Stops | None = None
     """Texts that end the answer, and are not part of it."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -60,7 +59,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Not in OpenAI's API."""
     ignore_eos: bool | None = None
     """Go on after the token that ends an answer. Not in OpenAI's API."""
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)] | None = None
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     """Not in OpenAI's API."""
 
     response_format: dict[str, Any] | None = None
@@ -85,7 +84,7 @@ class CompletionAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A text, several texts, token ids, or several lists of token ids."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Default: 16."""
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
     """How many alternatives to report for each token."""
     echo: bool | None = None
     best_of: int | None = None
@@ -102,7 +101,7 @@ class ChatAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     """OpenAI's newer name of max_tokens."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
     tools: list[Tool] | None = None
     """Functions that the model may call; they reach the chat template."""
     tool_choice: str | dict[str, Any] | None = None

@@ -5,43 +5,98 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from phonograph.server.failures import ApiError
+from phonograph.server.failures import SERVER, ApiError
+from phonograph.server.json_shape import shape_of
+from phonograph.server.limits import CONTAINERS, DEPTH, ModelBounds
 
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?([\w.\[\]]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 _MISSING = re.compile(r"missing required field `(.*?)`")
+_JSON = re.compile(r"application/([\w.-]+\+)?json *(;.*)?", re.IGNORECASE)
+
+
+class OffLoop(Protocol):
+    """Does work at once if it is small, else in a thread."""
+
+    async def __call__(self, size: int, work: Callable[[], R], /) -> R: ...
+
+
+class Arrivals:
+    """Bytes of all bodies that are on their way; with too many, further ones are turned away."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+
+    @contextmanager
+    def arriving(self) -> Iterator[Callable[[int], None]]:
+        """Gives a function to be told of every piece; all are forgotten in the end."""
+        mine = 0
+
+        def add(size: int) -> None:
+            nonlocal mine
+            if self._held + size > self._most:
+                message = f"bodies of {self._held:,} bytes are on their way already. Try again later."
+                raise ApiError(503, message, type=SERVER, code="busy", headers={"Retry-After": "1"})
+            mine += size
+            self._held += size
+
+        try:
+            yield add
+        finally:
+            self._held -= mine
 
 
 class BodyReader(Generic[T]):
     """Reads bodies of one kind."""
 
-    def __init__(self, kind: type[T], max_bytes: int, seconds: float) -> None:
+    def __init__(
+        self, kind: type[T], max_bytes: int, seconds: float, arrivals: Arrivals, bounds: Callable[[], ModelBounds]
+    ) -> None:
         self._decode = msgspec.json.Decoder(kind).decode
         self._fields = tuple(field.encode_name for field in msgspec.structs.fields(kind))
         self._max_bytes = max_bytes
         self._seconds = seconds
+        self._arrivals = arrivals
+        self._bounds = bounds
 
-    async def read(self, request: Request) -> tuple[T, int]:
-        """The body and how many bytes it had; ApiError where it can't be read."""
-        data = await self._bytes(request)
+    async def read(self, request: Request, off_loop: OffLoop, then: Callable[[T], R]) -> tuple[R, int]:
+        """What `then` makes of the body, and how many bytes that had; ApiError where it can't be read.
+
+        A large body is decoded, and handed to `then`, outside the event loop's thread.
+        """
+        _refuse_other_types(request)
+        with self._arrivals.arriving() as arrived:
+            data = await self._bytes(request, arrived)
+            bounds = self._bounds()
+            return await off_loop(len(data), lambda: then(self._decoded(data, bounds))), len(data)
+
+    def _decoded(self, data: bytes, bounds: ModelBounds) -> T:
+        shape = shape_of(data, bounds.values.most)
+        DEPTH.check(shape.depth)
+        CONTAINERS.check(shape.containers)
+        bounds.values.check(shape.values)
         try:
-            return self._decode(data), len(data)
+            return self._decode(data)
         except msgspec.ValidationError as error:
             raise self._misfit(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is no valid JSON: {_sentence(error, data)}", code="invalid_json") from None
 
-    async def _bytes(self, request: Request) -> bytes:
+    async def _bytes(self, request: Request, arrived: Callable[[int], None]) -> bytes:
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > self._max_bytes:
-            raise self._too_large()
+            raise self._too_large(f"{int(announced):,}")
         parts: list[bytes] = []
         size = 0
         try:
@@ -49,18 +104,21 @@ class BodyReader(Generic[T]):
                 async for part in request.stream():
                     size += len(part)
                     if size > self._max_bytes:
-                        raise self._too_large()
+                        raise self._too_large(f"{size:,} or more")
+                    arrived(len(part))
                     parts.append(part)
         except TimeoutError:
             message = f"the body did not arrive within {self._seconds:g} s. Send it faster, or make it smaller."
-            raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+            raise ApiError(408, message, code="body_timeout") from None
         except ClientDisconnect:
             raise ApiError(499, "the client is gone.") from None
         return b"".join(parts)
 
-    def _too_large(self) -> ApiError:
-        message = f"the body is larger than {self._max_bytes:,} bytes. Send less, or raise --max-body-bytes."
-        return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+    def _too_large(self, found: str) -> ApiError:
+        message = (
+            f"the body has {found} bytes; at most {self._max_bytes:,} are taken. Send less, or raise --max-body-bytes."
+        )
+        return ApiError(413, message, code="body_too_large")
 
     def _misfit(self, problem: str) -> ApiError:
         """The sentence of the decoder, with the field that it is about."""
@@ -78,6 +136,20 @@ class BodyReader(Generic[T]):
         if where:
             return ApiError(400, f"`{where}`: {said}.", param=where, code="invalid_value")
         return ApiError(400, f"the body: {said}.", code="invalid_value")
+
+
+def _refuse_other_types(request: Request) -> None:
+    """Refuse what is not declared to be JSON: a web page of anybody's may send forms and texts, but no JSON."""
+    given = request.headers.get("content-type", "")
+    if not _JSON.fullmatch(given):
+        found = f"is {given[:100]!r}" if given else "is missing"
+        message = f"the Content-Type {found}; expected application/json."
+        remedy = 'Add the header, with curl -H "Content-Type: application/json".'
+        raise ApiError(415, f"{message} {remedy}", code="unsupported_media_type")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        message = f"the Content-Encoding is {encoding[:100]!r}. Send the body as it is."
+        raise ApiError(415, message, code="unsupported_encoding")
 
 
 def _sentence(error: Exception, data: bytes) -> str:

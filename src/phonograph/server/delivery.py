@@ -13,11 +13,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from phonograph.engine.generation import Delta, Generation
+from phonograph.server.bodies import OffLoop
 from phonograph.server.failures import failure_of, failure_of_finish
 from phonograph.server.request_log import RequestLog
 from phonograph.server.writers import Writer
 
 DONE = b"data: [DONE]\n\n"
+_CHARS_OF_AN_ENTRY = 256
+"""Characters of text that are written in the time of one logprob."""
 GONE = 499
 """The status of an answer that nobody waits for any more, and nobody sees."""
 
@@ -57,6 +60,8 @@ class Delivery:
     log: RequestLog
     timeout: float | None
     """What the request's deadline was, for the message when it is missed."""
+    off_loop: OffLoop
+    """For answers that are long to write."""
     with_usage: bool = False
 
     async def whole(self, request: Request) -> Response:
@@ -69,7 +74,12 @@ class Delivery:
                 self.log.end(generation, "left by its client")
                 return Response(status_code=GONE)
             self.log.end(generation, "done")
-            return Response(self.writer.body(choices, generation.usage), media_type="application/json")
+            body = await self.off_loop(_weight(choices), lambda: self.writer.body(choices, generation.usage))
+            return Response(body, media_type="application/json")
+
+    async def events(self, deltas: Sequence[Delta]) -> bytes:
+        """Server-sent events for what is new."""
+        return await self.off_loop(_weight(deltas), lambda: self.writer.events(deltas))
 
     async def stream(self, request: Request) -> Response:
         """The answer as server-sent events; what fails before the first token has a status of its own."""
@@ -89,10 +99,8 @@ class Delivery:
         """Raise if a choice did not end well."""
         self.log.answers(deltas)
         for delta in deltas:
-            if delta.finish is not None:
-                failure = failure_of_finish(delta.finish, delta.error, self.timeout)
-                if failure is not None:
-                    raise failure
+            if (failure := failure_of_finish(delta, self.timeout)) is not None:
+                raise failure
 
     @contextmanager
     def _failures_logged(self) -> Iterator[None]:
@@ -101,6 +109,12 @@ class Delivery:
         except Exception as error:
             self.log.end(self.generation, self.log.failed(error))
             raise
+
+
+def _weight(deltas: Sequence[Delta]) -> int:
+    """About how long it takes to write these, in the unit of `off_loop`."""
+    entries = sum(1 + len(found.top) for delta in deltas for found in delta.logprobs)
+    return entries + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
 
 
 class EventStream(Response):
@@ -130,7 +144,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         delivery, deltas = self._delivery, self._first
         while deltas:
-            if found := delivery.writer.events(deltas):
+            if found := await delivery.events(deltas):
                 await send({"type": "http.response.body", "body": found, "more_body": True})
             deltas = await delivery.generation.take()
             delivery.check(deltas)

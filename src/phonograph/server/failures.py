@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from phonograph.engine.generation import Delta
 from phonograph.engine.request import FinishReason
 from phonograph.errors import CoreError, RequestError, UnavailableError
 from phonograph.server.answers import Error, ErrorBody
@@ -31,8 +32,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        detail: str = "",
     ) -> None:
         self.status = status
+        self.detail = detail
+        """What only the log says."""
         self.error = Error(message, type, param, code)
         self.headers = headers or {}
         super().__init__(message)
@@ -51,7 +55,7 @@ def failure_of(error: Exception) -> ApiError:
         case ApiError():
             return error
         case RequestError():
-            return ApiError(400, str(error), param=_field_in(str(error)))
+            return ApiError(400, str(error), param=error.field)
         case UnavailableError(reason="queue_full"):
             headers = {"Retry-After": str(math.ceil(error.retry_after))}
             return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
@@ -67,14 +71,16 @@ def failure_of(error: Exception) -> ApiError:
     return ApiError(500, "an unexpected error; the server's log has the details.", type=SERVER, code="internal_error")
 
 
-def failure_of_finish(finish: FinishReason, problem: str, timeout: float | None) -> ApiError | None:
-    """What a client is told where a sequence did not end well."""
-    if finish is FinishReason.DEADLINE:
+def failure_of_finish(delta: Delta, timeout: float | None) -> ApiError | None:
+    """What a client is told where a choice did not end well."""
+    if delta.finish is FinishReason.DEADLINE:
         said = f"the request did not finish within its {timeout:g} s. " if timeout is not None else ""
         return ApiError(504, f"{said}Ask for fewer tokens, or try again later.", type=SERVER, code="deadline_exceeded")
-    if finish is FinishReason.ERROR:
-        message = f"the model failed on this request: {problem}. Change the request; the server goes on."
-        return ApiError(500, message, type=SERVER, code="model_error")
+    if delta.finish is FinishReason.ERROR and delta.error_field:
+        return ApiError(400, delta.error, param=delta.error_field)
+    if delta.finish is FinishReason.ERROR:
+        message = "the model failed on this request. The server's log has the details; change the request."
+        return ApiError(500, message, type=SERVER, code="model_error", detail=delta.error)
     return None
 
 
@@ -87,12 +93,6 @@ def _http_failure(error: HTTPException) -> ApiError:
         allowed = headers.get("Allow", "another method")
         return ApiError(405, f"this route takes {allowed}.", code="method_not_allowed", headers=headers)
     return ApiError(error.status_code, str(error.detail), headers=headers)
-
-
-def _field_in(message: str) -> str | None:
-    """The field that a sentence begins with, as in `temperature must be …`."""
-    first, _, rest = message.partition(" ")
-    return first if rest.startswith("must ") and first.isidentifier() else None
 
 
 async def respond(request: Request, error: Exception) -> Response:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+import re
 
 import msgspec
 
 _KEPT = 50
 _MAX_CHARS = 500
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-f]+|[-\w]*\d[-\w.]*")
+"""What differs between two incidents of a kind: what is quoted, numbers, and names with numbers in them."""
 
 
 class Incident(msgspec.Struct, frozen=True):
-    """A warning or an error, and how often it came in a row."""
+    """A warning or an error, and how often it or one of its kind came; the text is the latest's."""
 
     at: float
     """Unix time of the latest."""
@@ -22,11 +24,16 @@ class Incident(msgspec.Struct, frozen=True):
 
 
 class Incidents(logging.Handler):
-    """A handler for a logger: keeps the newest records from warning on; the same one again only counts."""
+    """A handler for a logger: keeps the newest records from warning on; one of a kind that is there only counts.
+
+    Two records are of a kind if their texts differ in numbers and in what is quoted at most: so a flood of one kind
+    takes one place, and pushes nothing off.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._kept: deque[Incident] = deque(maxlen=_KEPT)
+        self._kept: dict[tuple[str, str], Incident] = {}
+        """By level and kind, the newest last."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record; its text is one that the log has too, so nothing is shown that is not logged."""
@@ -35,15 +42,16 @@ class Incidents(logging.Handler):
             text += f" ({type(record.exc_info[1]).__name__}: {record.exc_info[1]})"
         text = text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 1] + "…"
         level = record.levelname.lower()
-        count = 1
-        if self._kept and (self._kept[-1].level, self._kept[-1].text) == (level, text):
-            count += self._kept.pop().count
-        self._kept.append(Incident(round(record.created, 2), level, text, count))
+        kind = level, _VARIABLE.sub("#", text)
+        before = self._kept.pop(kind, None)
+        self._kept[kind] = Incident(round(record.created, 2), level, text, 1 + (before.count if before else 0))
+        if len(self._kept) > _KEPT:  # the oldest warning leaves before any error does
+            del self._kept[next((old for old in self._kept if old[0] == "warning"), next(iter(self._kept)))]
 
     def newest(self) -> tuple[Incident, ...]:
         """The newest first."""
         self.acquire()  # another thread may be logging
         try:
-            return tuple(reversed(self._kept))
+            return tuple(reversed(self._kept.values()))
         finally:
             self.release()

@@ -32,9 +32,11 @@ class Operation:
 _ERRORS = {
     400: "the request does not fit; the message says what to change",
     401: "the API key is missing or wrong",
+    403: "the Host header has a name that the server does not go by",
     404: "there is no such route or model",
     408: "the body came too slowly",
     413: "the body is too large",
+    415: "the body is not declared as JSON, or is compressed",
     429: "too much is waiting; see Retry-After",
     500: "the model failed on this request, or the server did",
     503: "no request is taken now: the core is down, or the server is shutting down",
@@ -69,7 +71,7 @@ def _described(operation: Operation, schemas: dict[type[Any], Any]) -> dict[str,
         event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
         content["text/event-stream"] = {"schema": event}
     responses: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
-    for status in sorted({401, *operation.statuses}):
+    for status in sorted({401, 403, *operation.statuses}):
         failed = {"application/json": {"schema": schemas[ErrorBody]}}
         responses[str(status)] = {"description": _ERRORS[status], "content": failed}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}

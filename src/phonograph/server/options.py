@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from phonograph.errors import PlanError
+
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,17 @@ class ServerOptions:
     """Sequences that may wait for a place; with more, requests get a 429."""
     max_body_bytes: int = 8 << 20
     """A larger body gets a 413."""
+    max_prompt_chars: int | None = None
+    """Characters of a prompt, or of all messages; default: as many as could fit the context."""
+    max_connections: int = 4096
+    """Connections at a time; with more, the one that has been idle longest is closed."""
+    head_timeout: float = 10.0
+    """Seconds in which the headers of a request must arrive, on a new connection too; else a 408."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may have in their Host header; `*` is any. Default: this machine's own where only it can
+    connect, else any."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use the server from a browser; `*` is any."""
     body_timeout: float = 30.0
     """Seconds in which a body must arrive; else a 408."""
     request_timeout: float | None = None
@@ -35,15 +49,31 @@ class ServerOptions:
     """Write prompts and answers to the log."""
 
     def __post_init__(self) -> None:
-        for name, least in (("port", 0), ("max_queue", 0), ("max_body_bytes", 1)):
+        for name, least in (("port", 0), ("max_queue", 0), ("max_body_bytes", 1), ("max_connections", 1)):
             value = getattr(self, name)
             if value < least:
                 raise PlanError(f"server options: {name} must be at least {least}, found {value}.")
-        for name in ("body_timeout", "request_timeout", "stall_timeout", "drain_timeout"):
+        for name in ("head_timeout", "body_timeout", "request_timeout", "stall_timeout", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise PlanError(f"server options: {name} must be above 0 seconds, found {value}.")
+        if self.max_prompt_chars is not None and self.max_prompt_chars < 1:
+            raise PlanError(f"server options: max_prompt_chars must be at least 1, found {self.max_prompt_chars}.")
         if self.port > 65535:
             raise PlanError(f"server options: port must be at most 65535, found {self.port}.")
         if not all(self.api_keys):
             raise PlanError("server options: an API key is empty. Write one, or give none.")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names that a Host header may have; none for any."""
+        if self.allowed_hosts:
+            return () if "*" in self.allowed_hosts else self.allowed_hosts
+        return (*_LOCAL_NAMES, self.host) if _is_loopback(self.host) else ()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

@@ -11,6 +11,9 @@ from phonograph.server.failures import failure_of
 
 log = logging.getLogger("phonograph.requests")
 
+_MOST_WORDS = 1000
+"""Characters of a reason that a line takes."""
+
 
 class RequestLog:
     """Follows one request to its end."""
@@ -34,8 +37,9 @@ class RequestLog:
 
     def failed(self, error: Exception) -> str:
         """The outcome of a request that failed; what is wrong with a request may quote it."""
-        status = failure_of(error).status
-        return f"failed ({error})" if self._with_texts or status >= 500 else f"failed (status {status})"
+        failure = failure_of(error)
+        why = " ".join((failure.detail or str(error)).split())[:_MOST_WORDS]
+        return f"failed ({why})" if self._with_texts or failure.status >= 500 else f"failed (status {failure.status})"
 
     def end(self, generation: Generation, outcome: str) -> None:
         """How it went."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from phonograph.engine.async_llm import AsyncLLM
-from phonograph.errors import PlanError
+from phonograph.errors import CoreError, PlanError
 from phonograph.graphs.progress import Progress, silent
+from phonograph.server.guard import Door, GuardedProtocol, last_descriptor
 from phonograph.server.options import ServerOptions
 
 log = logging.getLogger("phonograph")
@@ -39,8 +43,31 @@ def listen(options: ServerOptions) -> socket.socket:
     return sock
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would stop listening before what runs has finished."""
+class Server(uvicorn.Server):
+    """uvicorn with guarded connections; leaves signals to us, since it would stop listening before all is finished."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        door = Door(options.max_connections, options.head_timeout, last_descriptor())
+        config = uvicorn.Config(
+            app,
+            http=partial(GuardedProtocol, door),  # type: ignore[arg-type]
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=_LAST_WORDS,
+        )
+        super().__init__(config)
+        self._door = door
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Connections that could not be accepted; everything else as ever."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and "accept" in str(context.get("message")):
+            self._door.warn(f"a connection could not be accepted: {error}")
+        else:
+            loop.default_exception_handler(context)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,23 +84,20 @@ async def run(
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second one does not wait for what runs."""
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_graceful_shutdown=_LAST_WORDS,
-    )
-    server = _Server(config)
+    server = Server(app, options)
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     with _handled(signals):
+        asyncio.get_running_loop().set_exception_handler(server.on_loop_error)
         listening = asyncio.create_task(server.serve(sockets=[sock]))
         listening.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))  # nothing comes in any more
         try:
             if await _started(llm, progress, signals):
+                # What was loaded stays: collections of garbage need not look at it, which would hold everyone up.
+                gc.collect()
+                gc.freeze()
                 on_ready()
-                await _drained(llm, options.drain_timeout, await signals.get(), signals)
+                told = await _told(llm, signals)
+                await _drained(llm, options.drain_timeout, told, signals)
         finally:
             await llm.stop()
             server.should_exit = True
@@ -105,6 +129,17 @@ async def _started(llm: AsyncLLM, progress: Progress, signals: asyncio.Queue[sig
     told.cancel()
     await starting
     return True
+
+
+async def _told(llm: AsyncLLM, signals: asyncio.Queue[signal.Signals]) -> signal.Signals:
+    """Wait for a signal; a core that is not started again is an error."""
+    told, lost = asyncio.create_task(signals.get()), asyncio.create_task(llm.lost())
+    await asyncio.wait((told, lost), return_when=asyncio.FIRST_COMPLETED)
+    if not told.done():
+        told.cancel()
+        raise CoreError(f"{lost.result()}. The server ends. Start it again, and see the log for the cause.")
+    lost.cancel()
+    return told.result()
 
 
 async def _drained(llm: AsyncLLM, seconds: float, told: signal.Signals, signals: asyncio.Queue[signal.Signals]) -> None:

@@ -61,18 +61,18 @@ def grammar_of(ask: Sampling) -> GrammarSpec | None:
     found: dict[str, GrammarSpec] = {}
     kind = "text" if ask.response_format is None else ask.response_format.get("type")
     if kind in ("json_object", "json_schema"):
-        found["response_format"] = GrammarSpec("json_schema", _schema_of(ask.response_format or {}))
+        found["response_format"] = GrammarSpec("json_schema", _schema_of(ask.response_format or {}), "response_format")
     elif kind != "text":
-        raise _refusal("response_format", f"its type is {kind!r}, not text, json_object or json_schema")
+        raise _refusal("response_format", f"its type is {repr(kind)[:100]}, not text, json_object or json_schema")
     if ask.guided_json is not None:
-        given = ask.guided_json
-        found["guided_json"] = GrammarSpec("json_schema", given if isinstance(given, str) else json.dumps(given))
+        given = ask.guided_json if isinstance(ask.guided_json, str) else json.dumps(ask.guided_json)
+        found["guided_json"] = GrammarSpec("json_schema", given, "guided_json")
     if ask.guided_regex is not None:
-        found["guided_regex"] = GrammarSpec("regex", ask.guided_regex)
+        found["guided_regex"] = GrammarSpec("regex", ask.guided_regex, "guided_regex")
     if ask.guided_choice is not None:
-        found["guided_choice"] = GrammarSpec("choice", json.dumps(ask.guided_choice))
+        found["guided_choice"] = GrammarSpec("choice", json.dumps(ask.guided_choice), "guided_choice")
     if ask.guided_grammar is not None:
-        found["guided_grammar"] = GrammarSpec("lark", ask.guided_grammar)
+        found["guided_grammar"] = GrammarSpec("lark", ask.guided_grammar, "guided_grammar")
     if len(found) > 1:
         *others, last = found
         raise _refusal(last, f"the output can follow one grammar, and {others[0]} names another")

@@ -16,11 +16,13 @@ _ARGUMENTS = ("arguments", "parameters")
 class ToolCallReader:
     """Reads one answer as it comes: text is given out at once, what may be a call is held until it is known to be one.
 
-    What turns out to be no call, though it looked like one, is text after all.
+    What turns out to be no call, though it looked like one, is text after all; so is a call of a tool that was not
+    given. Of more calls than `most`, the later ones are dropped.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], most: int | None = None) -> None:
         self._names = frozenset(names)
+        self._left = most
         self._held = ""
         self._at_start = True
         self._in_call = False
@@ -30,8 +32,20 @@ class ToolCallReader:
 
     def add(self, text: str) -> tuple[str, list[FunctionCall]]:
         """The text that can be given out, and the calls that are complete."""
+        shown, calls = self._add(text)
+        return shown, self._allowed(calls)
+
+    def _allowed(self, calls: list[FunctionCall]) -> list[FunctionCall]:
+        if self._left is None:
+            return calls
+        calls = calls[: self._left]
+        self._left -= len(calls)
+        return calls
+
+    def _add(self, text: str) -> tuple[str, list[FunctionCall]]:
         self._held += text
-        shown, calls = "", []
+        shown = ""
+        calls: list[FunctionCall] = []
         while self._has_begun() and not self._in_json:
             if self._skips_space:
                 self._held = self._held.lstrip()
@@ -41,7 +55,7 @@ class ToolCallReader:
                 if not closed:
                     break
                 self._held, self._in_call = rest, False
-                call = _tagged(inside)
+                call = _tagged(inside, self._names)
                 self._skips_space = call is not None
                 calls += [call] if call is not None else []
                 shown += "" if call is not None else _OPEN + inside + _CLOSE
@@ -60,11 +74,11 @@ class ToolCallReader:
         """What is left when the answer has ended."""
         held, self._held = self._held, ""
         if self._in_call:
-            call = _tagged(held)
-            return (_OPEN + held, []) if call is None else ("", [call])
+            call = _tagged(held, self._names)
+            return (_OPEN + held, []) if call is None else ("", self._allowed([call]))
         if self._in_json:
             calls = _bare(held, self._names)
-            return ("", calls) if calls else (held, [])
+            return ("", self._allowed(calls)) if calls else (held, [])
         return held, []
 
     def _has_begun(self) -> bool:
@@ -80,9 +94,9 @@ def _overlap(text: str, tag: str) -> int:
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-size:])), 0)
 
 
-def _tagged(text: str) -> FunctionCall | None:
-    found = _json(text)
-    return _call(found) if isinstance(found, dict) else None
+def _tagged(text: str, names: Collection[str]) -> FunctionCall | None:
+    call = _call(_json(text))
+    return call if call is not None and call.name in names else None
 
 
 def _bare(text: str, names: Collection[str]) -> list[FunctionCall]:

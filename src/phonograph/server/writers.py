@@ -104,13 +104,20 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """For /v1/chat/completions; with `tools`, calls of these names are looked for in the answer."""
+    """For /v1/chat/completions; with `tools`, calls of these names are looked for, at most `max_calls`."""
 
-    def __init__(self, head: Head, logprobs: LogprobWriter | None, tools: Collection[str] | None) -> None:
+    def __init__(
+        self,
+        head: Head,
+        logprobs: LogprobWriter | None,
+        tools: Collection[str] | None,
+        max_calls: int | None = None,
+    ) -> None:
         self.id = head.id
         self._head = head
         self._logprobs = logprobs
         self._tools = tools
+        self._max_calls = max_calls
         self._readers: dict[int, ToolCallReader] = {}
         self._num_calls: dict[int, int] = {}
         """By choice; who is not in it has not begun."""
@@ -162,7 +169,7 @@ class ChatWriter:
             return delta.text, []
         reader = self._readers.get(delta.choice)
         if reader is None:
-            reader = self._readers[delta.choice] = ToolCallReader(self._tools)
+            reader = self._readers[delta.choice] = ToolCallReader(self._tools, self._max_calls)
         text, calls = reader.add(delta.text)
         if delta.finish is not None:
             rest, more = reader.finish()

@@ -22,6 +22,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message = Mapping[str, object]
 
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+"""Names that every template is given, or is not given on purpose: no request sets them by `variables`."""
+
 
 class ChatTemplate:
     """A model's chat template; without one, `render` refuses and says so."""
@@ -32,8 +35,11 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._template = None if template is None else _compiled(template, source)
-        self.takes_tools = template is not None and "tools" in _names_in(template)
+        names = frozenset[str]() if template is None else _names_in(template)
+        self.takes_tools = "tools" in names
         """Whether tools have a place in the prompt; where they have none, giving some would do nothing."""
+        self.variables = names - _GIVEN
+        """Further names that the template reads, such as Qwen3's `enable_thinking`."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
@@ -58,7 +64,8 @@ class ChatTemplate:
         """
         if self._template is None:
             problem = f"{self.source} has no chat template"
-            raise RequestError(f"rendering a chat: {problem}. Send a prompt instead of messages.")
+            raise RequestError(f"rendering a chat: {problem}. Send a prompt instead of messages.", field="messages")
+        self._refuse_unread(variables or {})
         known = {**self._special_tokens, **(variables or {})}
         known |= {"tools": None if tools is None else [dict(tool) for tool in tools]}
         known |= {"add_generation_prompt": add_generation_prompt, "documents": None}
@@ -77,38 +84,53 @@ class ChatTemplate:
 
     def _refusal(self, error: Exception) -> RequestError:
         problem = f"{type(error).__name__}: {error}"
-        return RequestError(f"rendering a chat with the template of {self.source}: {problem}. Change the messages.")
+        doing = f"rendering a chat with the template of {self.source}"
+        return RequestError(f"{doing}: {problem}. Change the messages.", field="messages")
+
+    def _refuse_unread(self, variables: Mapping[str, object]) -> None:
+        """Refuse names that the template never reads: they would do nothing, in silence."""
+        unread = sorted(set(variables) - self.variables)
+        if unread:
+            reads = ", ".join(sorted(self.variables)) or "none"
+            problem = f"the template of {self.source} does not read {unread[0][:100]!r}; what it reads: {reads}"
+            raise RequestError(f"chat_template_kwargs: {problem}. Leave it out.", field="chat_template_kwargs")
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, object]]:
     """The messages as templates expect them; refuses what has no role or no text."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError("rendering a chat: there are no messages. Send a list with at least one.")
+        raise RequestError("rendering a chat: there are no messages. Send a list with at least one.", field="messages")
     return [_checked_message(index, message) for index, message in enumerate(messages)]
 
 
 def _checked_message(index: int, message: Message) -> dict[str, object]:
-    doing = f"rendering a chat: messages[{index}]"
+    place = f"messages[{index}]"
+    doing = f"rendering a chat: {place}"
     if not isinstance(message, Mapping):
-        raise RequestError(f"{doing} is a {type(message).__name__}; expected an object with role and content.")
+        found = type(message).__name__
+        raise RequestError(f"{doing} is a {found}; expected an object with role and content.", field=place)
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise RequestError(f"{doing} has the role {role!r}; expected one of {', '.join(ROLES)}.")
+        expected = ", ".join(ROLES)
+        raise RequestError(f"{doing} has the role {repr(role)[:100]}; expected one of {expected}.", field=place)
     if content is None and not (role == "assistant" and message.get("tool_calls")):
-        raise RequestError(f"{doing} has no content; only an assistant's message with tool_calls may have none.")
+        problem = "has no content; only an assistant's message with tool_calls may have none"
+        raise RequestError(f"{doing} {problem}.", field=place)
     if isinstance(content, list):
-        return {**message, "content": "\n".join(_text_of(doing, part) for part in content)}
+        return {**message, "content": "\n".join(_text_of(place, part) for part in content)}
     if not isinstance(content, str | None):
         found = type(content).__name__
-        raise RequestError(f"{doing} has content of type {found}; expected a string or a list of text parts.")
+        problem = f"has content of type {found}; expected a string or a list of text parts"
+        raise RequestError(f"{doing} {problem}.", field=place)
     return dict(message)
 
 
-def _text_of(doing: str, part: object) -> str:
+def _text_of(place: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
-        raise RequestError(f"{doing} has a part of type {kind!r}; expected text parts alone.")
+        problem = f"has a part of type {repr(kind)[:100]}; expected text parts alone"
+        raise RequestError(f"rendering a chat: {place} {problem}.", field=place)
     return text
 
 
@@ -142,10 +164,10 @@ def _compiled(template: str, source: str) -> jinja2.Template:
         raise CheckpointError(f"opening the chat template of {source}: {error}. Correct or remove it.") from None
 
 
-def _names_in(template: str) -> set[str]:
+def _names_in(template: str) -> frozenset[str]:
     """The names that a template expects to be given."""
     environment = jinja2.Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
-    return meta.find_undeclared_variables(environment.parse(template))
+    return frozenset(meta.find_undeclared_variables(environment.parse(template))) - set(environment.globals)
 
 
 class _GenerationTag(Extension):

@@ -14,7 +14,7 @@ from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import RequestError
 
 INSTALL = "pip install 'phonograph[grammar]'"
-_MOST_WORDS = 500
+_MOST_WORDS = 300
 """Characters of a library's explanation that a message takes."""
 
 
@@ -39,7 +39,7 @@ class Guidance:
                     self._made = library.LLTokenizer(self._tokenizer.to_json(), eos_token=eos)
                 except ValueError as error:
                     problem = f"this model's vocabulary can't follow a grammar: {error}"
-                    raise RequestError(f"{problem}. Leave the grammar out.") from None
+                    raise RequestError(f"{problem}. Leave the grammar out.", field="grammar") from None
             return self._made
 
     def start(self, spec: GrammarSpec, count: int = 1) -> list[GuidedText]:
@@ -47,33 +47,61 @@ class Guidance:
         library = _library()
         vocabulary = self._vocabulary(library)
         try:
-            first = library.LLMatcher(vocabulary, _grammar_of(spec, library.LLMatcher), log_level=0)
-            problem = first.get_error() if first.is_error() else ""
-        except ValueError as error:
-            problem = str(error)
-        if problem:
-            why = _on_one_line(problem)
-            raise RequestError(f"the {spec.kind} grammar can't be followed: {why}. Correct it, or leave it out.")
-        return [GuidedText(first), *(GuidedText(first.deep_copy()) for _ in range(count - 1))]
+            limits = library.LLParserLimits(verbose_errors=False)  # else errors quote the library's own state
+            grammar = _grammar_of(spec, library.LLMatcher)
+            first = GuidedText(library.LLMatcher(vocabulary, grammar, log_level=0, limits=limits), spec.field)
+        except (ValueError, _DeadEndError) as error:
+            why = _on_one_line(str(error))
+            problem = f"the {spec.kind} grammar can't be followed: {why}. Correct it, or leave it out."
+            raise RequestError(problem, field=spec.field) from None
+        return [first, *(first.again() for _ in range(count - 1))]
+
+
+class _DeadEndError(Exception):
+    """No token can come next, or the library gives up looking for one."""
 
 
 class GuidedText:
-    """How far one text is in its grammar."""
+    """How far one text is in its grammar.
 
-    def __init__(self, matcher: Any) -> None:
+    What may come next is found when a token is accepted, not when a batch needs it: so a dead end is the failure of
+    this text alone, and no step of the others has to be run again.
+    """
+
+    def __init__(self, matcher: Any, field: str) -> None:
         self._matcher = matcher
+        self._field = field
+        self._mask = self._next()
+
+    def again(self) -> GuidedText:
+        """A text of its own, as far in the grammar as this one."""
+        return GuidedText(self._matcher.deep_copy(), self._field)
 
     def mask(self) -> Any:
-        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        return self._mask
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
-        if self._matcher.is_error():
-            raise RequestError(f"following the grammar: {_on_one_line(self._matcher.get_error())}")
+        try:
+            self._mask = self._next()
+        except _DeadEndError as error:
+            problem = _on_one_line(str(error))
+            raise RequestError(f"following the grammar: {problem}. Correct it.", field=self._field) from None
+
+    def _next(self) -> Any:
+        matcher = self._matcher
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
+        if matcher.is_error():
+            raise _DeadEndError("no text follows it" if "NoExtension" in matcher.get_error() else matcher.get_error())
+        if not mask.any():
+            raise _DeadEndError("no token can come next")
+        return mask
 
 
 def _on_one_line(problem: str) -> str:
-    """The library's words; it puts the reason below the place."""
+    """The library's words; it puts the reason below the place. A panic's words are about its own source."""
+    if "panic" in problem or ".rs:" in problem:
+        return "it is too complex"
     return "; ".join(line.strip() for line in problem.splitlines() if line.strip(" ^~-|")).rstrip(".")[:_MOST_WORDS]
 
 
@@ -94,5 +122,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise RequestError(f"output that follows a grammar needs llguidance. Run: {INSTALL}") from None
+        raise RequestError(f"output that follows a grammar needs llguidance. Run: {INSTALL}", field="grammar") from None
     return llguidance

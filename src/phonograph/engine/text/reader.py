@@ -15,14 +15,14 @@ class TextReader:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        stop: Sequence[str] = (),
+        stops: StopStrings,
         *,
         stop_ids: Collection[int] = (),
         after: Sequence[int] = (),
     ) -> None:
         """`stop_ids` end the answer and are not part of its text; `after` is the prompt that the text continues."""
         self._detokenizer = Detokenizer(tokenizer, without=stop_ids, after=after) if tokenizer is not None else None
-        self._stops = StopStrings(stop)
+        self._stops = stops
 
     def take(self, tokens: Iterable[int], *, is_last: bool) -> tuple[str, bool]:
         """The new text, and whether a stop string ends it here; with the last tokens, nothing is held back."""

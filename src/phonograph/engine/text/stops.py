@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
-from collections import deque
+import copy
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from phonograph.errors import RequestError
 
 
-@dataclass
-class _State:
-    """The longest end of the text so far that begins some stop string (Aho and Corasick's automaton)."""
+class _Pattern:
+    """One stop string, with the table of Knuth, Morris and Pratt; the table grows only as far as text has matched."""
 
-    depth: int
-    """How long that end is."""
-    next: dict[str, _State] = field(default_factory=dict)
-    shorter: _State | None = None
-    """The state of the next shorter such end."""
-    hit: str | None = None
-    """The longest stop string that is complete here."""
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._borders = [0, 0]
+        """By the length of a beginning of the stop string: its longest shorter end that is a beginning too."""
+
+    def step(self, matched: int, char: str) -> int:
+        """How many characters of the stop string the text ends with, once this one is added to `matched` of them."""
+        text = self.text
+        while matched and text[matched] != char:
+            matched = self._border(matched)
+        return matched + 1 if text[matched] == char else 0
+
+    def _border(self, size: int) -> int:
+        text, borders = self.text, self._borders
+        while len(borders) <= size:
+            border, char = borders[-1], text[len(borders) - 1]
+            while border and text[border] != char:
+                border = borders[border]
+            borders.append(border + 1 if text[border] == char else 0)
+        return borders[size]
 
 
 class StopStrings:
     """Finds the first stop string to be completed, however the text is cut into pieces.
 
     Of two that are completed by the same character the longer one counts, so that nothing of it is given out.
+    The choices of a request share the patterns: `again` makes the search of a further choice.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise RequestError(f"reading stop strings: found {stops!r}; expected a list of strings that are not empty.")
-        self._start = _automaton(stops)
-        self._state = self._start
+            problem = f"found {repr(stops)[:100]}; expected a list of strings that are not empty"
+            raise RequestError(f"reading stop strings: {problem}.", field="stop")
+        self._patterns = tuple(_Pattern(stop) for stop in dict.fromkeys(stops))
+        self._beginnings = re.compile("|".join(re.escape(char) for char in {stop[0] for stop in stops}))
+        self._begin()
+
+    def again(self) -> StopStrings:
+        """A search of its own for the same stop strings."""
+        made = copy.copy(self)
+        made._begin()
+        return made
+
+    def _begin(self) -> None:
+        self._matched = [0] * len(self._patterns)
+        """By pattern: how many of its characters the text ends with."""
         self._held = ""
         self.hit: str | None = None
         """The stop string that ended the text."""
@@ -41,46 +66,27 @@ class StopStrings:
         """The text that can be given out, and the stop string that ends it if one is found; nothing comes after it."""
         if self.hit is not None:
             return "", self.hit
-        if not self._start.next:
+        if not self._patterns:
             return text, None
-        state, held = self._state, self._held + text
-        for place in range(len(self._held), len(held)):
-            state = _step(self._start, state, held[place])
-            if state.hit is not None:
-                self._held, self.hit = "", state.hit
-                return held[: place + 1 - len(state.hit)], state.hit
-        self._state, self._held = state, held[len(held) - state.depth :]
-        return held[: len(held) - state.depth], None
+        held, place, matched = self._held + text, len(self._held), self._matched
+        while place < len(held):
+            if not any(matched):  # nothing has begun: skip to a character that begins one
+                found = self._beginnings.search(held, place)
+                if found is None:
+                    break
+                place = found.start()
+            char = held[place]
+            place += 1
+            matched = [pattern.step(size, char) for pattern, size in zip(self._patterns, matched, strict=True)]
+            hits = [p.text for p, size in zip(self._patterns, matched, strict=True) if size == len(p.text)]
+            if hits:
+                self._held, self.hit = "", max(hits, key=len)
+                return held[: place - len(self.hit)], self.hit
+        self._matched, kept = matched, len(held) - max(matched)
+        self._held = held[kept:]
+        return held[:kept], None
 
     def flush(self) -> str:
         """What is still held back, when no more text comes."""
-        rest, self._held, self._state = self._held, "", self._start
+        rest, self._held, self._matched = self._held, "", [0] * len(self._patterns)
         return rest
-
-
-def _step(start: _State, state: _State, char: str) -> _State:
-    while char not in state.next:
-        if state.shorter is None:
-            return start
-        state = state.shorter
-    return state.next[char]
-
-
-def _automaton(stops: Sequence[str]) -> _State:
-    start = _State(0)
-    for stop in stops:
-        state = start
-        for char in stop:
-            state = state.next.setdefault(char, _State(state.depth + 1))
-        state.hit = stop
-    # Shorter states first: each is finished before the longer ones look at it.
-    waiting = deque(start.next.values())
-    for state in waiting:
-        state.shorter = start
-    while waiting:
-        state = waiting.popleft()
-        for char, longer in state.next.items():
-            longer.shorter = _step(start, state.shorter or start, char)
-            longer.hit = longer.hit or longer.shorter.hit
-            waiting.append(longer)
-    return start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -12,6 +13,8 @@ from phonograph.engine.text import gguf_vocabulary
 from phonograph.engine.text.pieces import Spelling
 from phonograph.errors import CheckpointError, RequestError
 
+_SHORT = 1024
+"""Characters that are encoded faster than a batch is begun."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -69,6 +72,11 @@ class Tokenizer:
         """How many tokens there are; the model may have rows for more."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of more than so many times n has more than n tokens."""
+        return max((len(token) for token in self._backend.get_vocab(with_added_tokens=True)), default=1)
+
     @property
     def num_leading_spaces(self) -> int:
         """How many spaces the vocabulary puts in front of every text, which are not part of it."""
@@ -77,11 +85,15 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The ids of a text; `add_special` puts bos and the like around it, which a rendered chat already has."""
         try:
+            if isinstance(text, str) and len(text) > _SHORT:
+                # A batch is encoded without Python's lock: meanwhile the other threads go on.
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
             return self._backend.encode(text, add_special_tokens=add_special).ids
-        except TypeError:
+        except (TypeError, UnicodeEncodeError):
             # The library takes UTF-8; JSON can smuggle in halves of characters that have none.
             raise RequestError(
-                f"encoding a prompt: it {_unencodable(text)}, which is no Unicode text. Send well-formed text."
+                f"encoding a prompt: it {_unencodable(text)}, which is no Unicode text. Send well-formed text.",
+                field="prompt",
             ) from None
 
     def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:

@@ -1,0 +1,88 @@
+"""Requests against their bounds: lists are counted and texts measured before anything is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phonograph.engine.request import SamplingParams
+from phonograph.server import limits
+from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
+from phonograph.server.limits import ModelBounds
+
+
+def check_completion(ask: CompletionAsk, bounds: ModelBounds) -> None:
+    """Of /v1/completions."""
+    _check_sampling(ask)
+    limits.LABEL_CHARS.check(len(ask.suffix or ""), "suffix")
+    if isinstance(ask.prompt, str):
+        bounds.prompt_chars.check(len(ask.prompt))
+        return
+    if not isinstance(ask.prompt[0], int):
+        bounds.prompts.check(len(ask.prompt))
+    tokens = 0
+    for place, prompt in enumerate(ask.prompt):
+        if isinstance(prompt, str):
+            bounds.prompt_chars.check(len(prompt), f"prompt[{place}]")
+        else:
+            tokens += len(prompt) if isinstance(prompt, list) else 1
+    bounds.prompt_tokens.check(tokens)
+
+
+def check_chat(ask: ChatAsk, bounds: ModelBounds) -> None:
+    """Of /v1/chat/completions."""
+    _check_sampling(ask)
+    _check_conversation(ask.messages, ask.tools, ask.chat_template_kwargs, bounds)
+    limits.LABEL_CHARS.check_size(ask.tool_choice, "tool_choice")
+    limits.LABEL_CHARS.check(len(ask.modalities or ()), "modalities")
+
+
+def check_tokenize(ask: TokenizeAsk, bounds: ModelBounds) -> None:
+    """Of /tokenize."""
+    limits.LABEL_CHARS.check(len(ask.model or ""), "model")
+    bounds.prompt_chars.check(len(ask.prompt or ""))
+    _check_conversation(ask.messages or [], ask.tools, ask.chat_template_kwargs, bounds)
+
+
+def check_detokenize(ask: DetokenizeAsk, bounds: ModelBounds) -> None:
+    """Of /detokenize."""
+    limits.LABEL_CHARS.check(len(ask.model or ""), "model")
+    bounds.prompt_tokens.check(len(ask.tokens), "tokens")
+
+
+def check_logprobs(params: SamplingParams, num_prompts: int, max_len: int) -> None:
+    """What an answer with logprobs takes grows with all of these together."""
+    if params.logprobs is not None:
+        entries = num_prompts * params.n * min(params.max_tokens, max_len) * (1 + params.logprobs)
+        limits.LOGPROBS.check(entries)
+
+
+def _check_sampling(ask: Sampling) -> None:
+    for name in ("model", "user", "service_tier", "safety_identifier", "prompt_cache_key"):
+        limits.LABEL_CHARS.check(len(getattr(ask, name) or ""), name)
+    limits.METADATA_SIZE.check_size(ask.metadata)
+    stops = [ask.stop] if isinstance(ask.stop, str) else ask.stop or []
+    limits.STOPS.check(len(stops))
+    for place, stop in enumerate(stops):
+        limits.STOP_CHARS.check(len(stop), "stop" if isinstance(ask.stop, str) else f"stop[{place}]")
+    limits.STOP_TOKENS.check(len(ask.stop_token_ids or ()))
+    limits.BIASED.check(len(ask.logit_bias or ()))
+    limits.SCHEMA_SIZE.check_size(ask.response_format, "response_format")
+    limits.SCHEMA_SIZE.check_size(ask.guided_json, "guided_json")
+    limits.GRAMMAR_CHARS.check(len(ask.guided_regex or ""), "guided_regex")
+    limits.GRAMMAR_CHARS.check(len(ask.guided_grammar or ""), "guided_grammar")
+    limits.GUIDED_CHOICES.check(len(ask.guided_choice or ()))
+    limits.GUIDED_CHOICE_SIZE.check_size(ask.guided_choice)
+
+
+def _check_conversation(
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    variables: dict[str, Any] | None,
+    bounds: ModelBounds,
+) -> None:
+    limits.MESSAGES.check(len(messages))
+    bounds.prompt_chars.check_size(messages, "messages")
+    limits.TOOLS.check(len(tools or ()))
+    limits.TOOLS_SIZE.check_size(tools)
+    limits.TEMPLATE_SIZE.check_size(variables)

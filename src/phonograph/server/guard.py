@@ -1,0 +1,256 @@
+"""HTTP connections within bounds: headers of limited size and time, and no more connections than can be served.
+
+uvicorn's protocol for httptools has no such bounds of its own; this subclass adds them, before the app sees anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from phonograph.server.failures import SERVER, ApiError
+from phonograph.server.limits import HEADERS, NUM_HEADERS, PIPELINED, URL
+
+log = logging.getLogger("phonograph")
+
+_RESERVE = 32
+"""Descriptors that connections don't take, at most a quarter of all: for the core's restart, for files, for others."""
+_MANY = 65536
+_LINGER = 2.0
+"""Seconds for which a refused client may go on sending, so that it reads the refusal and not a reset."""
+_WARN_EVERY = 60.0
+_PIECES = 2048
+"""Chunks of a body that may lie in what is read at once: more are too small to be worth their time."""
+
+
+def last_descriptor() -> int:
+    """The highest descriptor that a connection may have; takes as many as this process is allowed to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY if hard == resource.RLIM_INFINITY else min(hard, _MANY)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    limit = _MANY if soft == resource.RLIM_INFINITY else soft
+    return limit - min(_RESERVE, limit // 4)
+
+
+@dataclass
+class Door:
+    """All connections of a server: how many there are, and which of them nobody would miss."""
+
+    max_connections: int
+    head_timeout: float
+    max_descriptor: int
+    """A connection whose descriptor is higher than that takes one of the last."""
+    open: set[GuardedProtocol] = field(default_factory=set)
+    idle: dict[GuardedProtocol, None] = field(default_factory=dict)
+    """Connections without a request, the one that has been so longest first."""
+    _warned: float = -_WARN_EVERY
+
+    def admit(self, one: GuardedProtocol, descriptor: int) -> bool:
+        """Take a connection in, for which the idlest one has to leave if there are too many; False if none can."""
+        is_full = len(self.open) >= self.max_connections or descriptor > self.max_descriptor
+        if is_full:
+            self.warn(f"{len(self.open)} connections are open, as many as can be; idle ones are closed for new ones")
+            if not self.idle:
+                return False
+            next(iter(self.idle)).leave()
+        self.open.add(one)
+        self.idle[one] = None
+        return True
+
+    def warn(self, problem: str) -> None:
+        """Once a minute: who floods the server must not flood its log."""
+        now = time.monotonic()
+        if now - self._warned >= _WARN_EVERY:
+            self._warned = now
+            log.warning("HTTP: %s", problem)
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, door: Door, **given: Any) -> None:
+        super().__init__(**given)
+        self._door = door
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal: ApiError | None = None
+        self._is_over = False
+        """What still comes is thrown away."""
+        self._has_message = False
+        """Between the first byte of a request and its last."""
+        self._in_head = False
+        self._began_now = False
+        self._head_bytes = self._line_bytes = self._pieces = 0
+
+    # -- the connection ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if not self._door.admit(self, sock.fileno() if sock is not None else 0):
+            busy = "all connections are taken by requests that run. Try again later."
+            self._refuse(ApiError(503, busy, type=SERVER, code="busy", headers={"Retry-After": "1"}))
+            return
+        self._arm(self._door.head_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self._door.open.discard(self)
+        self._door.idle.pop(self, None)
+        super().connection_lost(exc)
+
+    def leave(self) -> None:
+        """Close an idle connection at once."""
+        self._door.open.discard(self)
+        self._door.idle.pop(self, None)
+        self._is_over = True
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_over:
+            return
+        self._unset_keepalive_if_required()
+        if not self._has_message and self._timer is None:
+            self._arm(self._door.head_timeout)
+        self._began_now, self._pieces = False, 0
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # Nothing else is spoken here: the request is answered as it is, and what follows is not HTTP.
+            self.cycle.keep_alive, self._is_over = False, True
+            return
+        except httptools.HttpParserError:
+            problem = "the request is no valid HTTP. Send HTTP/1.1."
+            self._refuse(self._refusal or ApiError(400, problem, code="invalid_http"))
+            return
+        if self._in_head and not self._began_now:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEADERS.most:
+                self._refuse(HEADERS.refusal(f"{self._head_bytes:,} or more", HEADERS.field, 431))
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._arm(self._door.head_timeout)  # the next request may wait for the answer to this one
+            return
+        if self.cycle is not None and not self._in_head:  # a connection that is kept, or a body without an end
+            self.transport.close()
+            return
+        seconds = self._door.head_timeout
+        self._refuse(ApiError(408, f"no request came within {seconds:g} s. Send it at once.", code="head_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, if that does not fall into another answer, and end the connection."""
+        self._disarm()
+        self._is_over = True
+        self._door.idle.pop(self, None)
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()
+            return
+        self.transport.write(_written(error))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER, self.transport.close)
+
+    # -- what the parser finds ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._has_message = self._in_head = self._began_now = True
+        self._head_bytes = self._line_bytes = 0
+        if len(self.pipeline) >= PIPELINED.most:
+            self._stop(PIPELINED.refusal(f"more than {PIPELINED.most}", PIPELINED.field, 429))
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > URL.most:
+            self._stop(URL.refusal(f"{len(self.url):,}", URL.field, 414))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._line_bytes += len(name) + len(value) + 4
+        if len(self.headers) > NUM_HEADERS.most:
+            self._stop(NUM_HEADERS.refusal(f"more than {NUM_HEADERS.most}", NUM_HEADERS.field, 431))
+        if self._line_bytes > HEADERS.most:
+            self._stop(HEADERS.refusal(f"{self._line_bytes:,} or more", HEADERS.field, 431))
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._disarm()
+        self._door.idle.pop(self, None)
+        super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _end_with_connection(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces += 1
+        if self._pieces > _PIECES:
+            self._stop(ApiError(400, "the body comes in chunks of a few bytes. Send larger ones.", code="small_chunks"))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._has_message = False
+        self._disarm()
+        super().on_message_complete()
+        if self.cycle.response_complete:  # the answer was there before the body was
+            self._door.idle[self] = None
+            self._arm(self.timeout_keep_alive)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._has_message and not self._in_head:
+            self._arm(_LINGER)  # a body that nobody reads any more must end soon
+        elif not self.pipeline and self.cycle.response_complete:
+            self._door.idle[self] = None
+
+    def _stop(self, refusal: ApiError) -> None:
+        """Make the parser give up: what it has in hand is not looked at further."""
+        self._refusal = refusal
+        raise _RefusedError
+
+
+class _RefusedError(Exception):
+    """Out of the parser; it makes a parser error of it."""
+
+
+def _end_with_connection(cycle: RequestResponseCycle) -> None:
+    """For HTTP/1.0, which knows no chunks: an answer without a length ends where the connection does."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def unframed(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    setattr(cycle, "send", unframed)  # noqa: B010 (a method of this one object)
+
+
+def _written(error: ApiError) -> bytes:
+    """An error body with its head, for a request that the app never sees."""
+    response = error.response()
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
+    lines += [name + b": " + value for name, value in response.raw_headers]
+    return b"\r\n".join([*lines, b"", bytes(response.body)])
