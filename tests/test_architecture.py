@@ -46,6 +46,7 @@ PUBLIC = [
     "HostReadError",
     "LoadError",
     "LoadMode",
+    "OutputError",
     "Pad",
     "Phase",
     "PhasePlan",

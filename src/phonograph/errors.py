@@ -9,6 +9,7 @@ PhonographError
 │   ├── HostReadError             the host reads a device value
 │   ├── DataDependentShapeError   a shape depends on device values
 │   └── HostConstantError         a host value would be frozen into the graph
+├── OutputError           a forward pass returns what can't be copied for its caller
 ├── BreakError            a gap's outputs don't fit what the next graph reads
 ├── PlanError             the configuration asks for something that can't be
 ├── CoverageError         strict mode: a batch has no graph
@@ -44,6 +45,15 @@ class LoadError(PhonographError, ValueError):
 
 class DeviceError(PhonographError, RuntimeError):
     """A device is unknown, missing, or can't do what is asked."""
+
+
+class OutputError(PhonographError, TypeError):
+    """A forward pass returns what can't be copied for its caller; says where, what, and what to return instead."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{problem}. {remedy}.")
 
 
 class BreakError(PhonographError, RuntimeError):

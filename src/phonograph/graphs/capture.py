@@ -22,11 +22,12 @@ from phonograph.graphs.buffers import LoadMode, Registry
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
-from phonograph.graphs.outputs import OutputBuffers, Run, specs_of, trimmed_axes
+from phonograph.graphs.outputs import OutputBuffers, Run, trimmed_axes
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.snapshots import snapshot
 from phonograph.graphs.state import SavedState
+from phonograph.graphs.tree import Path
 
 log = logging.getLogger("phonograph")
 
@@ -90,7 +91,7 @@ class Captured:
     recordings: dict[ShapeKey, Recording]
     carried: dict[ShapeKey, dict[str, Any]]
     """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
-    axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]
+    axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]]
     report: CaptureReport
 
 
@@ -113,7 +114,7 @@ class Capture:
     _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
-    _axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]] = field(default_factory=dict)
+    _axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]] = field(default_factory=dict)
     _warm_seconds: float = 0.0
 
     @contextmanager
@@ -198,7 +199,10 @@ class Capture:
         bound = self._bind(key, Stage.WARMING)
         with entering(bound.now), self._keeping(bound.batch, first=warm_up is WarmUp.FREE):
             result = self.backend.prepare(key, bound.body, warm_up)
-        self._runs[key] = [Run(self.phase.padded(key.size), specs_of(result))]
+        if warm_up is WarmUp.FREE:
+            self.outputs.standing.note(result)
+        else:
+            self._runs[key] = [Run(self.phase.padded(key.size), self.outputs.specs_of(result))]
 
     def _diagnosed(self, key: ShapeKey, error: Exception) -> CaptureError:
         """The error of a warm-up, named by op and line: a second run watches every op, which the first need not."""
@@ -210,12 +214,12 @@ class Capture:
                 found = as_capture_error(second, key)
         return found
 
-    def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]:
+    def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]]:
         grouped: dict[tuple[str, frozenset[str]], list[ShapeKey]] = {}
         for key in keys:
             if key not in self._errors:
                 grouped.setdefault((key.variant, key.absent), []).append(key)
-        axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]] = {}
+        axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]] = {}
         for group, members in grouped.items():
             runs = [run for key in members for run in self._runs[key]]
             if not self.trims:
@@ -250,7 +254,7 @@ class Capture:
             now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
             with entering(now), self._keeping(sample.batch, first=True):
                 result = self.phase.forward(view.batch, view.beside)
-            return [Run(sizes, specs_of(result))]
+            return [Run(sizes, self.outputs.specs_of(result))]
         except Exception as error:
             failed = as_capture_error(error, key)
             if not must_run:
