@@ -44,6 +44,7 @@ PUBLIC = [
     "Graphed",
     "HostConstantError",
     "HostReadError",
+    "InputWriteError",
     "LoadError",
     "LoadMode",
     "OutputError",

@@ -8,7 +8,8 @@ PhonographError
 ├── CaptureError          a recording could not be made
 │   ├── HostReadError             the host reads a device value
 │   ├── DataDependentShapeError   a shape depends on device values
-│   └── HostConstantError         a host value would be frozen into the graph
+│   ├── HostConstantError         a host value would be frozen into the graph
+│   └── InputWriteError           the body writes its input in place
 ├── OutputError           a forward pass returns what can't be copied for its caller
 ├── BreakError            a gap's outputs don't fit what the next graph reads
 ├── PlanError             the configuration asks for something that can't be
@@ -132,3 +133,7 @@ class DataDependentShapeError(CaptureError):
 
 class HostConstantError(CaptureError):
     """A host value would be frozen into the graph."""
+
+
+class InputWriteError(CaptureError):
+    """The body writes its input in place, which would not reach the caller's tensor."""

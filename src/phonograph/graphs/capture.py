@@ -16,7 +16,7 @@ import torch
 
 from phonograph.devices import Device
 from phonograph.devices.trace import raising_frame
-from phonograph.errors import CaptureError, PhonographError
+from phonograph.errors import CaptureError, InputWriteError, PhonographError
 from phonograph.graphs.backends import Backend, Body, Recording, WarmUp
 from phonograph.graphs.buffers import LoadMode, Registry
 from phonograph.graphs.context import Current, Stage, entering
@@ -28,6 +28,7 @@ from phonograph.graphs.progress import Progress
 from phonograph.graphs.snapshots import snapshot
 from phonograph.graphs.state import SavedState
 from phonograph.graphs.tree import Path
+from phonograph.graphs.written import refusing_input_writes
 
 log = logging.getLogger("phonograph")
 
@@ -82,6 +83,8 @@ class _Bound:
     body: Body
     now: Current
     batch: Any
+    inputs: dict[str, torch.Tensor]
+    """What was loaded for each slot that the batch fills."""
 
 
 @dataclass(eq=False)
@@ -114,6 +117,7 @@ class Capture:
     _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
+    _input_write: InputWriteError | None = None
     _axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]] = field(default_factory=dict)
     _warm_seconds: float = 0.0
 
@@ -174,7 +178,8 @@ class Capture:
         if self.phase.plan is not None:
             self.phase.plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
-        return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch)
+        inputs = self.phase.inputs(view.batch, view.beside, self.phase.without)
+        return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch, inputs)
 
     def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
         # The largest brings workspaces to their final size; both ends show which state bodies write.
@@ -191,15 +196,21 @@ class Capture:
         try:
             self._run_warm_up(key, warm_up)
         except Exception as error:
-            self._errors[key] = self._diagnosed(key, error)
+            self._errors[key] = found = self._diagnosed(key, error)
+            if isinstance(found, InputWriteError):
+                self._input_write = found  # what one size shows holds for all
         if self.barrier is not None:
             self.barrier()
 
     def _run_warm_up(self, key: ShapeKey, warm_up: WarmUp) -> None:
+        if self._input_write is not None:
+            raise InputWriteError(self._input_write.problem, self._input_write.remedy, frame=self._input_write.frame)
         bound = self._bind(key, Stage.WARMING)
-        with entering(bound.now), self._keeping(bound.batch, first=warm_up is WarmUp.FREE):
+        first = warm_up is WarmUp.FREE
+        unwritten = refusing_input_writes(bound.inputs) if first else nullcontext()
+        with entering(bound.now), self._keeping(bound.batch, first=first), unwritten:
             result = self.backend.prepare(key, bound.body, warm_up)
-        if warm_up is WarmUp.FREE:
+        if first:
             self.outputs.standing.note(result)
         else:
             self._runs[key] = [Run(self.phase.padded(key.size), self.outputs.specs_of(result))]

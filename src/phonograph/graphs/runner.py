@@ -26,6 +26,7 @@ from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.resolve import PhasePlan
 from phonograph.graphs.tree import Keep, Path, is_object, leaves
+from phonograph.graphs.written import EagerWrites
 
 Outputs = Literal["own", "view"]
 _NOTHING: Mapping[str, Any] = {}
@@ -340,8 +341,13 @@ class Runner:
         view = self.registry.load(batch, extent, mode=mode, beside=beside, without=phase.eager_without)
         if phase.plan is not None:
             phase.plan(view.batch, extent)
+        given = phase.inputs(batch, beside, phase.eager_without)
+        views = phase.inputs(view.batch, view.beside, phase.eager_without)
+        copied = {name: (value, views[name]) for name, value in given.items() if views[name] is not value}
+        writes = EagerWrites(copied, phase.name)
         with entering(Current(phase.name, self.plan.backend, Stage.EAGER, view.batch)):
             result = phase.forward(view.batch, view.beside)
+            writes.write_back()
             if phase.tail is not None and not phase.tail_captured:
                 result = phase.tail(result, view.batch)
         self.stats.count_eager(decision)
