@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import phonograph
 from phonograph import (
@@ -156,7 +157,7 @@ def test_installed_on_a_submodule_the_outer_forward_stays_eager(device: Device) 
     assert run.stats.replays.total() == 3
     outer(hidden, [7])
     assert run.stats.replays.total() == 3
-    assert "forward" not in outer.stack.__dict__
+    assert "_compiled_call_impl" not in outer.stack.__dict__
 
 
 def test_installation_is_undone_after_an_exception_and_nests(device: Device) -> None:
@@ -164,7 +165,64 @@ def test_installation_is_undone_after_an_exception_and_nests(device: Device) -> 
     run = graphed(outer.stack, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4), device=device)
     with pytest.raises(KeyError), run.installed(), run.installed():
         raise KeyError
-    assert "forward" not in outer.stack.__dict__
+    assert "_compiled_call_impl" not in outer.stack.__dict__
+
+
+class TestHooks:
+    """A module is called, not its forward: hooks are part of the pass, on every path."""
+
+    def hooked(self, device: Device) -> tuple[Stack, Graphed, torch.Tensor]:
+        stack = Stack().to(device.torch_device).requires_grad_(False)
+        stack.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {"hidden": kwargs["hidden"] + 1}), with_kwargs=True
+        )
+        stack.register_forward_hook(lambda module, args, out: out * 2)
+        stack.layers[1].register_forward_hook(lambda module, args, out: out + 1)
+        run = graphed(stack, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4, 8), device=device)
+        return stack, run, torch.randn(7, 16, device=device.torch_device)
+
+    def test_they_run_before_capture_in_a_replay_and_past_the_largest_bucket(self, device: Device) -> None:
+        stack, run, hidden = self.hooked(device)
+        equal(run(hidden), stack(hidden=hidden))
+        run.capture(silent)
+        equal(run(hidden), stack(hidden=hidden))
+        equal(run(torch.cat([hidden, hidden])), stack(hidden=torch.cat([hidden, hidden])))
+        assert (run.stats.replays.total(), run.stats.eager.total()) == (1, 2)
+        assert run.verify().ok
+
+    def test_they_run_once_where_it_is_installed(self, device: Device) -> None:
+        stack, run, hidden = self.hooked(device)
+        wanted = stack(hidden=hidden)
+        with run.installed():
+            equal(stack(hidden=hidden), wanted)
+            run.capture(silent)
+            equal(stack(hidden=hidden), wanted)
+        assert (run.stats.replays.total(), run.stats.eager.total()) == (1, 1)
+
+    def test_hooks_for_all_modules_are_recorded(self, device: Device) -> None:
+        stack, run, hidden = self.hooked(device)
+        with register_module_forward_hook(lambda module, args, out: out * 3 if module is stack else None):
+            run.capture(silent)
+            equal(run(hidden), stack(hidden=hidden))
+            assert run.stats.replays.total() == 1
+        equal(run(hidden), stack(hidden=hidden))
+        assert run.stats.eager.total() == 1
+
+    def test_a_hook_that_comes_or_goes_after_capture_is_noticed(self, device: Device) -> None:
+        stack, run, hidden = self.hooked(device)
+        run.capture(silent)
+        nn.Linear(1, 1).register_forward_hook(lambda *_: None)  # somebody else's
+        equal(run(hidden), stack(hidden=hidden))
+        assert run.stats.replays.total() == 1
+        handle = stack.layers[2].register_forward_hook(lambda module, args, out: out * 5)
+        equal(run(hidden), stack(hidden=hidden))
+        assert run.stats.eager == {Reason.FEATURE_NOT_CAPTURED: 1}
+        assert "a hook was registered or removed" in run.explain()
+        run.capture(silent)
+        equal(run(hidden), stack(hidden=hidden))
+        handle.remove()
+        equal(run(hidden), stack(hidden=hidden))
+        assert (run.stats.replays.total(), run.stats.eager.total()) == (2, 2)
 
 
 def test_only_a_module_can_be_installed(device: Device) -> None:

@@ -20,7 +20,8 @@ from phonograph.graphs.capture import CaptureReport
 from phonograph.graphs.config import Ask, ask
 from phonograph.graphs.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.phase import Phase, Preserve, Sampler, sample_from
+from phonograph.graphs.modules import ModuleCall
+from phonograph.graphs.phase import Admission, Phase, Preserve, Sampler, sample_from
 from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.resolve import Plan, resolve
@@ -90,22 +91,18 @@ class Graphed:
 
     @contextmanager
     def installed(self) -> Iterator[Graphed]:
-        """Serve the module that was graphed from here while the code around it runs eagerly; undone at the end."""
+        """Serve calls of the module that was graphed, while the code around it runs eagerly; undone at the end.
+
+        Its hooks are part of what is recorded, and are not run a second time. Calls of its `forward` are not served.
+        """
         module = self._function
         if not isinstance(module, torch.nn.Module):
             raise DeclarationError(
                 f"installing {_name_of(module)!r}: only a torch.nn.Module can be installed. "
                 "Pass the module to graphed()."
             )
-        before = module.__dict__.get("forward")
-        module.forward = self
-        try:
+        with ModuleCall(module).replaced_by(self):
             yield self
-        finally:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
 
 
 def graphed(  # noqa: PLR0913 - the front door names every choice
@@ -140,9 +137,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     on = open_device(device if device is not None else _device_of(function))
     _say_once_if_emulated(on, asked=device is not None)
     buckets = buckets if isinstance(buckets, Buckets) else Buckets(tuple(buckets))
-    call = function.forward if isinstance(function, torch.nn.Module) else function
+    call = ModuleCall(function) if isinstance(function, torch.nn.Module) else function
     resolved = resolve(_asks(phase, buckets, backend, strict=strict, debug=debug), facts_of(on))
-    signature = inspect.signature(call)
+    signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
     declared = Phase(
         name=_name_of(function),
@@ -156,7 +153,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         preserve=preserve,
     )
     others = _Others(signature, slots, live)
-    declared = replace(declared, admission=[others.admit])
+    rules = [others.admit, _unchanged_hooks(call)] if isinstance(call, ModuleCall) else [others.admit]
+    declared = replace(declared, admission=rules)
     options = RunnerOptions(outputs=outputs, strict=strict, debug=resolved.debug, eager_copies=eager_copies)
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
     others.runner = runner
@@ -207,6 +205,16 @@ class _Others:
                 detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
                 return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
         return None
+
+
+def _unchanged_hooks(call: ModuleCall) -> Admission:
+    def admit(batch: Any, key: ShapeKey) -> RunEagerly | None:
+        if not call.hooks_changed:
+            return None
+        detail = f"a hook was registered or removed after {key} was captured. Call capture() again"
+        return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
+
+    return admit
 
 
 def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: str) -> None:
