@@ -298,7 +298,7 @@ def test_number_returned(device: Device) -> None:
 
 
 def test_stale_padded_rows(device: Device) -> None:
-    ids = Slot("ids", ("rows",), torch.int64, pad=Pad.fill(-1), valid=(0, 9))
+    ids = Slot("ids", ("rows",), torch.int64, pad=Pad.fill(-1, because="no id"), valid=(0, 9))
     made = make(lambda x, ids: (x.sum(0), ids + 0, (ids >= 0).sum()), device, slots=[X, ids], buckets=Buckets.of(8))
     for count in (8, 3, 5, 1):
         x = rows(device, count, seed=count)

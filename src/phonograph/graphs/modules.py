@@ -29,7 +29,8 @@ class ModuleCall:
         if current().stage is Stage.CAPTURING:
             self._recorded, self._num_registered = self._hooks(), RemovableHandle.next_id
         # While it is installed, a call of the module would come back here.
-        return self.module._call_impl(**arguments) if self.module in _replaced else self.module(**arguments)
+        call: Any = self.module._call_impl if self.module in _replaced else self.module
+        return call(**arguments)
 
     @property
     def hooks_changed(self) -> bool:

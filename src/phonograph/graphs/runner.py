@@ -86,7 +86,7 @@ class Runner:
         self.buckets = buckets_for(plan, phase.bucketed)
         self._records = plan.backend != "disabled"
         self.pool = pool if pool is not None else BufferPool(device)
-        self.memory = memory if memory is not None else device.new_pool()
+        self.memory = memory if memory is not None else self.pool.memory
         self.registry = Registry(device, phase.slots, phase.all_dims, owner=phase.name, adopt=phase.adopt)
         backend = BACKENDS[plan.backend](device, self.memory)
         self.backend = DebugBackend(backend) if options.debug else backend
@@ -328,7 +328,10 @@ class Runner:
                 entry.recording.replay()
                 if tail is not None:
                     result = tail(result, live.batch)
-        self.stats.count_replay(key, used[phase.bucketed])
+        if self.options.debug:
+            self.stats.count_eager(RunEagerly(Reason.DEBUG, f"the body runs in the place of {key}"))
+        else:
+            self.stats.count_replay(key, used[phase.bucketed])
         return self._owned(result, self._outputs.standing.kept if tail is None else self._kept_eagerly)
 
     def _eager(self, decision: RunEagerly, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
@@ -369,6 +372,12 @@ class Runner:
             return None
         tensors = (leaf for _, leaf in leaves(found, path=path) if isinstance(leaf, torch.Tensor))
         return None if any(self._outputs.holds(t) or self.registry.holds(t) for t in tensors) else found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"copying or pickling the runner of {self.phase.name}: graphs and their buffers stay where they were made. "
+            "Copy what they were made from, and make and capture another runner there."
+        )
 
     # -- explain ------------------------------------------------------------------------------------------
 
