@@ -24,6 +24,7 @@ from phonograph import (
     Graphed,
     HostConstantError,
     HostReadError,
+    InputWriteError,
     LoadError,
     Pad,
     PhonographError,
@@ -78,8 +79,10 @@ TRAPS = [
      "calls own their outputs; views are asked for by name"),
     ("input_returned", "the body returns its input, that is, the buffer",
      "the caller gets a copy, on both paths"),
-    ("callers_tensor_written", "the body writes to its input in place",
-     "it writes to the buffer; the caller's tensor stays"),
+    ("callers_tensor_written", "the body writes to its input in place: a replay would write the buffer",
+     "refused at capture, op and line named; an eager call writes the caller's tensor"),
+    ("one_tensor_for_two_slots", "two slots are given the same tensor, and the body writes one of them",
+     "a recorded body writes none; an eager call that would differ is refused"),
     ("weight_changed_in_place", "a weight is updated in place",
      "seen by the next replay"),
     ("weight_replaced", "a parameter is replaced, and the graph reads the old address",
@@ -295,7 +298,7 @@ def test_number_returned(device: Device) -> None:
 
 
 def test_stale_padded_rows(device: Device) -> None:
-    ids = Slot("ids", ("rows",), torch.int64, pad=Pad.fill(-1), valid=(0, 9))
+    ids = Slot("ids", ("rows",), torch.int64, pad=Pad.fill(-1, because="no id"), valid=(0, 9))
     made = make(lambda x, ids: (x.sum(0), ids + 0, (ids >= 0).sum()), device, slots=[X, ids], buckets=Buckets.of(8))
     for count in (8, 3, 5, 1):
         x = rows(device, count, seed=count)
@@ -408,12 +411,43 @@ def test_input_returned(device: Device, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 9])
-def test_callers_tensor_written(device: Device, count: int) -> None:
-    made = make(lambda x: x.mul_(2).add_(1), device)
-    x = rows(device, count)
+@pytest.mark.parametrize("capture", [True, False])
+def test_callers_tensor_written(device: Device, count: int, capture: bool) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :1].mul_(2).add_(1) + x.clamp_(-9, 9)  # the second changes nothing, this time
+
+    made = make(body, device, capture=capture)
+    if capture:
+        assert made.runner.report is not None
+        assert len(made.runner.report.failures) == 3
+        error = made.runner.report.failures[1].error
+        assert type(error) is InputWriteError
+        assert "aten.mul_.Tensor writes the input 'x' in place" in str(error)
+        check_frame(made.runner.report.failures[0].error or error, body)
+    x, plain = rows(device, count), rows(device, count)
     for _ in range(3):
-        assert torch.equal(made(x), rows(device, count) * 2 + 1)
-        assert torch.equal(x, rows(device, count))
+        assert torch.equal(made(x), body(plain))
+        assert torch.equal(x, plain)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_one_tensor_for_two_slots(device: Device, capture: bool) -> None:
+    def body(x: torch.Tensor, y: torch.Tensor, write: bool = False) -> torch.Tensor:
+        return (x.mul_(2) if write else x * 2) + y
+
+    y = Slot("y", ("rows", WIDTH), torch.float32)
+    made = make(body, device, slots=[X, y], capture=capture)
+    x = rows(device, 3)
+    torch.testing.assert_close(made(x, x), x * 3)
+    pair = torch.cat([x, x], dim=1)
+    half, other = pair[:, :WIDTH], pair[:, WIDTH:]  # one memory, but no element of both
+    torch.testing.assert_close(made(half, other, write=True), x * 3)
+    torch.testing.assert_close(half, x * 2)
+    with pytest.raises(LoadError, match="is the same memory"):
+        made(x, x, write=True)
+    own = make(body, device, slots=[X, y], capture=False, eager_copies=False)
+    x = rows(device, 3)
+    torch.testing.assert_close(own(x, x, write=True), rows(device, 3) * 4)
 
 
 def test_weight_changed_in_place(device: Device) -> None:

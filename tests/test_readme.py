@@ -27,6 +27,15 @@ def test_the_ten_lines_run_as_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert tuple(getattr(y, "shape", ())) == (5, 16)
 
 
+def test_the_runner_beneath_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    names: dict[str, object] = {}
+    for part in ("graphed(step", "Runner(phase"):
+        exec(compile(next(block for block in blocks if part in block), "README.md", "exec"), names)
+    assert tuple(getattr(names["z"], "shape", ())) == (5, 16)
+    assert "decode[seqs=8]" in capsys.readouterr().out
+
+
 def test_the_question_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         default_model()

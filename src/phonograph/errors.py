@@ -8,7 +8,9 @@ PhonographError
 ├── CaptureError          a recording could not be made
 │   ├── HostReadError             the host reads a device value
 │   ├── DataDependentShapeError   a shape depends on device values
-│   └── HostConstantError         a host value would be frozen into the graph
+│   ├── HostConstantError         a host value would be frozen into the graph
+│   └── InputWriteError           the body writes its input in place
+├── OutputError           a forward pass returns what can't be copied for its caller
 ├── BreakError            a gap's outputs don't fit what the next graph reads
 ├── PlanError             the configuration asks for something that can't be
 ├── CoverageError         strict mode: a batch has no graph
@@ -44,6 +46,15 @@ class LoadError(PhonographError, ValueError):
 
 class DeviceError(PhonographError, RuntimeError):
     """A device is unknown, missing, or can't do what is asked."""
+
+
+class OutputError(PhonographError, TypeError):
+    """A forward pass returns what can't be copied for its caller; says where, what, and what to return instead."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{problem}. {remedy}.")
 
 
 class BreakError(PhonographError, RuntimeError):
@@ -122,3 +133,7 @@ class DataDependentShapeError(CaptureError):
 
 class HostConstantError(CaptureError):
     """A host value would be frozen into the graph."""
+
+
+class InputWriteError(CaptureError):
+    """The body writes its input in place, which would not reach the caller's tensor."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -83,6 +85,14 @@ class FrozenResult:
     hidden: torch.Tensor
 
 
+class Box:
+    """Any object with a tensor in it."""
+
+    def __init__(self, t: torch.Tensor, scale: float = 1.0) -> None:
+        self.t = t
+        self.scale = scale
+
+
 KINDS: dict[str, tuple[Any, Any]] = {
     "tensor": (lambda x: x * 2, lambda r: r),
     "tuple": (lambda x: (x * 2, x + 1), lambda r: r[0] + r[1]),
@@ -92,6 +102,9 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "dataclass": (lambda x: Result(x * 2, {"k": x}), lambda r: r.hidden + r.extra["k"]),
     "frozen dataclass": (lambda x: FrozenResult(x * 2), lambda r: r.hidden),
     "nested": (lambda x: ({"a": [x * 2, (x,)]}, None), lambda r: r[0]["a"][0] + r[0]["a"][1][0]),
+    "object": (lambda x: Box(x * 2), lambda r: r.t),
+    "object in a dict": (lambda x: {"a.b": Box(x * 2), "a": {"b": x}}, lambda r: r["a.b"].t - r["a"]["b"]),
+    "one tensor twice": (lambda x: (y := x * 2, [y]), lambda r: r[0] + r[1][0]),
     "several dtypes": (lambda x: (x > 0, x.long()), lambda r: r[0].float() + r[1]),
     "transposed": (lambda x: (x * 2).T, lambda r: r.T),
 }
@@ -111,6 +124,98 @@ def test_gap_outputs_of_every_kind_are_written_back(device: Device, kind: str) -
     for seed in range(3):
         x = rows(device, 4, seed)
         equal(runner.run({"x": x}), use(make(x + 1)) * 2)
+
+
+@graph_break
+def read(box: Any) -> torch.Tensor:
+    result: torch.Tensor = box.t * box.scale
+    return result
+
+
+def agree(body: Any, device: Device) -> Runner:
+    runner = broken(body, device)
+    for seed, count in enumerate((3, 8, 2)):
+        x = rows(device, count, seed)
+        equal(runner.run({"x": x}), body({"x": x}))
+    assert runner.stats.replays.total() == 3
+    return runner
+
+
+@pytest.mark.parametrize("make", [Box, lambda t: SimpleNamespace(t=t, scale=1.0)])
+def test_an_object_that_the_body_makes_is_seen_as_it_was_at_the_call(device: Device, make: Any) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        box = make(batch["x"] * 2)
+        first = read(box)
+        box.t, box.scale = batch["x"] * 5, 3.0
+        return first - read([box][0])
+
+    agree(body, device)
+
+
+def test_an_object_from_outside_has_what_the_body_puts_into_it_and_is_live_otherwise(device: Device) -> None:
+    box = Box(torch.zeros(1), 2.0)
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        box.t = batch["x"] * 2
+        first = read(box)
+        box.t = batch["x"]  # the input itself
+        return first + read(box)
+
+    runner = agree(body, device)
+    box.scale = 7.0
+    x = rows(device, 3)
+    equal(runner.run({"x": x}), x * 21)
+
+
+def test_an_argument_that_a_gap_changes_is_whole_again_at_the_next_replay(device: Device) -> None:
+    @graph_break
+    def take(parts: list[torch.Tensor], names: dict[str, int]) -> torch.Tensor:
+        names["called"] = names.get("called", 0) + 1
+        return parts.pop() * names["called"]
+
+    agree(lambda batch: take([batch["x"], batch["x"] * 2], {}) + 1, device)
+
+
+def test_an_object_that_holds_itself_is_passed_as_it_is(device: Device) -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        box: Any = Box(batch["x"] * 2)
+        box.owner = SimpleNamespace(box=box)
+        return read(box)
+
+    agree(body, device)
+
+
+@pytest.mark.parametrize("wrap", [iter, deque, lambda parts: {*parts}])
+def test_an_argument_that_no_replay_can_fill_is_refused(device: Device, wrap: Any) -> None:
+    @graph_break
+    def total(parts: Any) -> torch.Tensor:
+        return torch.stack(list(parts)).sum(0)
+
+    runner = broken(lambda batch: total(wrap([batch["x"]])), device)
+    assert runner.report is not None
+    assert "Pass a list or tuple" in str(runner.report.failures[0].error)
+
+
+@pytest.mark.parametrize("wrap", [iter, deque])
+def test_a_result_that_the_next_graph_could_not_read_is_refused(device: Device, wrap: Any) -> None:
+    gap = graph_break(lambda x: wrap([x * 2]))
+    runner = broken(lambda batch: next(iter(gap(batch["x"]))), device)
+    assert runner.report is not None
+    assert "Return tensors in a tuple, list, dict" in str(runner.report.failures[0].error)
+
+
+def test_two_tensors_where_one_stood_twice_are_refused(device: Device) -> None:
+    twice = True
+
+    @graph_break
+    def gap(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y, (y if twice else x * 3)
+
+    runner = broken(lambda batch: sum(gap(batch["x"])), device)
+    twice = False
+    with pytest.raises(BreakError, match="two tensors where it returned one tensor twice"):
+        runner.run({"x": rows(device, 4)})
 
 
 def test_gap_outputs_lie_in_pool_memory(device: Device) -> None:

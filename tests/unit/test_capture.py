@@ -168,7 +168,7 @@ def test_a_failure_is_logged(device: Device, caplog: pytest.LogCaptureFixture) -
 def test_a_number_in_the_outputs_is_refused(device: Device) -> None:
     runner = make_runner(lambda batch: (batch["x"], batch["x"].shape[0]), device, sizes=(2,))
     assert runner.report is not None
-    assert "returns the number 2 at 1" in str(runner.report.failures[0].error)
+    assert "returns the number 2 at [1]" in str(runner.report.failures[0].error)
 
 
 def test_grad_is_off_in_capture_whatever_the_caller_does(device: Device) -> None:

@@ -18,6 +18,7 @@ from phonograph import (
     LoadError,
     Pad,
     Phase,
+    PhasePlan,
     Reason,
     Replay,
     RunEagerly,
@@ -100,15 +101,13 @@ def test_disabled_goes_through_registry_and_counters(device: Device) -> None:
 
 def test_a_phase_without_buckets_is_refused(device: Device) -> None:
     phase = Phase("decode", (x_slot(),), "seqs", double, sample_x(device))
-    plan = phase_plan(4)
     with pytest.raises(DeclarationError, match="neither buckets nor a limit"):
-        Runner(phase, device, type(plan)("full", None, None, False, 2.0, 256))
+        Runner(phase, device, PhasePlan())
 
 
 def test_a_limit_generates_buckets_closed_at_the_top(device: Device) -> None:
     phase = Phase("decode", (x_slot(),), "seqs", double, sample_x(device))
-    plan = type(phase_plan(1))("full", 100, None, False, 2.0, 256)
-    runner = Runner(phase, device, plan)
+    runner = Runner(phase, device, PhasePlan(limit=100))
     assert runner.buckets is not None
     assert runner.buckets.largest == 100
 
@@ -384,7 +383,8 @@ def test_debug_runs_the_body_in_the_place_of_every_replay(device: Device) -> Non
     x = rows(device, 3)
     equal(runner.run({"x": x}), x * 2)
     assert calls == [4]  # the padded view, as a replay would
-    assert runner.stats.replays.total() == 1
+    assert not runner.stats.replays
+    assert runner.stats.eager == {Reason.DEBUG: 1}
 
 
 def test_release_goes_back_to_eager_and_capture_works_again(device: Device) -> None:

@@ -39,6 +39,17 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: Slot("x", ("tokens",), torch.uint8, pad=Pad.fill(-1)),
         ["'x'", "pad", "-1", "torch.uint8"],
     ),
+    "a pad outside the legal range": (
+        lambda: ints(pad=Pad.fill(9), valid=(0, 8)),
+        ["'x'", "hold 9", "valid=(0, 8)", "because="],
+    ),
+    "the default pad outside the legal range": (lambda: floats(valid=(1.0, 2.0)), ["'x'", "hold 0", "because="]),
+    "a dtype by name": (lambda: Slot("x", ("tokens",), "float32"), ["'x'", "'float32'", "torch.float32"]),  # type: ignore[arg-type]
+    "a number as pad": (
+        lambda: Slot("x", ("tokens",), torch.int64, pad=0),  # type: ignore[arg-type]
+        ["'x'", "Pad.fill(0)"],
+    ),
+    "a number as range": (lambda: ints(valid=8), ["'x'", "8", "(smallest, largest)"]),
     "a fraction as an integer pad": (lambda: ints(pad=Pad.fill(0.5)), ["'x'", "0.5", "torch.int64"]),
     "a bool pad that is neither": (
         lambda: Slot("x", ("tokens",), torch.bool, pad=Pad.fill(2)),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+import pickle
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import phonograph
 from phonograph import (
     Buckets,
+    BufferPool,
     DeclarationError,
     Device,
     Extent,
@@ -21,7 +27,12 @@ from phonograph import (
     PlanError,
     Reason,
     Replay,
+    RunEagerly,
+    ShapeKey,
     Slot,
+    break_graph,
+    current,
+    graph_break,
     graphed,
 )
 from phonograph.graphs import wrap
@@ -156,7 +167,7 @@ def test_installed_on_a_submodule_the_outer_forward_stays_eager(device: Device) 
     assert run.stats.replays.total() == 3
     outer(hidden, [7])
     assert run.stats.replays.total() == 3
-    assert "forward" not in outer.stack.__dict__
+    assert "_compiled_call_impl" not in outer.stack.__dict__
 
 
 def test_installation_is_undone_after_an_exception_and_nests(device: Device) -> None:
@@ -164,7 +175,64 @@ def test_installation_is_undone_after_an_exception_and_nests(device: Device) -> 
     run = graphed(outer.stack, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4), device=device)
     with pytest.raises(KeyError), run.installed(), run.installed():
         raise KeyError
-    assert "forward" not in outer.stack.__dict__
+    assert "_compiled_call_impl" not in outer.stack.__dict__
+
+
+class TestHooks:
+    """A module is called, not its forward: hooks are part of the pass, on every path."""
+
+    def hooked(self, device: Device) -> tuple[Stack, Graphed, torch.Tensor]:
+        stack = Stack().to(device.torch_device).requires_grad_(False)
+        stack.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {"hidden": kwargs["hidden"] + 1}), with_kwargs=True
+        )
+        stack.register_forward_hook(lambda module, args, out: out * 2)
+        stack.layers[1].register_forward_hook(lambda module, args, out: out + 1)
+        run = graphed(stack, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4, 8), device=device)
+        return stack, run, torch.randn(7, 16, device=device.torch_device)
+
+    def test_they_run_before_capture_in_a_replay_and_past_the_largest_bucket(self, device: Device) -> None:
+        stack, run, hidden = self.hooked(device)
+        equal(run(hidden), stack(hidden=hidden))
+        run.capture(silent)
+        equal(run(hidden), stack(hidden=hidden))
+        equal(run(torch.cat([hidden, hidden])), stack(hidden=torch.cat([hidden, hidden])))
+        assert (run.stats.replays.total(), run.stats.eager.total()) == (1, 2)
+        assert run.verify().ok
+
+    def test_they_run_once_where_it_is_installed(self, device: Device) -> None:
+        stack, run, hidden = self.hooked(device)
+        wanted = stack(hidden=hidden)
+        with run.installed():
+            equal(stack(hidden=hidden), wanted)
+            run.capture(silent)
+            equal(stack(hidden=hidden), wanted)
+        assert (run.stats.replays.total(), run.stats.eager.total()) == (1, 1)
+
+    def test_hooks_for_all_modules_are_recorded(self, device: Device) -> None:
+        stack, run, hidden = self.hooked(device)
+        with register_module_forward_hook(lambda module, args, out: out * 3 if module is stack else None):
+            run.capture(silent)
+            equal(run(hidden), stack(hidden=hidden))
+            assert run.stats.replays.total() == 1
+        equal(run(hidden), stack(hidden=hidden))
+        assert run.stats.eager.total() == 1
+
+    def test_a_hook_that_comes_or_goes_after_capture_is_noticed(self, device: Device) -> None:
+        stack, run, hidden = self.hooked(device)
+        run.capture(silent)
+        nn.Linear(1, 1).register_forward_hook(lambda *_: None)  # somebody else's
+        equal(run(hidden), stack(hidden=hidden))
+        assert run.stats.replays.total() == 1
+        handle = stack.layers[2].register_forward_hook(lambda module, args, out: out * 5)
+        equal(run(hidden), stack(hidden=hidden))
+        assert run.stats.eager == {Reason.FEATURE_NOT_CAPTURED: 1}
+        assert "a hook was registered or removed" in run.explain()
+        run.capture(silent)
+        equal(run(hidden), stack(hidden=hidden))
+        handle.remove()
+        equal(run(hidden), stack(hidden=hidden))
+        assert (run.stats.replays.total(), run.stats.eager.total()) == (2, 2)
 
 
 def test_only_a_module_can_be_installed(device: Device) -> None:
@@ -302,3 +370,174 @@ def test_an_argument_that_changes_is_noticed_also_in_place_and_with_a_tail(devic
 def test_outputs_must_be_own_or_view(device: Device) -> None:
     with pytest.raises(DeclarationError, match="'views'"):
         captured(device, outputs="views")
+
+
+def test_a_value_that_is_given_twice_is_an_error_as_in_python(device: Device) -> None:
+    run = captured(device)
+    batch = inputs(device, 3)
+    with pytest.raises(TypeError, match="multiple values for argument 'x'"):
+        run(batch["x"], batch["lens"], x=batch["x"] * 2)
+    with pytest.raises(TypeError, match="multiple values for argument 'x'"):
+        run.decide(batch["x"], x=batch["x"])
+
+
+def test_defaults_may_be_arrays(device: Device) -> None:
+    table, ones = np.arange(3.0), np.ones(4, dtype=np.float32)
+
+    def scaled(x: torch.Tensor, scale: Any = ones, table: Any = table) -> torch.Tensor:
+        return x[:, :4] * scale * len(table)
+
+    slots = [SLOTS[0], Slot("scale", (4,), torch.float32)]
+    run = graphed(scaled, slots=slots, bucketed="seqs", buckets=Buckets.of(4), device=device)
+    run.capture(silent)
+    x = inputs(device, 3)["x"]
+    equal(run(x), x[:, :4] * 3)
+    equal(run(x, table=table), x[:, :4] * 3)
+    assert run.stats.replays.total() == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copies_are_refused_with_what_to_do(device: Device, copied: Any) -> None:
+    run = captured(device)
+    holder = nn.Linear(2, 2)
+    holder.step = run  # type: ignore[assignment]
+    for one in (run, holder) if copied is not copy.copy else (run,):
+        with pytest.raises(TypeError, match=r"graphed 'step': .*call graphed\(\) and capture\(\) on that"):
+            copied(one)
+    with pytest.raises(TypeError, match="make and capture another runner"):
+        copied(run.runner)
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_what_is_dropped_is_freed_at_once(device: Device, backend: str) -> None:
+    weight = torch.ones(16, 16, device=device.torch_device)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        y = x @ weight
+        break_graph()
+        return y + 1
+
+    run = graphed(body, slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(2, 4), device=device, backend=backend)
+    run.capture(silent)
+    run(inputs(device, 3)["x"])
+    assert run.verify().ok
+    held: list[Any] = [weakref.ref(run.runner), weakref.ref(run.runner.recording(run.runner.captured[0]))]
+    gc.disable()
+    try:
+        del run
+        assert [one() for one in held] == [None] * 2
+    finally:
+        gc.enable()
+
+
+def test_explain_before_capture_saves_nothing_of_nothing(device: Device) -> None:
+    run = graphed(step, slots=SLOTS, bucketed="seqs", buckets=Buckets.of(4), device=device)
+    assert "0 bytes, 0 saved by sharing" in run.explain()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "one bucket": ({"buckets": 8}, r"Buckets\.up_to\(8\).* or \[8\]"),
+    "one slot": ({"slots": SLOTS[0]}, r"graphed\(slots=\) takes several"),
+    "a slot's name": ({"slots": ["x"]}, "'x', which is no Slot"),
+    "one live argument": ({"live": "lens"}, r"Write \['lens'\]"),
+    "one slot left out": ({"without": "lens"}, r"Write \['lens'\]"),
+    "an unknown slot left out": ({"eager_without": ["length"]}, "which are no slots"),
+    "padding": ({"max_padding_ratio": "much"}, "max_padding_ratio"),
+}
+
+
+@pytest.mark.parametrize("kind", list(WRONG))
+def test_wrong_arguments_are_refused_in_a_sentence(kind: str) -> None:
+    given, said = WRONG[kind]
+    arguments: dict[str, Any] = {"slots": SLOTS, "bucketed": "seqs", "buckets": Buckets.of(4)} | given
+    with pytest.raises((DeclarationError, PlanError), match=said):
+        graphed(step, device="emulated", **arguments)
+
+
+def test_debug_passes_are_no_replays(device: Device) -> None:
+    run = captured(device, debug=True)
+    run(**inputs(device, 3))
+    assert not run.stats.replays
+    assert "1 debug: the body runs in the place of step[seqs=4]" in run.explain()
+
+
+class TestAllOfTheLayer:
+    """What a phase and a runner can do, `graphed` can."""
+
+    def test_admission(self, device: Device) -> None:
+        def admit(batch: dict[str, Any], key: ShapeKey) -> RunEagerly | None:
+            return RunEagerly(Reason.FEATURE_NOT_CAPTURED, "long") if len(batch["x"]) == 2 else None
+
+        run = captured(device, admission=[admit])
+        for count in (2, 3):
+            run(**inputs(device, count))
+        assert (run.stats.replays.total(), run.stats.details) == (1, {Reason.FEATURE_NOT_CAPTURED: "long"})
+
+    def test_adopted_buffers(self, device: Device) -> None:
+        buffer = torch.zeros(8, 16, device=device.torch_device)
+        run = captured(device, adopt={"x": buffer})
+        batch = inputs(device, 3)
+        equal(run(**batch), step(**batch))
+        equal(buffer[:3], batch["x"])
+
+    def test_padding_limits(self, device: Device) -> None:
+        run = graphed(
+            step, slots=SLOTS, bucketed="seqs", buckets=[8], device=device, max_padding_ratio=1.5, max_padding_rows=1
+        )
+        run.capture(silent)
+        for count in (3, 7):
+            run(**inputs(device, count))
+        assert (run.stats.replays.total(), dict(run.stats.eager)) == (1, {Reason.OVER_PADDED: 1})
+        assert run.plan["decode.max_padding_rows"].source == "asked"
+
+    def test_slots_left_out(self, device: Device) -> None:
+        seen: list[tuple[bool, bool]] = []
+
+        @graph_break
+        def look() -> None:
+            seen.append(tuple(current().batch[name] is batch[name] for name in ("x", "lens")))  # type: ignore[arg-type]
+
+        def body(x: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+            look()
+            return x * 2
+
+        run = graphed(
+            body, slots=SLOTS, bucketed="seqs", buckets=[4], device=device, backend="breakable",
+            without=["lens"], eager_without=["x"],
+        )  # fmt: skip
+        batch = inputs(device, 3)
+        run.capture(silent)
+        seen.clear()
+        equal(run(**batch), batch["x"] * 2)
+        batch = inputs(device, 5)
+        equal(run(**batch), batch["x"] * 2)
+        assert seen == [(False, True), (True, False)]
+
+    def test_a_barrier_a_captured_tail_and_garbage(self, device: Device) -> None:
+        calls: list[None] = []
+        run = graphed(
+            step, slots=SLOTS, bucketed="seqs", buckets=[4], device=device, barrier=lambda: calls.append(None),
+            tail=lambda out, batch: out + 1, tail_captured=True, collect_garbage=True,
+        )  # fmt: skip
+        run.capture(silent)
+        assert calls
+        assert run.runner.options.collect_garbage
+        batch = inputs(device, 3)
+        equal(run(**batch), step(**batch) + 1)
+        assert not run.runner.recording(run.runner.captured[0]).has_gaps
+
+    def test_functions_of_one_pool_share_graph_memory_and_others_do_not(self, device: Device) -> None:
+        pool = BufferPool(device)
+        runs = [
+            graphed(body, slots=SLOTS, bucketed="seqs", buckets=[2, 4], device=device, pool=pool)
+            for body in (step, lambda x, lens: (x + 1) * lens[:, None] * 3)
+        ]
+        for run in runs:
+            run.capture(silent)
+        for count in (3, 1, 4, 2):
+            batch = inputs(device, count)
+            equal(runs[0](**batch), step(**batch))
+            equal(runs[1](**batch), (batch["x"] + 1) * batch["lens"][:, None] * 3)
+        assert runs[0].runner.memory is runs[1].runner.memory
+        assert captured(device).runner.memory is not runs[0].runner.memory
+        assert all(run.verify().ok for run in runs)

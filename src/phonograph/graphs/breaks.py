@@ -49,10 +49,11 @@ def graph_break(*, enabled: bool = True) -> Callable[[Callable[P, R]], GraphBrea
 def graph_break(function: Callable[..., Any] | None = None, *, enabled: bool = True) -> Any:
     """Mark a function or method to run eagerly, with the live batch, between two graphs of a `breakable` recording.
 
-    At replay it is called with the tensors that it was captured with; other arguments keep the value
-    they had at capture, and what changes from step to step is in `current().batch`. Its outputs are
-    copied to where the next graph reads them. With `enabled=False` the mark does nothing; at one call
-    site, `f.inline(...)` does the same.
+    At replay it is called with the tensors that it was captured with; containers, and objects that the
+    body makes, hold what they held at this call, plain values keep the value they had at capture, and
+    objects from outside are live. What changes from step to step is in `current().batch`. Its outputs
+    are copied to where the next graph reads them: what that should see must be returned. With
+    `enabled=False` the mark does nothing; at one call site, `f.inline(...)` does the same.
     """
     if function is None:
         return functools.partial(graph_break, enabled=enabled)

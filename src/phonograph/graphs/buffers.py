@@ -279,8 +279,8 @@ class Registry:
                 load.exposed[fit.path] = fetch(batch, beside, fit.path)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in a buffer of the eager path."""
-        return self._growing.holds(tensor)
+        """Whether a tensor lies in a buffer, of graphs or of the eager path, that the next load overwrites."""
+        return self._growing.holds(tensor) or (self._graph is not None and self._graph.holds(tensor))
 
     def poison_unread(self, extent: Extent, pattern: int) -> None:
         """Write legal nonsense into the tails that slots claim nobody reads."""

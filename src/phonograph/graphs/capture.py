@@ -16,17 +16,19 @@ import torch
 
 from phonograph.devices import Device
 from phonograph.devices.trace import raising_frame
-from phonograph.errors import CaptureError, PhonographError
+from phonograph.errors import CaptureError, InputWriteError, PhonographError
 from phonograph.graphs.backends import Backend, Body, Recording, WarmUp
 from phonograph.graphs.buffers import LoadMode, Registry
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
-from phonograph.graphs.outputs import OutputBuffers, Run, specs_of, trimmed_axes
+from phonograph.graphs.outputs import OutputBuffers, Run, trimmed_axes
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.snapshots import snapshot
 from phonograph.graphs.state import SavedState
+from phonograph.graphs.tree import Path
+from phonograph.graphs.written import refusing_input_writes
 
 log = logging.getLogger("phonograph")
 
@@ -81,6 +83,8 @@ class _Bound:
     body: Body
     now: Current
     batch: Any
+    inputs: dict[str, torch.Tensor]
+    """What was loaded for each slot that the batch fills."""
 
 
 @dataclass(eq=False)
@@ -90,7 +94,7 @@ class Captured:
     recordings: dict[ShapeKey, Recording]
     carried: dict[ShapeKey, dict[str, Any]]
     """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
-    axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]
+    axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]]
     report: CaptureReport
 
 
@@ -113,7 +117,8 @@ class Capture:
     _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
-    _axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]] = field(default_factory=dict)
+    _input_write: InputWriteError | None = None
+    _axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]] = field(default_factory=dict)
     _warm_seconds: float = 0.0
 
     @contextmanager
@@ -173,7 +178,8 @@ class Capture:
         if self.phase.plan is not None:
             self.phase.plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
-        return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch)
+        inputs = self.phase.inputs(view.batch, view.beside, self.phase.without)
+        return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch, inputs)
 
     def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
         # The largest brings workspaces to their final size; both ends show which state bodies write.
@@ -190,15 +196,24 @@ class Capture:
         try:
             self._run_warm_up(key, warm_up)
         except Exception as error:
-            self._errors[key] = self._diagnosed(key, error)
+            self._errors[key] = found = self._diagnosed(key, error)
+            if isinstance(found, InputWriteError):
+                self._input_write = found  # what one size shows holds for all
         if self.barrier is not None:
             self.barrier()
 
     def _run_warm_up(self, key: ShapeKey, warm_up: WarmUp) -> None:
+        if self._input_write is not None:
+            raise InputWriteError(self._input_write.problem, self._input_write.remedy, frame=self._input_write.frame)
         bound = self._bind(key, Stage.WARMING)
-        with entering(bound.now), self._keeping(bound.batch, first=warm_up is WarmUp.FREE):
+        first = warm_up is WarmUp.FREE
+        unwritten = refusing_input_writes(bound.inputs) if first else nullcontext()
+        with entering(bound.now), self._keeping(bound.batch, first=first), unwritten:
             result = self.backend.prepare(key, bound.body, warm_up)
-        self._runs[key] = [Run(self.phase.padded(key.size), specs_of(result))]
+        if first:
+            self.outputs.standing.note(result)
+        else:
+            self._runs[key] = [Run(self.phase.padded(key.size), self.outputs.specs_of(result))]
 
     def _diagnosed(self, key: ShapeKey, error: Exception) -> CaptureError:
         """The error of a warm-up, named by op and line: a second run watches every op, which the first need not."""
@@ -210,12 +225,12 @@ class Capture:
                 found = as_capture_error(second, key)
         return found
 
-    def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]]:
+    def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]]:
         grouped: dict[tuple[str, frozenset[str]], list[ShapeKey]] = {}
         for key in keys:
             if key not in self._errors:
                 grouped.setdefault((key.variant, key.absent), []).append(key)
-        axes: dict[tuple[str, frozenset[str]], dict[str, dict[int, str]]] = {}
+        axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]] = {}
         for group, members in grouped.items():
             runs = [run for key in members for run in self._runs[key]]
             if not self.trims:
@@ -250,7 +265,7 @@ class Capture:
             now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
             with entering(now), self._keeping(sample.batch, first=True):
                 result = self.phase.forward(view.batch, view.beside)
-            return [Run(sizes, specs_of(result))]
+            return [Run(sizes, self.outputs.specs_of(result))]
         except Exception as error:
             failed = as_capture_error(error, key)
             if not must_run:

@@ -10,6 +10,7 @@ from phonograph.graphs.backends import Recording
 from phonograph.graphs.buffers import Prepared, Registry
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.outputs import trim
+from phonograph.graphs.tree import Keep, Path
 
 _MAX_FITTED = 512
 
@@ -28,12 +29,18 @@ class Entry:
     """A recording that can be served, fitted to every used size met so far."""
 
     def __init__(
-        self, recording: Recording, padded: dict[str, int], axes: dict[str, dict[int, str]], carried: dict[str, Any]
+        self,
+        recording: Recording,
+        padded: dict[str, int],
+        axes: dict[Path, dict[int, str]],
+        carried: dict[str, Any],
+        kept: Keep,
     ) -> None:
         self.recording = recording
         self.carried = carried
         self.padded = padded
         self.axes = axes
+        self._kept = kept
         self._fitted: dict[tuple[int, ...], Fitted] = {}
 
     def fitted(self, used: Mapping[str, int], registry: Registry, without: frozenset[str]) -> Fitted:
@@ -44,6 +51,6 @@ class Entry:
             if len(self._fitted) >= _MAX_FITTED:
                 self._fitted.clear()
             extent = Extent(used, self.padded)
-            outputs = trim(self.recording.outputs, self.axes, used)
+            outputs = trim(self.recording.outputs, self.axes, used, self._kept)
             found = self._fitted[key] = Fitted(extent, registry.prepare(extent, without=without), outputs)
         return found

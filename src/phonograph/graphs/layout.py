@@ -267,6 +267,10 @@ class Layouts:
             self._layouts[key] = layout
         return layout
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the buffers of these layouts."""
+        return any(layout.holds(tensor.data_ptr()) for layout in self._layouts.values())
+
     def _check_limits(self, padded: Mapping[str, int]) -> None:
         for name, limit in (self._limits or {}).items():
             if padded[name] > limit:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from phonograph.errors import CaptureError
-from phonograph.graphs.tree import leaves, map_leaves
+from phonograph.errors import CaptureError, OutputError
+from phonograph.graphs.tree import Keep, Noted, Path, is_number, is_object, leaves, map_leaves, reachable
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,14 @@ class OutputSpec:
     dtype: torch.dtype
 
 
-def specs_of(tree: Any) -> dict[str, OutputSpec]:
-    """The tensors in a body's result; a number is refused, since a replay can't compute it anew."""
-    specs = {}
-    for path, leaf in leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            specs[path] = OutputSpec(tuple(leaf.shape), leaf.dtype)
-        elif isinstance(leaf, bool | int | float):
-            raise CaptureError(
-                f"the body returns the number {leaf!r}{f' at {path}' if path else ''}, which every replay would repeat",
-                "Return a tensor, or compute the number outside",
-            )
-    return specs
+@dataclass(frozen=True)
+class Constant:
+    """A plain value that the body returned, which replays repeat."""
+
+    value: Any
+
+
+Specs = Mapping[Path, OutputSpec | Constant]
 
 
 @dataclass(frozen=True)
@@ -39,53 +36,138 @@ class Run:
     """One warm-up: the sizes of the dims that vary, and what came out."""
 
     sizes: Mapping[str, int]
-    outputs: Mapping[str, OutputSpec]
+    outputs: Specs
 
 
-def trimmed_axes(runs: Sequence[Run]) -> dict[str, dict[int, str]]:
+def trimmed_axes(runs: Sequence[Run]) -> dict[Path, dict[int, str]]:
     """For each output, the axes that follow a dim through runs of different size."""
-    axes: dict[str, dict[int, str]] = {}
+    axes: dict[Path, dict[int, str]] = {}
     changing = [dim for dim in runs[0].sizes if len({run.sizes[dim] for run in runs}) > 1]
-    for path, spec in runs[0].outputs.items():
-        for axis in range(len(spec.shape)):
-            followed = next((dim for dim in changing if all(_follows(run, path, axis, dim) for run in runs)), None)
+    for path in dict.fromkeys(path for run in runs for path in run.outputs):
+        _check_constant(path, runs)
+        found = [(run.sizes, spec.shape) for run in runs if isinstance(spec := run.outputs.get(path), OutputSpec)]
+        for axis in range(max((len(shape) for _, shape in found), default=0)):
+            followed = _followed(path, axis, found, changing)
             if followed is not None:
                 axes.setdefault(path, {})[axis] = followed
-            elif len({_size(run, path, axis) for run in runs} - {None}) > 1:
-                raise CaptureError(
-                    f"axis {axis} of the output {path or '(the only one)'} changes with the batch and is no dim: "
-                    f"{[_size(run, path, axis) for run in runs]} for {[dict(run.sizes) for run in runs]}",
-                    "Return it with the dim as an axis of its own, or use exact buckets",
-                )
     return axes
 
 
-def _size(run: Run, path: str, axis: int) -> int | None:
-    spec = run.outputs.get(path)
-    return spec.shape[axis] if spec is not None and axis < len(spec.shape) else None
+_Found = Sequence[tuple[Mapping[str, int], tuple[int, ...]]]
 
 
-def _follows(run: Run, path: str, axis: int, dim: str) -> bool:
-    spec = run.outputs.get(path)
-    return spec is None or (axis < len(spec.shape) and spec.shape[axis] == run.sizes[dim])
+def _followed(path: Path, axis: int, found: _Found, changing: Sequence[str]) -> str | None:
+    """The dim that an axis follows, or None where the axis never changes."""
+    sizes = [shape[axis] if axis < len(shape) else None for _, shape in found]
+    dims = [dim for dim in changing if all(size == of[dim] for size, (of, _) in zip(sizes, found, strict=True))]
+    name = path or "(the only one)"
+    if dims and len({of[dims[0]] for of, _ in found}) == 1:
+        raise CaptureError(
+            f"the output {name} is there for {dims[0]}={sizes[0]} only, so nothing tells whether its axis {axis} "
+            "follows the batch",
+            "Return it for every size, or use exact buckets",
+        )
+    if not dims and len(set(sizes)) > 1:
+        raise CaptureError(
+            f"axis {axis} of the output {name} changes with the batch and is no dim: "
+            f"{sizes} for {[dict(of) for of, _ in found]}",
+            "Return it with the dim as an axis of its own, or use exact buckets",
+        )
+    return dims[0] if dims else None
+
+
+def _check_constant(path: Path, runs: Sequence[Run]) -> None:
+    found = [spec.value for run in runs if isinstance(spec := run.outputs.get(path), Constant)]
+    other = next((value for value in found if type(value) is not type(found[0]) or value != found[0]), None)
+    if other is not None:
+        raise CaptureError(
+            f"the output {path or '(the only one)'} is {found[0]!r} at one size and {other!r} at another, and a replay "
+            "repeats that of its bucket",
+            "Make the value outside, or use exact buckets",
+        )
+
+
+class Standing:
+    """Objects that bodies return and did not make, such as a cache: the same on every run, over the same memory.
+
+    They are handed back as they are. Told by two runs.
+    """
+
+    def __init__(self) -> None:
+        self._objects = Noted()
+        self._storages: dict[int, list[StorageWeakRef]] = {}
+
+    def note(self, tree: Any) -> None:
+        """Remember every object in what a run returned."""
+        for _, found in reachable(tree):
+            if is_object(found) and found not in self._objects:
+                self._objects.add(found)
+                storages = [tensor.untyped_storage() for tensor in _tensors(found)]
+                self._storages[id(found)] = [StorageWeakRef(one) for one in storages]  # type: ignore[no-untyped-call]
+
+    def keep(self, path: Path, found: Any) -> Any:
+        """The object itself if it stood before this run, or None."""
+        if found not in self._objects:
+            return None
+        storages = self._storages[id(found)]
+        now = [tensor.untyped_storage()._cdata for tensor in _tensors(found)]
+        if now != [one.cdata for one in storages] or any(one.expired() for one in storages):  # type: ignore[no-untyped-call]
+            raise OutputError(
+                f"the output {path or '(the only one)'} is the same {type(found).__name__} on every run, and the body "
+                "puts new tensors into it, which a replay can't",
+                "Return a new object, or the tensors themselves",
+            )
+        return found
+
+    def kept(self, path: Path, found: Any) -> Any:
+        """As `keep`, for what was looked at when it was recorded."""
+        return found if found in self._objects else None
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (found for _, found in reachable(tree) if isinstance(found, torch.Tensor))
 
 
 class OutputBuffers:
     """Buffers that the recordings of a phase write their outputs to; valid until the next replay."""
 
     def __init__(self, device: torch.device) -> None:
+        self.standing = Standing()
         self._device = device
-        self._largest: dict[tuple[str, torch.dtype], int] = {}
-        self._flats: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._largest: dict[tuple[Path, torch.dtype], int] = {}
+        self._flats: dict[tuple[Path, torch.dtype], torch.Tensor] = {}
 
-    def expect(self, outputs: Mapping[str, OutputSpec]) -> None:
+    def specs_of(self, tree: Any) -> Specs:
+        """The outputs in a body's result; a number is refused, since a replay can't compute it anew."""
+        specs: dict[Path, OutputSpec | Constant] = {}
+        seen: set[int] = set()
+        try:
+            for path, leaf in leaves(tree, self.standing.keep):
+                if isinstance(leaf, torch.Tensor):
+                    if id(leaf) not in seen:
+                        specs[path] = OutputSpec(tuple(leaf.shape), leaf.dtype)
+                    seen.add(id(leaf))
+                elif is_number(leaf):
+                    raise CaptureError(
+                        f"the body returns the number {leaf!r}{f' at {path}' if path else ''}, which every replay "
+                        "would repeat",
+                        "Return a tensor, or compute the number outside",
+                    )
+                elif self.standing.keep(path, leaf) is None:
+                    specs[path] = Constant(leaf)
+        except OutputError as error:
+            raise CaptureError(error.problem, error.remedy) from None
+        return specs
+
+    def expect(self, outputs: Specs) -> None:
         """Make room for these outputs."""
         for path, spec in outputs.items():
-            key = (path, spec.dtype)
-            count = 1
-            for size in spec.shape:
-                count *= size
-            self._largest[key] = max(self._largest.get(key, 0), count)
+            if isinstance(spec, OutputSpec):
+                count = 1
+                for size in spec.shape:
+                    count *= size
+                key = (path, spec.dtype)
+                self._largest[key] = max(self._largest.get(key, 0), count)
 
     def allocate(self) -> None:
         """Allocate what was expected and is not there yet."""
@@ -98,28 +180,38 @@ class OutputBuffers:
     def store(self, tree: Any) -> Any:
         """Copy a body's outputs into the buffers, as part of what is recorded; returns their views."""
 
-        def put(path: str, leaf: Any) -> Any:
+        def put(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             view = self._flats[path, leaf.dtype][: leaf.numel()].view(leaf.shape)
             view.copy_(leaf)
             return view
 
-        return map_leaves(tree, put)
+        try:
+            return map_leaves(tree, put, self.standing.keep)
+        except OutputError as error:
+            raise CaptureError(error.problem, error.remedy) from None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in one of the buffers."""
+        storage = tensor.untyped_storage()._cdata
+        return any(flat.untyped_storage()._cdata == storage for flat in self._flats.values())
 
 
-def trim(tree: Any, axes: Mapping[str, Mapping[int, str]], used: Mapping[str, int]) -> Any:
+def trim(tree: Any, axes: Mapping[Path, Mapping[int, str]], used: Mapping[str, int], keep: Keep | None = None) -> Any:
     """The used rows of every output."""
 
-    def cut(path: str, leaf: Any) -> Any:
+    def cut(path: Path, leaf: Any) -> Any:
         for axis, dim in axes.get(path, {}).items():
             if isinstance(leaf, torch.Tensor):
                 leaf = leaf.narrow(axis, 0, used[dim])
         return leaf
 
-    return map_leaves(tree, cut)
+    return map_leaves(tree, cut, keep)
 
 
-def own(tree: Any) -> Any:
-    """Copies of the tensors, which no later call overwrites."""
-    return map_leaves(tree, lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+def own(tree: Any, keep: Keep | None = None) -> Any:
+    """Copies of the tensors, which no later call overwrites, in containers and objects made anew."""
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    return map_leaves(tree, lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, keep)

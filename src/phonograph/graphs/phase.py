@@ -15,7 +15,7 @@ from phonograph.errors import DeclarationError
 from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.decisions import RunEagerly, ShapeKey
 from phonograph.graphs.extent import Dim, Extent, check_dims, padded_sizes
-from phonograph.graphs.fields import Path, expose
+from phonograph.graphs.fields import Path, expose, fetch
 from phonograph.graphs.slots import Slot, check_slots, collect_dims
 
 Sampler = Callable[[Extent, int], Any]
@@ -121,6 +121,12 @@ class Phase:
         aside = {path: value for path, value in absent.items() if path[0] in sample.beside}
         within = {path: value for path, value in absent.items() if path not in aside}
         return Sample(expose(sample.batch, within), expose(dict(sample.beside), aside)) if absent else sample
+
+    def inputs(self, batch: Any, beside: Mapping[str, Any], without: frozenset[str]) -> dict[str, torch.Tensor]:
+        """By slot, the tensors that a batch has for the slots that it fills itself."""
+        slots = [slot for slot in self.slots if slot.compute is None and slot.name not in without]
+        found = {slot.name: fetch(batch, beside, slot.path) for slot in slots}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def forward(self, batch: Any, beside: Mapping[str, Any]) -> Any:
         """The part of the pass that is recorded."""

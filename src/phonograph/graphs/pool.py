@@ -7,12 +7,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from phonograph.devices import Device
+from phonograph.devices import Device, MemoryPool
 from phonograph.errors import DeclarationError
 
 log = logging.getLogger("phonograph")
@@ -39,6 +40,10 @@ class Lease:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    @property
+    def is_placed(self) -> bool:
+        return self._memory is not None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -80,7 +85,7 @@ class PoolReport:
 
 
 class BufferPool:
-    """Input buffers that runners share.
+    """Input buffers and graph memory that runners share.
 
     Sharing is sound because a buffer means something only from its load to the end of that replay.
     The result does not depend on the order in which runners declare their needs.
@@ -98,6 +103,11 @@ class BufferPool:
         self._private: list[str] = []
         self._allocations: dict[Key, torch.Tensor] = {}
         self._bytes_private = 0
+
+    @cached_property
+    def memory(self) -> MemoryPool:
+        """Graph memory for the runners of this pool: it serves one call at a time, so their graphs may share it too."""
+        return self.device.new_pool()
 
     def request(self, name: str, num_elements: int, dtype: torch.dtype, device: torch.device, owner: str) -> Lease:
         """Ask for a buffer; before the seal it is shared, after it the caller gets memory of its own."""
@@ -140,7 +150,7 @@ class BufferPool:
         return PoolReport(
             num_leases=len(self._leases),
             num_allocations=len(self._allocations) + len(self._private),
-            bytes_requested=sum(lease.num_bytes for lease in self._leases),
+            bytes_requested=sum(lease.num_bytes for lease in self._leases if lease.is_placed),
             bytes_allocated=shared + self._bytes_private,
             private=tuple(self._private),
         )

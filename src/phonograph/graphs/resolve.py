@@ -35,16 +35,16 @@ from phonograph.graphs.rules import RULES, Change, Facts, Rule, View, stated
 __all__ = ["PhasePlan", "Plan", "Resolved", "resolve"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """The plain values of one phase, for the code that acts on them."""
+    """The plain values of one phase, for the code that acts on them; a limit or buckets must be named."""
 
-    backend: Backend
-    limit: int | None
-    buckets: tuple[int, ...] | None
-    exact: bool
-    max_padding_ratio: float
-    max_padding_rows: int
+    backend: Backend = "full"
+    limit: int | None = None
+    buckets: tuple[int, ...] | None = None
+    exact: bool = False
+    max_padding_ratio: float = RATIO.convert(SETTINGS["decode.max_padding_ratio"].default)
+    max_padding_rows: int = ROWS.convert(SETTINGS["decode.max_padding_rows"].default)
 
 
 @dataclass(frozen=True)

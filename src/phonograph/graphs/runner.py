@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from phonograph.devices import Device, MemoryPool
-from phonograph.errors import CoverageError, DeclarationError, LoadError
+from phonograph.errors import CoverageError, DeclarationError, LoadError, OutputError
 from phonograph.graphs.backends import BACKENDS, DebugBackend, Recording
 from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.buffers import LoadMode, Registry
@@ -25,6 +25,8 @@ from phonograph.graphs.phase import Phase
 from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.resolve import PhasePlan
+from phonograph.graphs.tree import Keep, Path, is_object, leaves
+from phonograph.graphs.written import EagerWrites
 
 Outputs = Literal["own", "view"]
 _NOTHING: Mapping[str, Any] = {}
@@ -36,7 +38,7 @@ class RunnerOptions:
     """What a runner does beyond its phase and plan."""
 
     outputs: Outputs = "own"
-    """`own`: a call returns tensors of its own; `view`: the graph's, valid until the next call."""
+    """`own`: a call returns objects and tensors of its own; `view`: the graph's, valid until the next call."""
     strict: bool = False
     """A call that no graph can serve is an error."""
     debug: bool = False
@@ -84,7 +86,7 @@ class Runner:
         self.buckets = buckets_for(plan, phase.bucketed)
         self._records = plan.backend != "disabled"
         self.pool = pool if pool is not None else BufferPool(device)
-        self.memory = memory if memory is not None else device.new_pool()
+        self.memory = memory if memory is not None else self.pool.memory
         self.registry = Registry(device, phase.slots, phase.all_dims, owner=phase.name, adopt=phase.adopt)
         backend = BACKENDS[plan.backend](device, self.memory)
         self.backend = DebugBackend(backend) if options.debug else backend
@@ -148,7 +150,8 @@ class Runner:
         self.report = captured.report
         for key, recording in captured.recordings.items():
             axes = captured.axes[key.variant, key.absent]
-            self._entries[key] = Entry(recording, self.phase.padded(key.size), axes, captured.carried.get(key, {}))
+            padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
+            self._entries[key] = Entry(recording, padded, axes, carried, self._outputs.standing.kept)
         self._route(frozenset(row.key for row in captured.report.failures))
         if self.options.strict and captured.report.failures:
             raise CoverageError(
@@ -181,7 +184,12 @@ class Runner:
 
     def trim(self, key: ShapeKey, outputs: Any, used: Mapping[str, int]) -> Any:
         """The used rows of outputs that the body gave for the key's padded view."""
-        return trim(outputs, self._entries[key].axes, used)
+        return trim(outputs, self._entries[key].axes, used, self._outputs.standing.kept)
+
+    def parts(self, outputs: Any) -> dict[Path, Any]:
+        """Copies of the tensors in a body's outputs, and its plain values, by path."""
+        kept = self._outputs.standing.kept
+        return dict(leaves(own(outputs, kept), kept))
 
     @property
     def captured(self) -> tuple[ShapeKey, ...]:
@@ -295,7 +303,7 @@ class Runner:
                 )
             loaded.recording.replay()
             self.stats.count_replay(loaded.key, loaded.used)
-            return own(loaded.outputs) if self.options.outputs == "own" else loaded.outputs
+            return self._owned(loaded.outputs, self._outputs.standing.kept)
         finally:
             self.pool.in_use.release()
 
@@ -320,8 +328,11 @@ class Runner:
                 entry.recording.replay()
                 if tail is not None:
                     result = tail(result, live.batch)
-        self.stats.count_replay(key, used[phase.bucketed])
-        return own(result) if self.options.outputs == "own" else result
+        if self.options.debug:
+            self.stats.count_eager(RunEagerly(Reason.DEBUG, f"the body runs in the place of {key}"))
+        else:
+            self.stats.count_replay(key, used[phase.bucketed])
+        return self._owned(result, self._outputs.standing.kept if tail is None else self._kept_eagerly)
 
     def _eager(self, decision: RunEagerly, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
         if self.options.strict:
@@ -333,13 +344,40 @@ class Runner:
         view = self.registry.load(batch, extent, mode=mode, beside=beside, without=phase.eager_without)
         if phase.plan is not None:
             phase.plan(view.batch, extent)
+        given = phase.inputs(batch, beside, phase.eager_without)
+        views = phase.inputs(view.batch, view.beside, phase.eager_without)
+        copied = {name: (value, views[name]) for name, value in given.items() if views[name] is not value}
+        writes = EagerWrites(copied, phase.name)
         with entering(Current(phase.name, self.plan.backend, Stage.EAGER, view.batch)):
             result = phase.forward(view.batch, view.beside)
+            writes.write_back()
             if phase.tail is not None and not phase.tail_captured:
                 result = phase.tail(result, view.batch)
         self.stats.count_eager(decision)
         # An eager body may hand back an input or its own state, which the next call changes.
-        return own(result) if self.options.outputs == "own" else result
+        return self._owned(result, self._kept_eagerly)
+
+    def _owned(self, result: Any, kept: Keep) -> Any:
+        """What a call returns: copies, unless views were asked for."""
+        if self.options.outputs == "view":
+            return result
+        try:
+            return own(result, kept)
+        except OutputError as error:
+            raise OutputError(f"running {self.phase.name}: {error.problem}", error.remedy) from None
+
+    def _kept_eagerly(self, path: Path, found: Any) -> Any:
+        """An object that eager code returned, unless it holds memory that the next call overwrites."""
+        if not is_object(found):
+            return None
+        tensors = (leaf for _, leaf in leaves(found, path=path) if isinstance(leaf, torch.Tensor))
+        return None if any(self._outputs.holds(t) or self.registry.holds(t) for t in tensors) else found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"copying or pickling the runner of {self.phase.name}: graphs and their buffers stay where they were made. "
+            "Copy what they were made from, and make and capture another runner there."
+        )
 
     # -- explain ------------------------------------------------------------------------------------------
 

@@ -37,9 +37,9 @@ class Pad:
             )
 
     @staticmethod
-    def fill(value: Number) -> Pad:
-        """Every load writes this value into the tail."""
-        return Pad(value)
+    def fill(value: Number, because: str = "") -> Pad:
+        """Every load writes this value into the tail; one outside the slot's legal range needs a reason."""
+        return Pad(value, because)
 
     @staticmethod
     def unread(because: str) -> Pad:
@@ -72,6 +72,7 @@ class Slot:
     """The smallest and largest legal value; samples and poison stay inside it."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for what, name in (("name", self.name), ("source", self.field)):
             if not all(part.isidentifier() for part in name.split(".")):
                 raise DeclarationError(f"slot {self.name!r}: the {what} {name!r} is not a dotted field name.")
@@ -85,6 +86,16 @@ class Slot:
             )
         self._check_valid()
         self._check_pad()
+
+    def _check_kinds(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise DeclarationError(
+                f"slot {self.name!r}: the dtype {self.dtype!r} is none of torch's. Write torch.float32."
+            )
+        if self.pad is not None and not isinstance(self.pad, Pad):
+            raise DeclarationError(f"slot {self.name!r}: pad is {self.pad!r}. Write pad=Pad.fill({self.pad!r}).")
+        if self.valid is not None and (not isinstance(self.valid, tuple) or len(self.valid) != 2):
+            raise DeclarationError(f"slot {self.name!r}: valid is {self.valid!r}. Write valid=(smallest, largest).")
 
     def _check_shape(self) -> None:
         if not isinstance(self.shape, tuple):
@@ -128,6 +139,13 @@ class Slot:
             )
         if self.absent is not None:
             self._check_number("absent", self.absent)
+        assert self.pad is not None
+        low, high = self.valid if self.valid is not None and self.dims else (-math.inf, math.inf)
+        if self.pad.value is not None and not self.pad.because and not low <= self.pad.value <= high:
+            raise DeclarationError(
+                f"slot {self.name!r}: padded rows hold {self.pad.value!r}, outside of valid={self.valid}. Pad with a "
+                f"legal value, widen valid, or say why none is needed: Pad.fill({self.pad.value!r}, because='…')."
+            )
 
     def _check_number(self, what: str, number: Number) -> None:
         """Refuse a number that the dtype can't hold."""

@@ -1,57 +1,300 @@
-"""Walks the tensors in what a forward pass or a gap returns: tensor, tuple, list, dict, dataclass."""
+"""Tree walk: the tensors in what a forward pass or a gap takes and returns, down to the attributes of any object.
+
+Dicts, lists and tuples are opened by their items, every other object by its attributes (`vars` and `__slots__`).
+Nothing of an object's class is run: no `__init__`, no property, no overridden `__setattr__` or `items`.
+"""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import types
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from phonograph.errors import OutputError
+
+_CONSTANTS = (
+    *(type(None), bool, int, float, complex, str, bytes, Enum, range, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_NUMBERS = (bool, int, float, complex)
+_DICTS = (OrderedDict, defaultdict, dict)
+_ITEMS = (dict, list, tuple)
+_INSTEAD = "Return tensors in a tuple, list, dict or plain object"
+_HEAP_TYPE = 1 << 9  # in a type's flags: made by a class statement
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything that is not a container, with its dotted path; None is a leaf."""
-    items = _items(tree)
-    if items is None:
+class Marker:
+    """Base of what stands in the place of a part of a tree; never opened."""
+
+
+class Item(NamedTuple):
+    """A step into a dict, list or tuple, by a key that keeps its type."""
+
+    key: Any
+
+
+class Path(tuple[str | Item, ...]):
+    """The steps from the root to a part: a name for an attribute, an `Item` for a key. Shown as it is written."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        steps = (f"[{step.key!r}]" if isinstance(step, Item) else f".{step}" for step in self)
+        return "".join(steps).removeprefix(".")
+
+    def to(self, step: str | Item) -> Path:
+        return Path((*self, step))
+
+
+Parts = list[tuple[str | Item, Any]]
+Keep = Callable[[Path, Any], Any]
+"""Takes what is neither leaf nor dict, list or tuple; returns what stands for it as a whole, or None to open it."""
+_MAX_DEPTH = 4  # of what is looked for in objects that live on, behind which a whole program may lie
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python number, or a set of some; a member of an Enum is a name."""
+    if isinstance(leaf, set | frozenset):
+        return any(map(is_number, leaf))
+    return isinstance(leaf, _NUMBERS) and not isinstance(leaf, Enum)
+
+
+def leaves(tree: Any, keep: Keep | None = None, path: Path = Path()) -> Iterator[tuple[Path, Any]]:
+    """Everything that is not opened, with its path; what stands at two places comes twice. None is a leaf."""
+    yield from _leaves(tree, path, keep, ())
+
+
+def map_leaves(tree: Any, change: Callable[[Path, Any], Any], keep: Keep | None = None) -> Any:
+    """The same structure, made anew, with every leaf replaced by `change(path, leaf)`.
+
+    What stands at two places is changed once and stands at both again.
+    """
+    return _Mapping(change, keep).of(tree, Path(), ())
+
+
+def is_object(tree: Any) -> bool:
+    """Whether it is neither leaf nor container but an object of some class that can be opened."""
+    container = isinstance(tree, (*_ITEMS, types.SimpleNamespace)) or is_dataclass(tree)
+    return not container and not _is_leaf(tree) and not _why_closed(tree)
+
+
+def is_closed(tree: Any) -> bool:
+    """Whether it is neither leaf nor can be opened."""
+    return not _is_leaf(tree) and bool(_why_closed(tree))
+
+
+def reachable(tree: Any) -> Iterator[tuple[Path, Any]]:
+    """All that lies at most four steps below, once each, past what can't be opened: for objects that live on."""
+    found: list[tuple[Path, Any]] = [(Path(), tree)]
+    seen: set[int] = set()
+    for path, value in found:
+        yield path, value
+        if len(path) < _MAX_DEPTH and id(value) not in seen and not _is_leaf(value) and not _why_closed(value):
+            seen.add(id(value))
+            found += [(path.to(step), part) for step, part in _parts(value, path, ())]
+
+
+def put_at(tree: Any, path: Path, value: Any) -> None:
+    """Replace the part at a path, in the tree itself."""
+    for step in path[:-1]:
+        tree = tree[step.key] if isinstance(step, Item) else dict(attributes(tree))[step]
+    last = path[-1]
+    if isinstance(last, Item):
+        tree[last.key] = value
+    else:
+        put_attribute(tree, last, value)
+
+
+class Noted:
+    """Objects that were met, and are recognised when they are met again; held weakly where their class allows that."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, Callable[[], Any]] = {}
+
+    def add(self, met: Any) -> None:
+        try:
+            self._references[id(met)] = weakref.ref(met)
+        except TypeError:
+            self._references[id(met)] = lambda: met
+
+    def __contains__(self, met: Any) -> bool:
+        reference = self._references.get(id(met))
+        return reference is not None and reference() is met
+
+
+def attributes(tree: Any) -> Parts:
+    """What an object holds by name: its `__dict__`, and the slots of its classes that are set."""
+    found: Parts = []
+    for kind in type(tree).__mro__:
+        if "__slots__" in vars(kind):
+            for name, member in vars(kind).items():
+                if isinstance(member, types.MemberDescriptorType):
+                    try:
+                        found.append((name, member.__get__(tree)))
+                    except AttributeError:
+                        continue  # a slot that is not set
+    held = _dict_of(tree)
+    return found + list(held.items()) if held is not None else found
+
+
+def _leaves(tree: Any, path: Path, keep: Keep | None, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
+    if _is_leaf(tree):
         yield path, tree
         return
-    for name, value in items:
-        yield from leaves(value, f"{path}.{name}" if path else str(name))
+    kept = keep(path, tree) if keep is not None and not isinstance(tree, _ITEMS) else None
+    if kept is not None:
+        yield path, kept
+        return
+    parts = _parts(tree, path, above)
+    for step, value in parts:
+        yield from _leaves(value, path.to(step), keep, (*above, id(tree)))
 
 
-def map_leaves(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The same structure with every leaf replaced by `change(path, leaf)`; the tree itself is not modified."""
-    items = _items(tree)
-    if items is None:
-        return change(path, tree)
-    changed = [map_leaves(value, change, f"{path}.{name}" if path else str(name)) for name, value in items]
-    if isinstance(tree, Mapping) and not dataclasses.is_dataclass(tree):
-        if type(tree) is dict:
-            return dict(zip(tree.keys(), changed, strict=True))
-        rebuilt = copy.copy(tree)
-        for key, value in zip(tree.keys(), changed, strict=True):
-            rebuilt[key] = value  # type: ignore[index]
-        return rebuilt
+class _Mapping:
+    """One pass of `map_leaves`, which remembers what it has changed."""
+
+    def __init__(self, change: Callable[[Path, Any], Any], keep: Keep | None) -> None:
+        self._change = change
+        self._keep = keep
+        self._done: dict[int, Any] = {}
+
+    def of(self, tree: Any, path: Path, above: tuple[int, ...]) -> Any:
+        if isinstance(tree, _CONSTANTS):
+            return self._change(path, tree)
+        if id(tree) not in self._done:  # the tree is held by the caller, so the identity is not given to another
+            self._done[id(tree)] = self._made(tree, path, above)
+        return self._done[id(tree)]
+
+    def _made(self, tree: Any, path: Path, above: tuple[int, ...]) -> Any:
+        if _is_leaf(tree):
+            return self._change(path, set(tree) if isinstance(tree, set) else tree)
+        kept = self._keep(path, tree) if self._keep is not None and not isinstance(tree, _ITEMS) else None
+        if kept is not None:
+            return self._change(path, kept)
+        parts = _parts(tree, path, above)
+        below = (*above, id(tree))
+        return _rebuilt(tree, [(step, self.of(value, path.to(step), below)) for step, value in parts], path)
+
+
+def _is_leaf(tree: Any) -> bool:
+    if isinstance(tree, set | frozenset):
+        return all(isinstance(element, _CONSTANTS) for element in tree)
+    return isinstance(tree, (torch.Tensor, Marker, *_CONSTANTS))
+
+
+def _parts(tree: Any, path: Path, above: tuple[int, ...]) -> Parts:
+    """The parts of what can be opened; raises for what can't."""
+    if id(tree) in above:
+        raise _closed(tree, path, "holds itself")
+    reason = _why_closed(tree)
+    if reason:
+        raise _closed(tree, path, reason)
+    if isinstance(tree, dict):
+        return [(Item(key), value) for key, value in dict.items(tree)] + attributes(tree)
     if isinstance(tree, tuple):
-        return type(tree)(*changed) if hasattr(tree, "_fields") else tuple(changed)
+        names = getattr(tree, "_fields", None)
+        steps = names if names is not None else map(Item, range(len(tree)))
+        return list(zip(steps, tuple.__iter__(tree), strict=True)) + _own_attributes(tree)
     if isinstance(tree, list):
-        return changed
-    rebuilt = copy.copy(tree)
-    for (name, _), value in zip(items, changed, strict=True):
+        return [(Item(index), value) for index, value in enumerate(list.__iter__(tree))] + attributes(tree)
+    return attributes(tree)
+
+
+def _own_attributes(tree: tuple[Any, ...]) -> Parts:
+    return attributes(tree) if _dict_of(tree) is not None else []
+
+
+def _dict_of(tree: Any) -> dict[str, Any] | None:
+    """An object's `__dict__`, whatever its class makes of attribute access."""
+    try:
+        held: dict[str, Any] = object.__getattribute__(tree, "__dict__")
+    except AttributeError:
+        return None
+    return held
+
+
+def _why_closed(tree: Any) -> str:
+    if isinstance(tree, (*_ITEMS, types.SimpleNamespace)):
+        return ""
+    if isinstance(tree, torch.nn.Module):
+        return "belongs to the model, not to one call"
+    if type(tree).__module__.split(".")[0] == "numpy":
+        return "shares or freezes the numbers of one call"
+    if isinstance(tree, Iterator):
+        return "is used up after one call"
+    if isinstance(tree, types.FunctionType | types.MethodType | types.BuiltinFunctionType | types.ModuleType):
+        return "no copy can be made of"
+    bases = type(tree).__mro__[:-1]
+    has_attributes = _dict_of(tree) is not None or any(vars(base).get("__slots__") for base in bases)
+    # What a class written in C holds is not among its attributes.
+    if not has_attributes or not all(base.__flags__ & _HEAP_TYPE for base in bases):
+        return "keeps what it holds where nothing can reach it"
+    return ""
+
+
+def _closed(tree: Any, path: Path, reason: str) -> OutputError:
+    return OutputError(f"the output{f' {path}' if path else ''} is a {type(tree).__name__}, which {reason}", _INSTEAD)
+
+
+def _rebuilt(tree: Any, parts: Parts, path: Path) -> Any:
+    """An object like `tree` of these parts, without running code of its class."""
+    items = [value for step, value in parts if isinstance(step, Item)]
+    kind: Any = type(tree)
+    base: Any
+    if isinstance(tree, tuple):
+        return _rebuilt_tuple(tree, parts)
+    if isinstance(tree, dict):
+        base = next(one for one in kind.__mro__ if one in _DICTS)
+        made = base.__new__(kind)
+        for key, value in zip(dict.keys(tree), items, strict=True):
+            base.__setitem__(made, key, value)
+        if isinstance(tree, defaultdict):
+            made.default_factory = tree.default_factory
+    elif isinstance(tree, list):
+        made = list.__new__(kind)
+        list.extend(made, items)
+    else:
+        base = types.SimpleNamespace if isinstance(tree, types.SimpleNamespace) else object
         try:
-            setattr(rebuilt, name, value)
-        except dataclasses.FrozenInstanceError:
-            object.__setattr__(rebuilt, name, value)
-    return rebuilt
+            made = base.__new__(kind)
+        except TypeError:
+            raise _closed(tree, path, "can't be made anew") from None
+    _put_attributes(made, [(step, value) for step, value in parts if not isinstance(step, Item)])
+    return made
 
 
-def _items(tree: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a container by name, or None for a leaf."""
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
-    if isinstance(tree, Mapping):
-        return list(tree.items())
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return list(zip(tree._fields, tree, strict=True))
-    if isinstance(tree, tuple | list):
-        return list(enumerate(tree))
-    return None
+def _rebuilt_tuple(tree: tuple[Any, ...], parts: Parts) -> Any:
+    kind: Any = type(tree)
+    values = [value for _, value in parts[: len(tree)]]
+    if kind is tuple:
+        return tuple(values)
+    if all(value is before for value, before in zip(values, tree, strict=True)) and len(parts) == len(tree):
+        return tree  # immutable, and nothing in it changed: torch.Size
+    if hasattr(kind, "n_sequence_fields"):
+        return kind(values)  # what torch.max and torch.topk return
+    made = tuple.__new__(kind, values)
+    _put_attributes(made, parts[len(tree) :])
+    return made
+
+
+def _put_attributes(made: Any, parts: Parts) -> None:
+    for name, value in parts:
+        put_attribute(made, str(name), value)
+
+
+def put_attribute(made: Any, name: str, value: Any) -> None:
+    """Set an attribute past the class's own `__setattr__`, as a frozen dataclass needs it."""
+    for kind in type(made).__mro__:
+        member = vars(kind).get(name)
+        if isinstance(member, types.MemberDescriptorType):
+            member.__set__(made, value)
+            return
+    held = _dict_of(made)
+    assert held is not None, f"{type(made).__name__} has no place for its part {name!r}"
+    held[name] = value

@@ -15,11 +15,10 @@ from phonograph.graphs.capture import generators_restored
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
-from phonograph.graphs.outputs import own
 from phonograph.graphs.phase import Sample
 from phonograph.graphs.runner import Runner
 from phonograph.graphs.state import SavedState
-from phonograph.graphs.tree import leaves
+from phonograph.graphs.tree import Path
 
 _MAX_STATE_BYTES = 1 << 30
 # Padding changes the kernel that is picked, and so the order of additions.
@@ -216,7 +215,7 @@ class _Verification:
         self._elements += saved.elements
         return saved.memory
 
-    def _replay(self, pattern: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def _replay(self, pattern: int) -> tuple[dict[Path, Any], list[torch.Tensor]]:
         runner, phase = self._runner, self._runner.phase
         with self._restored():
             view = runner.registry.load(
@@ -231,10 +230,10 @@ class _Verification:
             )
             with entering(Current(phase.name, runner.plan.backend, Stage.REPLAYING, live.batch)):
                 runner.recording(self._key).replay()
-            outputs = own(runner.trimmed(self._key, self._extent.used))
-            return dict(leaves(outputs)), [t.clone() for t in self._state]
+            outputs = runner.parts(runner.trimmed(self._key, self._extent.used))
+            return outputs, [t.clone() for t in self._state]
 
-    def _eager(self, *, padded: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def _eager(self, *, padded: bool) -> tuple[dict[Path, Any], list[torch.Tensor]]:
         runner, phase = self._runner, self._runner.phase
         extent = self._extent if padded else self._unpadded
         mode = LoadMode.GRAPH if padded else LoadMode.EAGER
@@ -245,10 +244,10 @@ class _Verification:
             )
             if padded:
                 runner.registry.poison_unread(extent, 1)
-            outputs = own(self._forward(view.batch, view.beside, extent))
+            outputs = self._forward(view.batch, view.beside, extent)
             if padded:
                 outputs = runner.trim(self._key, outputs, extent.used)
-            return dict(leaves(outputs)), [t.clone() for t in self._state]
+            return runner.parts(outputs), [t.clone() for t in self._state]
 
     def _forward(self, batch: Any, beside: Mapping[str, Any], extent: Extent) -> Any:
         runner, phase = self._runner, self._runner.phase
@@ -284,7 +283,7 @@ class _Verification:
             torch.get_device_module(device).manual_seed(self._seed)
 
     def _compare(
-        self, name: str, found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float | None
+        self, name: str, found: Mapping[Path, Any], wanted: Mapping[Path, Any], tolerance: float | None
     ) -> Check:
         details = [
             f"output {path or '(the only one)'} {problem}"
@@ -316,5 +315,5 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return one.view(bits) != other.view(bits)
 
 
-def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    return {f"state {index}": tensor for index, tensor in enumerate(tensors)}
+def _numbered(tensors: Sequence[torch.Tensor]) -> dict[Path, Any]:
+    return {Path((f"state {index}",)): tensor for index, tensor in enumerate(tensors)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,8 @@ from phonograph.graphs.capture import CaptureReport
 from phonograph.graphs.config import Ask, ask
 from phonograph.graphs.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.phase import Phase, Preserve, Sampler, sample_from
+from phonograph.graphs.modules import ModuleCall
+from phonograph.graphs.phase import Admission, Phase, Preserve, Sampler, sample_from
 from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.resolve import Plan, resolve
@@ -46,8 +47,7 @@ class Graphed:
         self._slot_defaults = {
             slot.path[0]: signature.parameters[slot.path[0]].default
             for slot in runner.phase.slots
-            if slot.path[0] in signature.parameters
-            and signature.parameters[slot.path[0]].default not in (None, inspect.Parameter.empty)
+            if slot.path[0] in signature.parameters and _has_value(signature.parameters[slot.path[0]])
         }
         self.runner = runner
         self.plan = plan
@@ -67,9 +67,10 @@ class Graphed:
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name; a slot that is not given has the function's default."""
         if args:
-            kwargs = dict(zip(self._names, args, strict=False)) | kwargs
-            if len(args) > len(self._names):
-                self._signature.bind(*args)  # raises as the function would
+            named = dict(zip(self._names, args, strict=False))
+            if len(args) > len(self._names) or not named.keys().isdisjoint(kwargs):
+                self._signature.bind(*args, **kwargs)  # raises as the function would
+            kwargs = named | kwargs
         return self._slot_defaults | kwargs if self._slot_defaults else kwargs
 
     def explain(self) -> str:
@@ -88,24 +89,28 @@ class Graphed:
         """Give the graphs back; calls run eagerly from then on."""
         self.runner.release()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        name = _name_of(self._function)
+        raise TypeError(
+            f"copying or pickling graphed {name!r}: graphs and their buffers stay where they were made. Copy or pickle "
+            "what was graphed (__wrapped__), and call graphed() and capture() on that. A module that holds a graphed "
+            "one as an attribute can be copied before it gets it."
+        )
+
     @contextmanager
     def installed(self) -> Iterator[Graphed]:
-        """Serve the module that was graphed from here while the code around it runs eagerly; undone at the end."""
+        """Serve calls of the module that was graphed, while the code around it runs eagerly; undone at the end.
+
+        Its hooks are part of what is recorded, and are not run a second time. Calls of its `forward` are not served.
+        """
         module = self._function
         if not isinstance(module, torch.nn.Module):
             raise DeclarationError(
                 f"installing {_name_of(module)!r}: only a torch.nn.Module can be installed. "
                 "Pass the module to graphed()."
             )
-        before = module.__dict__.get("forward")
-        module.forward = self
-        try:
+        with ModuleCall(module).replaced_by(self):
             yield self
-        finally:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
 
 
 def graphed(  # noqa: PLR0913 - the front door names every choice
@@ -123,59 +128,109 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     sample: Sampler | None = None,
     tail: Callable[[Any, Any], Any] | None = None,
     plan: Callable[[Any, Extent], None] | None = None,
+    tail_captured: bool = False,
     preserve: Preserve | None = None,
+    admission: Sequence[Admission] = (),
+    adopt: Mapping[str, torch.Tensor] | None = None,
+    without: Collection[str] = (),
+    eager_without: Collection[str] = (),
     pool: BufferPool | None = None,
+    max_padding_ratio: float | None = None,
+    max_padding_rows: int | None = None,
     strict: bool = False,
     debug: bool = False,
     eager_copies: bool = True,
+    collect_garbage: bool = False,
+    barrier: Callable[[], None] | None = None,
 ) -> Graphed:
     """Serve calls of a function or module by recorded graphs.
 
     The function is called with its slots by name; other arguments are passed on as they are. In a recording
     they keep the value that the sample has, so a call with another value runs eagerly, unless the argument is
     named `live`: only gaps and the tail read it. A `tail` takes the used rows of the function's outputs
-    and the live arguments, and is never recorded. `phase` picks the defaults of the plan (`full` for
-    decode, `breakable` for prefill). Nothing is recorded before `.capture()`.
+    and the live arguments, and is recorded only with `tail_captured`. `phase` picks the defaults of the plan (`full`
+    for decode, `breakable` for prefill). Functions that are given one `pool` share input buffers and graph memory, and
+    serve one call at a time. Nothing is recorded before `.capture()`.
+
+    The other choices are those of `Phase` (preserve, admission, adopt, without, eager_without), of the plan (backend,
+    max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
     """
+    slots, live = _all_of(Slot, slots, "slots"), _all_of(str, live, "live")
     on = open_device(device if device is not None else _device_of(function))
     _say_once_if_emulated(on, asked=device is not None)
-    buckets = buckets if isinstance(buckets, Buckets) else Buckets(tuple(buckets))
-    call = function.forward if isinstance(function, torch.nn.Module) else function
-    resolved = resolve(_asks(phase, buckets, backend, strict=strict, debug=debug), facts_of(on))
-    signature = inspect.signature(call)
+    buckets = _as_buckets(buckets)
+    call = ModuleCall(function) if isinstance(function, torch.nn.Module) else function
+    asked = {
+        f"{phase}.backend": ("backend", backend),
+        f"{phase}.max_padding_ratio": ("max_padding_ratio", max_padding_ratio),
+        f"{phase}.max_padding_rows": ("max_padding_rows", max_padding_rows),
+        "graphs": ("strict", "strict" if strict else None),
+        "debug": ("debug", debug or None),
+        "gc": ("collect_garbage", collect_garbage or None),
+    }
+    resolved = resolve(_asks(phase, buckets, asked), facts_of(on))
+    signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
+    others = _Others(signature, slots, live)
     declared = Phase(
         name=_name_of(function),
         slots=tuple(slots),
         bucketed=bucketed,
         body=lambda batch: call(**batch),
         sample=sample if sample is not None else sample_from(slots, on.torch_device),
-        dims=tuple(dims),
+        dims=_all_of(Dim, dims, "dims"),
         tail=tail,
+        tail_captured=tail_captured,
         plan=plan,
         preserve=preserve,
+        admission=[others.admit, *([_unchanged_hooks(call)] if isinstance(call, ModuleCall) else ()), *admission],
+        without=frozenset(_all_of(str, without, "without")),
+        eager_without=frozenset(_all_of(str, eager_without, "eager_without")),
+        adopt=adopt or {},
     )
-    others = _Others(signature, slots, live)
-    declared = replace(declared, admission=[others.admit])
-    options = RunnerOptions(outputs=outputs, strict=strict, debug=resolved.debug, eager_copies=eager_copies)
+    options = RunnerOptions(
+        outputs=outputs,
+        strict=strict,
+        debug=resolved.debug,
+        collect_garbage=resolved.gc,
+        eager_copies=eager_copies,
+        barrier=barrier,
+    )
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
-    others.runner = runner
+    others.carried = weakref.WeakMethod(runner.carried)
     return Graphed(function, runner, resolved, phase, signature)
 
 
-def _asks(phase: str, buckets: Buckets, backend: str | None, *, strict: bool, debug: bool) -> list[Ask]:
-    """What the arguments of `graphed` ask of the plan."""
-    asked = [
-        ask(f"{phase}.buckets", buckets.sizes, origin="graphed(buckets=)"),
-        ask(f"{phase}.exact", buckets.exact, origin="graphed(buckets=)"),
-    ]
-    if backend is not None:
-        asked.append(ask(f"{phase}.backend", backend, origin="graphed(backend=)"))
-    if strict:
-        asked.append(ask("graphs", "strict", origin="graphed(strict=)"))
-    if debug:
-        asked.append(ask("debug", True, origin="graphed(debug=)"))
-    return asked
+def _asks(phase: str, buckets: Buckets, asked: Mapping[str, tuple[str, Any]]) -> list[Ask]:
+    """What the arguments of `graphed` ask of the plan, by setting: the argument's name, and a value if one is given."""
+    given = {f"{phase}.buckets": ("buckets", buckets.sizes), f"{phase}.exact": ("buckets", buckets.exact), **asked}
+    return [ask(name, value, origin=f"graphed({word}=)") for name, (word, value) in given.items() if value is not None]
+
+
+def _as_buckets(buckets: Buckets | Sequence[int]) -> Buckets:
+    if isinstance(buckets, int):
+        raise DeclarationError(
+            f"buckets={buckets} is one number. Write Buckets.up_to({buckets}) for every size up to it, or [{buckets}]."
+        )
+    return buckets if isinstance(buckets, Buckets) else Buckets(tuple(buckets))
+
+
+T = TypeVar("T")
+
+
+def _all_of(kind: type[T], given: Collection[T], argument: str) -> tuple[T, ...]:
+    """Several things of a kind, as `graphed` takes them."""
+    if isinstance(given, kind):
+        raise DeclarationError(f"graphed({argument}=) takes several, found {given!r} alone. Write [{given!r}].")
+    several = tuple(given)
+    wrong = next((one for one in several if not isinstance(one, kind)), None)
+    if wrong is not None:
+        raise DeclarationError(f"graphed({argument}=) has {wrong!r}, which is no {kind.__name__}. Correct it.")
+    return several
+
+
+def _has_value(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not None and parameter.default is not inspect.Parameter.empty
 
 
 class _Others:
@@ -191,13 +246,15 @@ class _Others:
             for name, parameter in signature.parameters.items()
             if name not in self._left_out and parameter.default is not inspect.Parameter.empty
         }
-        self.runner: Runner | None = None
+        self.carried: Callable[[], Callable[[ShapeKey], Mapping[str, Any]] | None] = lambda: None
+        """A weak reference to the runner's method: the runner holds this."""
 
     def admit(self, batch: dict[str, Any], key: ShapeKey) -> RunEagerly | None:
         """Refuse a replay that would not see an argument."""
-        if self.runner is None:
+        carried_by = self.carried()
+        if carried_by is None:
             return None
-        carried = self.runner.carried(key)
+        carried = carried_by(key)
         if not carried and batch.keys() <= self._left_out:
             return None  # nothing but defaults, then and now
         given = self._defaults | {name: snapshot(v) for name, v in batch.items() if name not in self._left_out}
@@ -207,6 +264,16 @@ class _Others:
                 detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
                 return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
         return None
+
+
+def _unchanged_hooks(call: ModuleCall) -> Admission:
+    def admit(batch: Any, key: ShapeKey) -> RunEagerly | None:
+        if not call.hooks_changed:
+            return None
+        detail = f"a hook was registered or removed after {key} was captured. Call capture() again"
+        return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
+
+    return admit
 
 
 def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: str) -> None:

@@ -25,16 +25,21 @@ class Recording:
     replay: Step = field(init=False)
 
     def __post_init__(self) -> None:
-        self.replay = self.steps[0] if len(self.steps) == 1 else self._replay_all
-
-    def _replay_all(self) -> None:
-        for step in self.steps:
-            step()
+        self.replay = self.steps[0] if len(self.steps) == 1 else _all(self.steps)
 
     def release(self) -> None:
         """Give the graphs back; the recording can't be replayed any more."""
         for graph in self.graphs:
             graph.release()
+
+
+def _all(steps: Sequence[Step]) -> Step:
+    # No method of the recording: that would hold the recording, and its graphs, until a garbage collection.
+    def replay() -> None:
+        for step in steps:
+            step()
+
+    return replay
 
 
 class WarmUp(Enum):

@@ -10,24 +10,22 @@ from typing import Any
 import torch
 
 from phonograph.devices import Device, DeviceGraph, MemoryPool, Recorder
-from phonograph.errors import BreakError
+from phonograph.errors import BreakError, OutputError
+from phonograph.graphs.backends.arguments import Args, Arguments, Kwargs, argument_tensors, note_objects
 from phonograph.graphs.backends.base import Body, Recording, Step, WarmUp
 from phonograph.graphs.context import current, entering, unbroken
 from phonograph.graphs.decisions import ShapeKey
-from phonograph.graphs.tree import leaves, map_leaves
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+from phonograph.graphs.tree import Marker, Noted, Path, leaves, map_leaves, reachable
 
 
-class _Fresh:
-    """A tensor that a gap makes anew. No dataclass, which would be walked into."""
+class _Fresh(Marker):
+    """A tensor that a gap makes anew."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
 
 
-class _Same:
+class _Same(Marker):
     """A tensor argument that a gap hands back, written in place or not at all."""
 
     def __init__(self, position: int) -> None:
@@ -36,10 +34,12 @@ class _Same:
 
 @dataclass(frozen=True)
 class _GapSpec:
-    """What one gap returned in the last warm-up, with a description for every tensor."""
+    """What one gap took and returned in the last warm-up, with a description for every tensor that it returned."""
 
     name: str
     result: Any
+    objects: Noted
+    """The objects among its arguments."""
 
 
 class _Rehearsing:
@@ -53,9 +53,10 @@ class _Rehearsing:
     def gap(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if self._active:
             self._recorder.end()
+        objects = note_objects(args, kwargs)
         with unbroken():
             result = function(*args, **kwargs)
-        self.gaps.append(_GapSpec(_name(function), _described(result, args, kwargs)))
+        self.gaps.append(_GapSpec(_name(function), _described(result, args, kwargs, _name(function)), objects))
         if self._active:
             self._recorder.begin()
         return result
@@ -70,14 +71,16 @@ class _Capturing:
         self._recorder = recorder
         self._expected = expected
         self._num_gaps = 0
+        batch = (leaf for _, leaf in reachable(current().batch) if isinstance(leaf, torch.Tensor))
+        self._inputs = {tensor.untyped_storage()._cdata for tensor in batch}
         self.steps: list[Step] = []
         self.graphs: list[DeviceGraph] = []
 
     def gap(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         spec = self._next_spec(function)
-        tensors = _argument_tensors(args, kwargs)
+        tensors = argument_tensors(args, kwargs)
 
-        def home(path: str, leaf: Any) -> Any:
+        def home(path: Path, leaf: Any) -> Any:
             # Made by the segment before the gap, so that the pool reuses it like any intermediate.
             if isinstance(leaf, _Fresh):
                 return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
@@ -85,7 +88,8 @@ class _Capturing:
 
         outputs = map_leaves(spec.result, home)
         self.close_segment()
-        gap = _Gap(function, *self._weakened(args, kwargs), self._weak_tree(outputs), spec.name)
+        arguments = Arguments.of(args, kwargs, spec.objects, self._of_graph, spec.name)
+        gap = _Gap(function, arguments, map_leaves(outputs, self._weak), spec.name)
         with unbroken():
             gap.run()
         self.steps.append(gap.run)
@@ -109,23 +113,14 @@ class _Capturing:
             )
         return self._expected[index]
 
-    def _weakened(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """The arguments, not keeping pool memory from reuse."""
-        kept_args = tuple(self._weak(arg) for arg in args)
-        return kept_args, {name: self._weak(arg) for name, arg in kwargs.items()}
+    def _weak(self, path: Path, leaf: Any) -> Any:
+        return self._device.weak(leaf) if isinstance(leaf, torch.Tensor) and self._pool.owns(leaf) else leaf
 
-    def _weak(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._device.weak(value) if self._pool.owns(value) else value
-        if type(value) in (tuple, list):
-            # A list is copied: the gap sees it as it is here, whatever the body does to it later.
-            return type(value)(self._weak(item) for item in value)
-        if type(value) is dict:
-            return {key: self._weak(item) for key, item in value.items()}
-        return value
-
-    def _weak_tree(self, tree: Any) -> Any:
-        return map_leaves(tree, lambda _, leaf: self._weak(leaf))
+    def _of_graph(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor that does not keep pool memory from reuse, or an input's buffer; None for memory from outside."""
+        if self._pool.owns(tensor):
+            return self._device.weak(tensor)
+        return tensor if tensor.untyped_storage()._cdata in self._inputs else None
 
 
 @dataclass(frozen=True)
@@ -133,29 +128,35 @@ class _Gap:
     """An eager call between two graphs, and where the next graph reads its outputs."""
 
     function: Callable[..., Any]
-    args: Args
-    kwargs: Kwargs
+    arguments: Arguments
     outputs: Any
     name: str
 
     def run(self) -> None:
-        result = self.function(*self.args, **self.kwargs)
+        args, kwargs = self.arguments.now()
+        result = self.function(*args, **kwargs)
         if result is None and self.outputs is None:
             return
         if isinstance(self.outputs, torch.Tensor):
-            self._write("", self.outputs, result)
+            self._write(None, self.outputs, result)
             return
         homes = dict(leaves(self.outputs))
-        found = dict(leaves(result))
+        found = dict(_opened(result, self.name))
         if homes.keys() != found.keys():
             raise BreakError(
-                f"gap {self.name} returned the parts {sorted(found)}, at capture {sorted(homes)}. "
+                f"gap {self.name} returned the parts {[*map(str, found)]}, at capture {[*map(str, homes)]}. "
                 "A gap must return the same structure every time."
             )
+        written: dict[int, Any] = {}
         for path, home in homes.items():
+            if written.setdefault(id(home), found[path]) is not found[path] and isinstance(home, torch.Tensor):
+                raise BreakError(
+                    f"gap {self.name}, output {path}: returned two tensors where it returned one tensor twice at "
+                    "capture. A gap must return the same structure every time."
+                )
             self._write(path, home, found[path])
 
-    def _write(self, path: str, home: Any, value: Any) -> None:
+    def _write(self, path: Path | None, home: Any, value: Any) -> None:
         where = f"gap {self.name}{f', output {path}' if path else ''}"
         if isinstance(home, torch.Tensor):
             if not isinstance(value, torch.Tensor) or value.shape != home.shape or value.dtype != home.dtype:
@@ -212,11 +213,19 @@ def _breaking(breaker: _Rehearsing | _Capturing) -> Iterator[None]:
         yield
 
 
-def _described(result: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The result with a description in the place of every tensor."""
-    tensors = _argument_tensors(args, kwargs)
+def _opened(result: Any, gap: str) -> Iterator[tuple[Path, Any]]:
+    """The leaves of what a gap returned."""
+    try:
+        yield from leaves(result)
+    except OutputError as error:
+        raise BreakError(f"gap {gap}: {error}") from None
 
-    def describe(path: str, leaf: Any) -> Any:
+
+def _described(result: Any, args: Args, kwargs: Kwargs, gap: str) -> Any:
+    """The result with a description in the place of every tensor."""
+    tensors = argument_tensors(args, kwargs)
+
+    def describe(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         for position, tensor in enumerate(tensors):
@@ -224,7 +233,10 @@ def _described(result: Any, args: Args, kwargs: Kwargs) -> Any:
                 return _Same(position)
         return _Fresh(leaf)
 
-    return map_leaves(result, describe)
+    try:
+        return map_leaves(result, describe)
+    except OutputError as error:
+        raise BreakError(f"gap {gap}: {error}") from None
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -232,10 +244,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is other or (
         same_memory and one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
     )
-
-
-def _argument_tensors(args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-    return [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 def _describe(value: Any) -> str:

@@ -1,0 +1,78 @@
+"""Inputs that a body writes in place: refused for recordings, written back on the eager path.
+
+A recording reads and writes its own buffers: what it writes to an input never reaches the caller's tensor, nor another
+slot that was given the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from phonograph.devices.trace import OpWatch, user_frame, written_tensors
+from phonograph.errors import InputWriteError, LoadError
+
+_REMEDY = "Write to a copy (x = x.clone()) and return what the caller needs; keep state in a tensor of the model"
+
+
+@contextmanager
+def refusing_input_writes(inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Raises where an op writes to one of these; at the end where a kernel did that torch does not dispatch."""
+    spans = {name: _span(tensor) for name, tensor in inputs.items() if tensor.numel()}
+    before = {name: _bits(inputs[name]).clone() for name in spans}
+
+    def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        for tensor in written_tensors(func, args, kwargs):
+            start, end = _span(tensor)
+            name = next((name for name, (low, high) in spans.items() if start < high and low < end), None)
+            if name is not None and tensor.numel():
+                op = str(func).removesuffix(".default")
+                raise InputWriteError(_problem(name, f"{op} writes"), _REMEDY, op=op, frame=user_frame())
+        return func(*args, **kwargs)
+
+    with OpWatch(run):
+        yield
+    changed = next((name for name in spans if not torch.equal(_bits(inputs[name]), before[name])), None)
+    if changed is not None:
+        raise InputWriteError(_problem(changed, "a kernel that torch does not see writes"), _REMEDY)
+
+
+def _problem(name: str, who: str) -> str:
+    return f"{who} the input {name!r} in place, and a replay would write its own buffer, not the caller's tensor"
+
+
+class EagerWrites:
+    """The inputs of one eager call that were copied for it: what the body writes to them is the caller's too."""
+
+    def __init__(self, copied: Mapping[str, tuple[torch.Tensor, torch.Tensor]], phase: str) -> None:
+        self._copied = copied
+        """By slot: the caller's tensor, and the copy that the body gets."""
+        self._phase = phase
+        self._versions = [copy._version for _, copy in copied.values()]
+
+    def write_back(self) -> None:
+        """Bring what the body wrote to the caller's tensors."""
+        pairs = zip(self._copied.values(), self._versions, strict=True)
+        written = [(given, copy) for (given, copy), version in pairs if copy._version != version]
+        for given, copy in written:
+            given.copy_(copy)
+        # With copies, two slots that were given one tensor don't see each other's writes.
+        for name, (given, copy) in self._copied.items() if written else ():
+            if not torch.equal(_bits(given), _bits(copy.to(given))):
+                raise LoadError(
+                    f"running {self._phase}: the body writes an input in place, and what was given for {name!r} is "
+                    "the same memory. Give a copy for one of them, or use eager_copies=False."
+                )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses that a tensor reaches over."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
