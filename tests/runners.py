@@ -16,7 +16,13 @@ WIDTH = 4
 def phase_plan(
     *sizes: int, backend: str = "full", exact: bool = False, ratio: float = 2.0, rows: int = 256
 ) -> PhasePlan:
-    return PhasePlan(backend, None, tuple(sizes), exact, ratio, rows)  # type: ignore[arg-type]
+    return PhasePlan(
+        backend=backend,  # type: ignore[arg-type]
+        buckets=tuple(sizes),
+        exact=exact,
+        max_padding_ratio=ratio,
+        max_padding_rows=rows,
+    )
 
 
 def x_slot(dim: str = "seqs") -> Slot:

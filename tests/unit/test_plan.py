@@ -86,6 +86,11 @@ class TestDefaults:
     def test_phase_plan_has_the_fields_of_the_table(self) -> None:
         assert tuple(field.name for field in dataclasses.fields(PhasePlan)) == PHASE_FIELDS
 
+    def test_a_phase_plan_of_ones_own_names_its_values_and_has_the_tables_defaults(self) -> None:
+        assert PhasePlan(backend="full") == resolve([], ABLE).phase("decode")
+        with pytest.raises(TypeError, match="positional"):
+            PhasePlan("full", 100)  # type: ignore[call-arg, misc]
+
 
 class TestAsked:
     @pytest.mark.parametrize(

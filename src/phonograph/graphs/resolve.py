@@ -35,16 +35,19 @@ from phonograph.graphs.rules import RULES, Change, Facts, Rule, View, stated
 __all__ = ["PhasePlan", "Plan", "Resolved", "resolve"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """The plain values of one phase, for the code that acts on them."""
+    """The plain values of one phase, for the code that acts on them: `PhasePlan(backend="full", limit=64)`.
+
+    What is not given is what every phase has by default.
+    """
 
     backend: Backend
-    limit: int | None
-    buckets: tuple[int, ...] | None
-    exact: bool
-    max_padding_ratio: float
-    max_padding_rows: int
+    limit: int | None = None
+    buckets: tuple[int, ...] | None = None
+    exact: bool = False
+    max_padding_ratio: float = 2.0
+    max_padding_rows: int = 256
 
 
 @dataclass(frozen=True)
