@@ -30,9 +30,11 @@ from phonograph import (
     ShapeKey,
     Slot,
     Variant,
+    current,
     graph_break,
     verify,
 )
+from phonograph.graphs.phase import sample_from
 from phonograph.graphs.progress import silent
 from runners import WIDTH, equal, make_runner, phase_plan, rows, sample_x, x_slot
 
@@ -291,6 +293,41 @@ def test_an_absent_input_acts_as_its_neutral_value(device: Device) -> None:
     equal(runner.run({"x": x, "mask": torch.zeros(3, device=device.torch_device)}), x * 0)
     equal(runner.run({"x": x, "mask": None}), x)
     assert runner.stats.replays.total() == 2
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_replay_and_the_eager_path_see_the_same_in_place_of_an_absent_input(device: Device, copies: bool) -> None:
+    """The body does not ask for None, neither in a graph nor in a gap: a recording can't see it either."""
+    slots = [x_slot(), Slot("mask", ("seqs", "cells"), torch.float32, absent=0.5)]
+    gap_means: list[float] = []
+
+    @graph_break
+    def gap(x: torch.Tensor) -> torch.Tensor:
+        if serving:
+            gap_means.append(current().batch["mask"].mean().item())
+        return x + 1
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor = gap(batch["x"]) * batch["mask"].mean(1)[:, None]
+        return result
+
+    serving = False
+    runner = make_runner(
+        body,
+        device,
+        slots=slots,
+        backend="breakable",
+        dims=[Dim("cells", limit=3)],
+        sample=sample_from(slots, device.torch_device),
+        options=RunnerOptions(eager_copies=copies),
+    )
+    serving = True
+    for count in (3, 9, 8, 10):
+        x = rows(device, count)
+        equal(runner.run({"x": x, "mask": torch.ones(count, 2, device=device.torch_device)})[:, :0], x[:, :0])
+        equal(runner.run({"x": x, "mask": None}), (x + 1) * 0.5)
+    assert gap_means[1::2] == [0.5] * 4
+    assert (runner.stats.replays.total(), runner.stats.eager.total()) == (4, 4)
 
 
 def test_what_is_passed_beside_the_batch_reaches_the_body_as_a_view(device: Device) -> None:
