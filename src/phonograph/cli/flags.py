@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from phonograph.graphs import flags as graph_flags
@@ -24,6 +25,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory to use (default 0.9)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew, seen before or not")
+    parser.add_argument(
+        "--eager-copies",
+        action="store_true",
+        help="copy the inputs of eager passes into buffers, as graphs need it, to tell wrong inputs from a wrong graph",
+    )
     parser.add_argument(
         "--attention",
         choices=("triton", "flashinfer", "cpu", "reference"),
@@ -48,8 +54,10 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         attention=args.attention,
         prefix_cache=not args.no_prefix_cache,
+        eager_copies=args.eager_copies,
     )
-    return EngineSpec(args.model, args.shape, args.device, options, graph_flags.asked_from(args))
+    asked = graph_flags.asked_from(args, variables=os.environ)
+    return EngineSpec(args.model, args.shape, args.device, options, asked)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

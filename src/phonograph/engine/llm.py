@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import threading
 import time
@@ -35,6 +36,8 @@ from phonograph.engine.text.guidance import Guidance
 from phonograph.errors import CheckpointError, RequestError
 from phonograph.graphs.config import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
+
+log = logging.getLogger("phonograph")
 
 Message = Mapping[str, object]
 
@@ -103,6 +106,8 @@ class LLM:
         self.device = open_device(device)
         self.options = options
         self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
+        for warning in self.plan.warnings:
+            log.warning("%s", warning)
         attention = attention_for(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config, on = self.checkpoint.config, self.device.torch_device

@@ -23,6 +23,7 @@ from phonograph.graphs.fields import fetch
 from phonograph.graphs.outputs import OutputBuffers, own, trim
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.pool import BufferPool
+from phonograph.graphs.profiling import profiled
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.resolve import PhasePlan
 
@@ -47,6 +48,8 @@ class RunnerOptions:
     """Whether the eager path copies its inputs into buffers; without, device values are used as they are."""
     barrier: Callable[[], None] | None = None
     """Called between warm-ups where ranks must stay together."""
+    profile: str | None = None
+    """A folder for traces of warm-ups and captures."""
 
     def __post_init__(self) -> None:
         if self.outputs not in ("own", "view"):
@@ -152,14 +155,15 @@ class Runner:
         capture, keys = self.new_capture(progress), self.phase.keys(self.buckets)
 
         def record() -> CaptureReport:
-            with using():
+            with using(), profiled(self.options.profile, f"{self.phase.name}-capture"):
                 return self._admit(capture.record(keys))
 
         with ExitStack() as stack:
             with using():
                 self.pool.seal()
                 self._release()
-                stack.enter_context(capture.warmed(keys))
+                with profiled(self.options.profile, f"{self.phase.name}-warm-up"):
+                    stack.enter_context(capture.warmed(keys))
             yield record
 
     def _admit(self, captured: Captured) -> CaptureReport:
@@ -227,9 +231,7 @@ class Runner:
         if used >= len(route):
             return RunEagerly(Reason.TOO_LARGE, f"{used} {self.phase.bucketed}, the largest bucket is {len(route) - 1}")
         decision = route[used]
-        if isinstance(decision, Replay):
-            return self._refusal(batch, decision.key, sizes) or decision
-        return decision
+        return (self._refusal(batch, decision.key, sizes) if isinstance(decision, Replay) else None) or decision
 
     def _refusal(self, batch: Any, key: ShapeKey, sizes: Mapping[str, int]) -> RunEagerly | None:
         """Why the recording of its size can't serve a batch, or None if it can."""
@@ -243,14 +245,10 @@ class Runner:
         return None
 
     def _variant(self, batch: Any) -> str:
-        for variant in self.phase.variants:
-            if variant.matches(batch):
-                return variant.name
-        return ""
+        return next((variant.name for variant in self.phase.variants if variant.matches(batch)), "")
 
     def _absent(self, batch: Any, beside: Mapping[str, Any]) -> frozenset[str]:
-        absent = [s.name for s in self.phase.keyed if fetch(batch, beside, s.path) is None]
-        return frozenset(absent)
+        return frozenset([s.name for s in self.phase.keyed if fetch(batch, beside, s.path) is None])
 
     def _route(self, failed: frozenset[ShapeKey]) -> None:
         """Decide for every size ahead of time."""
