@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import assume, example, given, reject, settings
@@ -39,6 +40,7 @@ FIELD_VALUES: dict[str, st.SearchStrategy[Value]] = {
     "graphs": st.sampled_from(GRAPHS),
     "debug": st.booleans(),
     "gc": st.booleans(),
+    "profile": st.none() | st.sampled_from(["here", "there"]),
     "ignore_rules": st.frozensets(st.sampled_from([r.name for r in RULES if r.ignorable])).map(
         lambda names: tuple(sorted(names))
     ),
@@ -69,8 +71,8 @@ json_values = st.recursive(
 
 
 @st.composite
-def valid_asks(draw: st.DrawFn) -> Ask:
-    name = draw(st.sampled_from(list(SETTINGS)))
+def valid_asks(draw: st.DrawFn, names: Sequence[str] = tuple(SETTINGS)) -> Ask:
+    name = draw(st.sampled_from(names))
     level = draw(st.sampled_from(Level))
     value = draw(FIELD_VALUES[SETTINGS[name].field])
     return Ask(name, value, f"--{draw(st.integers(0, 99))}", level)
@@ -91,6 +93,7 @@ def measurements(draw: st.DrawFn) -> Measured:
 
 
 requests = st.lists(valid_asks(), max_size=8)
+OFTEN_AT_ODDS = ("graphs", "decode.backend", "decode.limit", "decode.buckets") * 4
 
 
 def values_of(plan: Plan) -> dict[str, Value]:
@@ -187,13 +190,20 @@ def test_a_tie_is_refused_exactly_when_the_values_differ(name: str, level: Level
         resolve(asks, true)
 
 
-@unhurried
-@given(requests, facts, st.lists(measurements(), max_size=4))
-def test_a_request_that_is_granted_is_never_changed(asks: list[Ask], true: Facts, measured: list[Measured]) -> None:
-    plan = granted(asks, true, measured)
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(valid_asks(["graphs", "decode.backend", "decode.limit", "decode.buckets", *SETTINGS]), max_size=8), facts
+)
+def test_a_request_is_changed_only_by_a_more_specific_one_that_a_warning_names(asks: list[Ask], true: Facts) -> None:
+    plan = granted(asks, true, [])
     for name in {request.setting for request in asks}:
         top = winner([request for request in asks if request.setting == name])
-        assert (plan[name].value, plan[name].source) == (top.value, "asked")
+        if plan[name].source == "asked":
+            assert plan[name].value == top.value
+            continue
+        said = [warning for warning in plan.warnings if warning.endswith(f"(asked by {top.origin})")]
+        above = [request.origin for request in asks if request.level > top.level]
+        assert any(f"(asked by {origin}) overrides {name}=" in warning for warning in said for origin in above)
 
 
 @unhurried

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph import EmulatedDevice, Extent, Pad, RunnerOptions, Slot, break_graph, current, graph_break
-from runners import make_runner
+from phonograph import (
+    Dim,
+    EmulatedDevice,
+    Extent,
+    Pad,
+    Reason,
+    Replay,
+    RunEagerly,
+    RunnerOptions,
+    ShapeKey,
+    Slot,
+    Variant,
+    break_graph,
+    current,
+    graph_break,
+)
+from phonograph.graphs.progress import silent
+from runners import make_runner, sample_x, x_slot
 
 SLOTS = [
     Slot("x", ("seqs", 3), torch.float32),
@@ -94,3 +111,69 @@ def test_every_call_is_a_replay_or_has_a_reason(steps: list[tuple[str, int, int,
         if name == "breakable":
             large = sum(1 for step in steps if step[0] == name and step[1] > 8)
             assert runner.stats.eager.total() - eager_calls == large
+
+
+DEVICE = EmulatedDevice()
+
+
+def rich_body(batch: dict[str, Any]) -> torch.Tensor:
+    result: torch.Tensor = batch["x"] * 2
+    if batch["mask"] is not None:
+        result = result * batch["mask"][:, None]
+    return result + batch["pages"].sum()
+
+
+def rich_sample(extent: Extent, seed: int) -> dict[str, Any]:
+    seqs = extent.used["seqs"]
+    pages = torch.zeros(extent.used["pages"], dtype=torch.int64)
+    return {**sample_x(DEVICE)(extent, seed), "mask": torch.ones(seqs), "pages": pages, "lora": 0, "odd": False}
+
+
+def refuse_odd(batch: dict[str, Any], key: ShapeKey) -> RunEagerly | None:
+    return RunEagerly(Reason.FEATURE_NOT_CAPTURED, "odd") if batch["odd"] else None
+
+
+# Every kind of batch that a runner tells apart: sizes, a limited dim, presence, variants, admission, padding.
+RICH = make_runner(
+    rich_body,
+    DEVICE,
+    sizes=(2, 4, 32),
+    slots=[
+        x_slot(),
+        Slot("mask", ("seqs",), torch.float32, keyed=True),
+        Slot("pages", ("pages",), torch.int64, pad=Pad.fill(0)),
+    ],
+    dims=[Dim("pages", limit=3)],
+    sample=rich_sample,
+    admission=[refuse_odd],
+    variants=[
+        Variant("lora", lambda batch: batch["lora"] == 1, lambda extent, seed: rich_sample(extent, seed) | {"lora": 1}),
+        Variant("never", lambda batch: batch["lora"] == 2, rich_sample, captured=False),
+    ],
+    capture=False,
+)
+RICH.plan = dataclasses.replace(RICH.plan, max_padding_rows=20)
+RICH.capture(silent)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 34), st.integers(0, 5), st.booleans(), st.integers(0, 2), st.integers(0, 3))
+def test_decide_says_what_run_does(seqs: int, pages: int, masked: bool, lora: int, odd: int) -> None:
+    batch: dict[str, Any] = {
+        "x": torch.ones(seqs, 4),
+        "mask": torch.ones(seqs) if masked else None,
+        "pages": [1] * pages,
+        "lora": lora,
+        "odd": odd == 3,
+    }
+    decision = RICH.decide(batch)
+    replays, eager_calls = RICH.stats.replays.copy(), RICH.stats.eager.copy()
+    found = RICH.run(batch)
+    torch.testing.assert_close(found, rich_body(batch | {"pages": torch.ones(pages, dtype=torch.int64)}))
+    assert RICH.last == decision
+    if isinstance(decision, Replay):
+        assert RICH.stats.replays - replays == {decision.key: 1}
+        assert RICH.stats.eager == eager_calls
+    else:
+        assert RICH.stats.eager - eager_calls == {decision.reason: 1}
+        assert RICH.stats.replays == replays

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph import CaptureError, Device, HostReadError, Reason, Runner, RunnerOptions, Stage, current
+from phonograph import CaptureError, Device, HostReadError, PlanError, Reason, Runner, RunnerOptions, Stage, current
 from phonograph.graphs.capture import gc_frozen
 from phonograph.graphs.progress import bar, silent
 from runners import WIDTH, equal, make_runner, rows
@@ -74,6 +76,25 @@ class TestSeveralRunners:
         assert first.report is None, "the table of recordings that are gone is gone too"
         equal(first.run({"x": x}), x + 1)
         assert sum(first.stats.eager.values()) == 1
+
+
+def test_a_profile_of_warm_ups_and_captures_is_written_and_says_where(
+    device: Device, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "new" / "traces"
+    options = RunnerOptions(profile=str(folder))
+    runner = make_runner(lambda batch: batch["x"].softmax(-1), device, options=options, name="draft/1")
+    assert sorted(file.name for file in folder.iterdir()) == ["draft_1-capture.json", "draft_1-warm-up.json"]
+    for file in folder.iterdir():
+        assert str(file) in caplog.text
+    events = json.loads((folder / "draft_1-warm-up.json").read_text())["traceEvents"]
+    assert any("softmax" in event["name"] for event in events)
+    x = rows(device, 3)
+    equal(runner.run({"x": x}), x.softmax(-1))
+    assert runner.stats.eager == {}
+    (tmp_path / "file").touch()
+    with pytest.raises(PlanError, match=r"file.*Name another folder"):
+        make_runner(lambda batch: batch["x"], device, options=RunnerOptions(profile=str(tmp_path / "file")))
 
 
 def test_nothing_is_captured_by_a_constructor(device: Device) -> None:

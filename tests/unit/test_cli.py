@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 
 import pytest
 
 from phonograph import CheckpointError
+from phonograph.cli.flags import add_engine_flags, spec_from
 from phonograph.cli.main import main
 from phonograph.engine.checkpoints.default import default_model
 
@@ -54,6 +57,42 @@ def test_explain_needs_no_weights(capsys: Capture) -> None:
     assert "decode.backend   breakable  asked" in out
     assert "prefill.backend  breakable  default" in out
     assert "draft" not in out, "a phase that this engine does not have"
+
+
+def test_warnings_of_the_plan_reach_the_user(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SGLANG_USE_BREAKABLE_CUDA_GRAPH", "1")
+    argv = ["--shape", "tiny", "--device", "emulated", "--max-seqs", "1", "--max-len", "32"]
+    argv += ["--disable-cuda-graph", "--cuda-graph-mode", '{"decode": "full"}', "--eager-copies"]
+    said = (
+        "SGLANG_USE_BREAKABLE_CUDA_GRAPH is not read, and changes nothing; use --graph-backend breakable",
+        "decode.backend=full (asked by --cuda-graph-mode) overrides graphs=off (asked by --disable-cuda-graph)",
+    )
+    assert main(["explain", *argv]) == 0
+    explained = capsys.readouterr().out
+    assert "decode.backend   full" in explained
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    llm = spec_from(parser.parse_args(argv)).open()
+    assert llm.options.eager_copies
+    for sentence in said:
+        assert sentence in explained
+        assert sentence in caplog.text
+
+
+def test_profiles_of_the_capture_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    argv = ["--shape", "tiny", "--device", "emulated", "--max-seqs", "1", "--max-len", "32", "--max-step-tokens", "8"]
+    spec_from(parser.parse_args([*argv, "--enable-profile-cuda-graph"])).open()
+    names = {file.name for file in (tmp_path / "phonograph-profile").iterdir()}
+    assert {f"{phase}-{what}.json" for phase in ("decode", "prefill") for what in ("capture", "warm-up")} <= names
+    assert "--enable-profile-cuda-graph is deprecated; use --graph-profile phonograph-profile" in caplog.text
+    assert "phonograph-profile/decode-capture.json" in caplog.text
 
 
 def test_explain_names_a_model_that_is_not_there(capsys: Capture) -> None:

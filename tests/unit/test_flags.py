@@ -42,6 +42,7 @@ EXAMPLES: dict[str, tuple[list[str], Value]] = {
     "graphs": (["strict"], "strict"),
     "debug": ([], True),
     "gc": ([], True),
+    "profile": (["traces"], "traces"),
     "ignore_rules": (["graphs-off"], ("graphs-off",)),
     "backend": (["disabled"], "disabled"),
     "limit": (["48"], 48),
@@ -257,6 +258,10 @@ OLD_NAMES: list[tuple[list[str], str, Value, str]] = [
     ),
     (["--enable-cudagraph-gc"], "gc", True, "--graph-gc"),
     (["--debug-cuda-graph"], "debug", True, "--graph-debug"),
+    (["--enable-profile-cuda-graph"], "profile", "phonograph-profile", "--graph-profile phonograph-profile"),
+    (["--cuda-graph-max-bs", "16"], "decode.limit", 16, "--decode-graph-limit VALUE"),
+    (["--cuda-graph-bs", "1", "2", "16"], "decode.buckets", (1, 2, 16), "--decode-graph-buckets VALUE"),
+    (["--disable-cuda-graph-padding"], "decode.exact", True, "--decode-graph-exact"),
 ]
 
 
@@ -272,8 +277,9 @@ class TestAliases:
 
     @pytest.mark.parametrize("alias", [a for a in ALIASES if a.stands_for], ids=lambda alias: alias.flag)
     def test_what_it_says_to_write_asks_for_the_same(self, alias: Alias) -> None:
-        texts = ["full"] if alias.value is None else []
-        instead = alias.instead.replace("VALUE", "full").split()
+        value = "full" if alias.stands_for.endswith("backend") else "8"
+        texts = [value] if alias.value is None else []
+        instead = alias.instead.replace("VALUE", value).split()
         old, new = plan(alias.flag, *texts), plan(*instead)
         assert [old[name].value for name in old] == [new[name].value for name in new]
         assert asked(*instead).warnings == ()
@@ -293,6 +299,32 @@ class TestAliases:
 
     def test_another_compiler_is_refused(self) -> None:
         assert "did you mean 'inductor'?" in refused("--piecewise-cuda-graph-compiler", "inducto")
+
+    @pytest.mark.parametrize("more", [["--cuda-graph-mode", '{"decode": "full"}'], ["--decode-graph-backend", "full"]])
+    def test_the_switch_for_no_graphs_yields_to_a_named_backend_with_a_warning(self, more: list[str]) -> None:
+        got = plan("--disable-cuda-graph", *more)
+        assert got.phase("decode").backend == "full"
+        assert got.phase("prefill").backend == "disabled"
+        assert (
+            f"decode.backend=full (asked by {more[0]}) overrides graphs=off (asked by --disable-cuda-graph)"
+            in got.warnings
+        )
+        assert plan("--graph-backend", got.to_json()).phase("decode").backend == "full"
+
+    def test_a_folder_may_be_null(self) -> None:
+        assert plan("--graph-profile", "null").profile is None
+        assert "the name of a folder" in refused("--graph-profile", "")
+
+    def test_a_variable_of_the_environment_is_warned_about_with_the_flag_to_use(self) -> None:
+        names = ["PATH", "SGLANG_USE_BREAKABLE_CUDA_GRAPH", "SGLANG_MEMORY_SAVER_CUDA_GRAPH", "SGLANG_PORT"]
+        found = asked_from(parser().parse_args([]), variables=names)
+        assert found.asks == ()
+        assert found.warnings == (
+            "the environment variable SGLANG_MEMORY_SAVER_CUDA_GRAPH is not read, and changes nothing; use "
+            "--graph-backend or another flag of its group, if one does what it did",
+            "the environment variable SGLANG_USE_BREAKABLE_CUDA_GRAPH is not read, and changes nothing; use "
+            "--graph-backend breakable",
+        )
 
     def test_a_switch_yields_to_a_flag_with_a_warning(self) -> None:
         got = plan("--decode-disable-cuda-graph", "--decode-graph-backend", "full")

@@ -42,7 +42,7 @@ def refused(*asks: Ask, facts: Facts = ABLE, rules: tuple[Rule, ...] = RULES) ->
 class TestSettings:
     def test_the_table_is_the_closed_set_of_phases_and_fields(self) -> None:
         assert tuple(SETTINGS) == (
-            *("graphs", "debug", "gc", "ignore_rules"),
+            *("graphs", "debug", "gc", "profile", "ignore_rules"),
             *(f"{phase}.{field}" for phase in PHASES for field in PHASE_FIELDS),
         )
         assert PHASES == ("decode", "prefill", "target_verify", "draft", "draft_extend", "idle")
@@ -62,7 +62,7 @@ class TestSettings:
 class TestDefaults:
     def test_plan(self) -> None:
         plan = resolve([], ABLE)
-        assert (plan.graphs, plan.debug, plan.gc) == ("on", False, False)
+        assert (plan.graphs, plan.debug, plan.gc, plan.profile) == ("on", False, False, None)
         assert plan["ignore_rules"].value == ()
         assert plan.warnings == ()
         assert plan.ignored == ()
@@ -85,6 +85,11 @@ class TestDefaults:
 
     def test_phase_plan_has_the_fields_of_the_table(self) -> None:
         assert tuple(field.name for field in dataclasses.fields(PhasePlan)) == PHASE_FIELDS
+
+    def test_a_phase_plan_of_ones_own_names_its_values_and_has_the_tables_defaults(self) -> None:
+        assert PhasePlan(backend="full") == resolve([], ABLE).phase("decode")
+        with pytest.raises(TypeError, match="positional"):
+            PhasePlan("full", 100)  # type: ignore[call-arg, misc]
 
 
 class TestAsked:
@@ -355,6 +360,24 @@ class TestGraphsOff:
         assert "graphs=off (asked by --graphs)" in message
         assert message.endswith("--ignore-rule graphs-off")
 
+    def test_a_more_specific_backend_overrides_it_for_its_phase_alone(self) -> None:
+        plan = resolve([self.OFF, dataclasses.replace(self.FULL, origin="--json", level=Level.JSON)], ABLE)
+        assert (plan.graphs, plan.phase("decode").backend) == ("on", "full")
+        assert {plan.phase(phase).backend for phase in PHASES if phase != "decode"} == {"disabled"}
+        assert "graphs=off (asked by --graphs)" in plan["prefill.backend"].reason
+        assert plan.warnings == ("decode.backend=full (asked by --json) overrides graphs=off (asked by --graphs)",)
+
+    def test_it_overrides_a_less_specific_backend(self) -> None:
+        switch = dataclasses.replace(self.FULL, origin="--switch", level=Level.SWITCH)
+        plan = resolve([self.OFF, switch], ABLE)
+        assert (plan.graphs, plan.phase("decode").backend) == ("off", "disabled")
+        assert plan.warnings == ("graphs=off (asked by --graphs) overrides decode.backend=full (asked by --switch)",)
+
+    def test_an_equal_request_beside_a_more_specific_one_is_still_an_error(self) -> None:
+        prefill = ask("prefill.backend", "full", origin="--prefill")
+        message = refused(self.OFF, prefill, dataclasses.replace(self.FULL, origin="--json", level=Level.JSON))
+        assert "rule 'graphs-off' conflicts with prefill.backend=full (asked by --prefill)" in message
+
     def test_with_an_explicit_disabled_it_agrees(self) -> None:
         plan = resolve([self.OFF, ask("decode.backend", "disabled", origin="x=")], ABLE)
         assert plan["decode.backend"].source == "asked"
@@ -389,6 +412,13 @@ class TestStrict:
         assert "rule 'strict-needs-graphs' conflicts with graphs=strict (asked by --graphs)" in message
         assert "--ignore-rule strict-needs-graphs" in message
 
+    def test_more_specific_backends_override_it(self) -> None:
+        plan = resolve([self.STRICT, *(dataclasses.replace(one, level=Level.JSON) for one in self.DISABLED)], ABLE)
+        assert plan.graphs == "on"
+        assert plan.warnings == (
+            "decode.backend=disabled (asked by --graph-backend) overrides graphs=strict (asked by --graphs)",
+        )
+
     def test_measured_it_yields(self) -> None:
         plan = resolve(self.DISABLED, ABLE, measured=[Measured("graphs", "strict", "the engine wants it")])
         assert (plan.graphs, plan["graphs"].source) == ("on", "rule")
@@ -408,6 +438,19 @@ class TestLimitAndBuckets:
         assert "decode.buckets=1,2,4 (asked by --buckets)" in message
         assert "Ask for decode.limit=4" in message
         assert "--ignore-rule" not in message
+
+    @pytest.mark.parametrize(("raised", "wanted"), [("decode.limit", (8, None)), ("decode.buckets", (4, (1, 2, 4)))])
+    def test_the_more_specific_one_prevails(self, raised: str, wanted: tuple[int, object]) -> None:
+        asks = [
+            dataclasses.replace(one, level=Level.JSON if one.setting == raised else Level.FLAG)
+            for one in (self.LIMIT, self.BUCKETS)
+        ]
+        plan = resolve(asks, ABLE)
+        assert (plan.phase("decode").limit, plan.phase("decode").buckets) == wanted
+        (warning,) = plan.warnings
+        assert warning.startswith(f"{raised}=")
+        assert "--limit" in warning
+        assert "--buckets" in warning
 
     def test_they_may_agree(self) -> None:
         phase = resolve([self.BUCKETS, ask("decode.limit", 4, origin="x=")], ABLE).phase("decode")

@@ -186,9 +186,13 @@ class TestOptional:
         assert torch.equal(view["mask"].cpu(), torch.ones(slot.sizes({"tokens": 8})))
 
     @pytest.mark.parametrize("mode", [LoadMode.EAGER, LoadMode.NO_COPY])
-    def test_an_absent_input_stays_none_for_eager(self, device: Device, mode: LoadMode) -> None:
-        made = registry(device, ints("ids"), floats("mask", absent=1.0))
-        assert made.load({"ids": [1], "mask": None}, tokens(1), mode=mode).batch["mask"] is None
+    @pytest.mark.parametrize("slot", [floats("mask", absent=1.0), floats("mask", "tokens", WIDE, absent=1.0)])
+    def test_the_eager_path_reads_the_same_neutral_value(self, device: Device, mode: LoadMode, slot: Slot) -> None:
+        made = registry(device, ints("ids"), slot)
+        yesterday = np.full(slot.sizes({"tokens": 2}), 5.0, dtype=np.float32)
+        made.load({"ids": [1, 2], "mask": yesterday}, tokens(2), mode=mode)
+        view = made.load({"ids": [1, 2], "mask": None}, tokens(2), mode=mode).batch
+        assert torch.equal(view["mask"].cpu(), torch.ones(slot.sizes({"tokens": 2})))
 
     @pytest.mark.parametrize("mode", list(LoadMode))
     def test_a_keyed_input_is_none_in_the_view(self, device: Device, mode: LoadMode) -> None:
@@ -196,12 +200,27 @@ class TestOptional:
         assert made.load({"ids": [1], "mask": None}, tokens(1), mode=mode).batch["mask"] is None
         assert made.load({"ids": [1], "mask": [2.0]}, tokens(1), mode=mode).batch["mask"].tolist() == [2.0]
 
-    def test_a_dim_that_only_an_absent_input_has_is_unused(self, device: Device) -> None:
+    def test_a_dim_that_only_an_absent_input_has_is_as_large_as_in_a_graph(self, device: Device) -> None:
+        """A mean over an empty axis would not be the mean over the neutral values that a graph reads."""
         made = registry(device, ints("ids"), floats("mask", "cells", absent=1.0), dims=[Dim("cells", limit=4)])
         batch = {"ids": [1], "mask": None}
-        assert made.measure(batch) == {"cells": 0, "tokens": 1}
-        view = made.load(batch, Extent(made.measure(batch), {"tokens": 2, "cells": 4})).batch
+        used = made.measure(batch)
+        assert used == {"cells": 4, "tokens": 1}
+        view = made.load(batch, Extent(used, {"tokens": 2, "cells": 4})).batch
         assert view["mask"].tolist() == [1.0] * 4
+        assert made.load(batch, Extent(used, used), mode=LoadMode.EAGER).batch["mask"].tolist() == [1.0] * 4
+
+    @pytest.mark.parametrize("optional", [{"absent": 1.0}, {"keyed": True}])
+    def test_a_dim_per_another_keeps_its_ratio_where_its_only_input_is_absent(
+        self, device: Device, optional: dict[str, Any]
+    ) -> None:
+        dims = [Dim("pairs", per="tokens", times=2)]
+        made = registry(device, ints("ids"), floats("bias", "pairs", **optional), dims=dims)
+        assert made.measure({"ids": [1, 2, 3], "bias": None}) == {"tokens": 3, "pairs": 6}
+
+    def test_a_dim_that_only_keyed_inputs_have_is_unused_where_they_are_absent(self, device: Device) -> None:
+        made = registry(device, ints("ids"), floats("mask", "cells", keyed=True), dims=[Dim("cells", limit=4)])
+        assert made.measure({"ids": [1], "mask": None}) == {"tokens": 1, "cells": 0}
 
     def test_a_missing_input_that_is_not_optional_is_refused(self, device: Device) -> None:
         made = registry(device, ints("ids"), floats("mask"))
@@ -249,9 +268,19 @@ class TestComputed:
         graph = made.load({"ids": [1], "n": own}, tokens(1, 2)).batch["n"]
         assert graph.tolist() == [8, -1]
         assert graph.data_ptr() != own.data_ptr()
+        assert made.load({"ids": [1], "n": own}, tokens(1), mode=LoadMode.NO_COPY).batch["n"] is own
         for mode in (LoadMode.EAGER, LoadMode.NO_COPY):
-            assert made.load({"ids": [1], "n": own}, tokens(1), mode=mode).batch["n"] is own
-            assert made.load({"ids": [1], "n": None}, tokens(1), mode=mode).batch["n"] is None
+            found = made.load({"ids": [1], "n": [8]}, tokens(1), mode=mode).batch["n"]
+            assert torch.equal(found.cpu(), torch.tensor([8])), "as a replay has it, and not the batch's list"
+            with pytest.raises(LoadError, match="its compute declined and the batch has no 'n'"):
+                made.load({"ids": [1], "n": None}, tokens(1), mode=mode)
+
+    @pytest.mark.parametrize("mode", list(LoadMode))
+    def test_a_keyed_one_is_absent_where_the_batch_has_none(self, device: Device, mode: LoadMode) -> None:
+        """The batch's None chose the recording, which reads no buffer."""
+        made = registry(device, ints("ids"), ints("n", compute=lambda batch, extent: [5], keyed=True))
+        assert made.load({"ids": [1], "n": None}, tokens(1), mode=mode).batch["n"] is None
+        assert made.load({"ids": [1], "n": [9]}, tokens(1), mode=mode).batch["n"].tolist() == [5]
 
     def test_where_it_declines_and_there_is_nothing_the_declaration_decides(self, device: Device) -> None:
         def decline(batch: Any, extent: Extent) -> None:
@@ -482,9 +511,9 @@ class TestView:
         assert live["ids"].tolist() == [1, 2]
         assert live["ids"].data_ptr() == view["ids"].data_ptr()
         assert live["n"].tolist() == [5, 6]
-        assert live["mask"] is None
+        assert live["mask"].tolist() == [0.0, 0.0]
         assert live["bias"] is None
-        assert live.get("declined") is None
+        assert live["declined"].tolist() == [0, 0]
         assert live["left_out"] is batch["left_out"]
         assert (live["count"], view["count"]) == (2, 4)
 

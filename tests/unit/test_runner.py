@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +30,11 @@ from phonograph import (
     ShapeKey,
     Slot,
     Variant,
+    current,
+    graph_break,
     verify,
 )
+from phonograph.graphs.phase import sample_from
 from phonograph.graphs.progress import silent
 from runners import WIDTH, equal, make_runner, phase_plan, rows, sample_x, x_slot
 
@@ -53,6 +58,16 @@ def test_decide_is_pure_and_names_the_recording(device: Device) -> None:
     runner = make_runner(double, device)
     assert runner.decide({"x": rows(device, 3)}) == Replay(ShapeKey("decode", "seqs", 4))
     assert runner.stats.replays.total() == 0
+
+
+def test_decide_refuses_what_run_refuses_to_measure(device: Device) -> None:
+    pair = Slot("pair", ("pairs",), torch.float32)
+    dims = [Dim("pairs", per="seqs", times=2)]
+    runner = make_runner(double, device, slots=[x_slot(), pair], dims=dims, capture=False)
+    batch = {"x": rows(device, 3), "pair": torch.ones(5)}
+    for ask in (runner.decide, runner.run):
+        with pytest.raises(LoadError, match="5 pairs and 3 seqs"):
+            ask(batch)
 
 
 def test_a_batch_that_is_too_large_runs_eagerly_and_is_counted(device: Device) -> None:
@@ -102,12 +117,12 @@ def test_disabled_goes_through_registry_and_counters(device: Device) -> None:
 def test_a_phase_without_buckets_is_refused(device: Device) -> None:
     phase = Phase("decode", (x_slot(),), "seqs", double, sample_x(device))
     with pytest.raises(DeclarationError, match="neither buckets nor a limit"):
-        Runner(phase, device, PhasePlan())
+        Runner(phase, device, PhasePlan(backend="full"))
 
 
 def test_a_limit_generates_buckets_closed_at_the_top(device: Device) -> None:
     phase = Phase("decode", (x_slot(),), "seqs", double, sample_x(device))
-    runner = Runner(phase, device, PhasePlan(limit=100))
+    runner = Runner(phase, device, PhasePlan(backend="full", limit=100))
     assert runner.buckets is not None
     assert runner.buckets.largest == 100
 
@@ -278,6 +293,41 @@ def test_an_absent_input_acts_as_its_neutral_value(device: Device) -> None:
     equal(runner.run({"x": x, "mask": torch.zeros(3, device=device.torch_device)}), x * 0)
     equal(runner.run({"x": x, "mask": None}), x)
     assert runner.stats.replays.total() == 2
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_replay_and_the_eager_path_see_the_same_in_place_of_an_absent_input(device: Device, copies: bool) -> None:
+    """The body does not ask for None, neither in a graph nor in a gap: a recording can't see it either."""
+    slots = [x_slot(), Slot("mask", ("seqs", "cells"), torch.float32, absent=0.5)]
+    gap_means: list[float] = []
+
+    @graph_break
+    def gap(x: torch.Tensor) -> torch.Tensor:
+        if serving:
+            gap_means.append(current().batch["mask"].mean().item())
+        return x + 1
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor = gap(batch["x"]) * batch["mask"].mean(1)[:, None]
+        return result
+
+    serving = False
+    runner = make_runner(
+        body,
+        device,
+        slots=slots,
+        backend="breakable",
+        dims=[Dim("cells", limit=3)],
+        sample=sample_from(slots, device.torch_device),
+        options=RunnerOptions(eager_copies=copies),
+    )
+    serving = True
+    for count in (3, 9, 8, 10):
+        x = rows(device, count)
+        equal(runner.run({"x": x, "mask": torch.ones(count, 2, device=device.torch_device)})[:, :0], x[:, :0])
+        equal(runner.run({"x": x, "mask": None}), (x + 1) * 0.5)
+    assert gap_means[1::2] == [0.5] * 4
+    assert (runner.stats.replays.total(), runner.stats.eager.total()) == (4, 4)
 
 
 def test_what_is_passed_beside_the_batch_reaches_the_body_as_a_view(device: Device) -> None:
@@ -481,6 +531,98 @@ def test_buffers_in_use_are_not_loaded_again(device: Device) -> None:
     with pytest.raises(LoadError, match="in use by another call"):
         outer.run({"x": rows(device, 3)})
     equal(inner.run({"x": rows(device, 3)}), rows(device, 3) * 2)
+
+
+USES: dict[str, Callable[[Runner], object]] = {
+    "capturing": lambda runner: runner.capture(silent),
+    "verifying": verify,
+    "releasing": lambda runner: runner.release(),
+    "repeating": lambda runner: runner.repeat(),
+}
+
+
+class TestBuffersInUse:
+    """Whatever loads buffers or frees graphs is refused while another call's load means something."""
+
+    @pytest.mark.parametrize("doing", USES)
+    @pytest.mark.parametrize("itself", [True, False])
+    def test_from_a_gap(self, device: Device, doing: str, itself: bool) -> None:
+        pool = BufferPool(device)
+        refused: list[str] = []
+
+        @graph_break
+        def gap(x: torch.Tensor) -> torch.Tensor:
+            if serving:
+                with pytest.raises(LoadError, match=f"^{doing} .*in use by another call") as caught:
+                    USES[doing](outer if itself else other)
+                refused.append(str(caught.value))
+            return x + 1
+
+        serving = False
+        other = make_runner(double, device, pool=pool, name="draft", capture=False)
+        outer = make_runner(
+            lambda batch: gap(batch["x"]) * batch["x"], device, pool=pool, backend="breakable", capture=False
+        )
+        outer.capture(silent)
+        other.capture(silent)
+        serving = True
+        x = rows(device, 3)
+        equal(outer.run({"x": x}), (x + 1) * x)
+        assert len(refused) == 1
+        equal(other.run({"x": x}), x * 2)
+        assert other.stats.eager == {}
+
+    @pytest.mark.parametrize("doing", ["capturing", "verifying"])
+    def test_a_call_from_another_thread_is_refused_meanwhile(self, device: Device, doing: str) -> None:
+        pool = BufferPool(device)
+        refused: list[str] = []
+
+        def from_a_thread() -> None:
+            for runner in (first, second):
+                try:
+                    runner.run({"x": rows(device, 3)})
+                except LoadError as error:
+                    refused.append(str(error))
+
+        def body(batch: dict[str, Any]) -> torch.Tensor:
+            if watching:
+                thread = threading.Thread(target=from_a_thread)
+                thread.start()
+                thread.join()
+            return double(batch)
+
+        watching = False
+        first = make_runner(double, device, pool=pool, name="draft", capture=False)
+        second = make_runner(body, device, pool=pool, capture=False)
+        for runner in (first, second):
+            runner.capture(silent)
+        watching = True
+        USES[doing](second)
+        watching = False
+        assert refused
+        assert all("in use by another call" in error for error in refused)
+        equal(second.run({"x": rows(device, 3)}), rows(device, 3) * 2)
+
+    def test_several_runners_of_one_pool_are_warmed_together(self, device: Device) -> None:
+        pool = BufferPool(device)
+        first, second = (make_runner(double, device, pool=pool, name=name, capture=False) for name in "ab")
+        with first.warmed(silent) as record_first, second.warmed(silent) as record_second:
+            record_first()
+            record_second()
+        for runner in (first, second):
+            equal(runner.run({"x": rows(device, 3)}), rows(device, 3) * 2)
+            assert runner.stats.eager == {}
+
+    def test_what_fails_does_not_keep_them(self, device: Device) -> None:
+        pool = BufferPool(device)
+
+        def body(batch: dict[str, Any]) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        runner = make_runner(body, device, pool=pool, capture=False)
+        with pytest.raises(KeyboardInterrupt):
+            runner.capture(silent)
+        assert not pool.in_use.locked()
 
 
 def test_state_that_only_small_buckets_write_is_restored_too(device: Device) -> None:

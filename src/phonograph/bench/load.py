@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,8 @@ SUBJECT = Subject(
     "Host time of a step",
     "us",
     how="Median host time of a call, the device drained between rounds. A call of the graph layer decides, loads 8 "
-    "slots of 44 sequences into a bucket of 48, and replays; floor: the replay alone; eager: the function itself. A "
+    "slots of 44 sequences into a bucket of 48, and replays; floor: the replay alone; eager: the function itself. An "
+    "eager call goes through the graph layer too, with and without --eager-copies. A "
     "step of the engine is scheduled, launched, collected and committed.",
 )
 _NUM_SEQS = 44
@@ -43,6 +45,8 @@ def measure(bench: Bench) -> None:
         bench.report.add(Row(case, "floor", "floor", found["replay_alone_us"]))
         if kind == "torch_device":
             bench.report.add(Row(case, "eager", "eager", found["eager_us"]))
+    for how, figure in (("copied", "eager_copied_us"), ("used where they are", "eager_carried_us")):
+        bench.report.add(Row({"what": f"an eager call, values on device {how}"}, "eager", "eager", found[figure]))
     bench.report.fact("decide_alone_us", found["decide_alone_us"])
     if bench.has_time("steps of the engine"):
         _measure_engine(bench, bench.choose("batches", (1, 32, 256), (1, 2)), rounds)
@@ -81,7 +85,27 @@ def host_step(device: Device, rounds: int) -> dict[str, Any]:
     figures["replay_alone_us"] = round(host_seconds(device, step.runner.recording(key).replay, rounds) * 1e6, 1)
     figures["decide_alone_us"] = round(host_seconds(device, lambda: step.runner.decide(arrays), rounds) * 1e6, 2)
     figures["eager_us"] = round(host_seconds(device, partial(body, **placed), rounds) * 1e6, 1)
-    return figures
+    return figures | eager_calls(device, slots, body, placed, rounds)
+
+
+def eager_calls(
+    device: Device, slots: list[Slot], body: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor], rounds: int
+) -> dict[str, float]:
+    """The same call without a graph: with its values copied into buffers, and used where they are."""
+    times = {}
+    for name, copies in (("eager_copied_us", True), ("eager_carried_us", False)):
+        call = graphed(
+            body,
+            slots=slots,
+            bucketed="seqs",
+            buckets=[48],
+            backend="disabled",
+            device=device,
+            outputs="view",
+            eager_copies=copies,
+        )
+        times[name] = round(host_seconds(device, partial(call, **batch), rounds) * 1e6, 1)
+    return times
 
 
 def _measure_engine(bench: Bench, batches: tuple[int, ...], rounds: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="of the residual stream, float32 or as --dtype; default: float32 with float16 and for a quantised file",
     )
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew, seen before or not")
+    parser.add_argument(
+        "--eager-copies",
+        action="store_true",
+        help="copy the inputs of eager passes into buffers, as graphs need it, to tell wrong inputs from a wrong graph",
+    )
     parser.add_argument(
         "--attention",
         choices=("triton", "flashinfer", "cpu", "reference"),
@@ -67,8 +73,10 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         attention=args.attention,
         prefix_cache=not args.no_prefix_cache,
         sampling=args.sampling,
+        eager_copies=args.eager_copies,
     )
-    return EngineSpec(args.model, args.shape, args.device, options, graph_flags.asked_from(args))
+    asked = graph_flags.asked_from(args, variables=os.environ)
+    return EngineSpec(args.model, args.shape, args.device, options, asked)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -71,6 +71,7 @@ class Executor:
             debug=plan.debug,
             collect_garbage=plan.gc,
             eager_copies=eager_copies,
+            profile=plan.profile,
         )
         largest = {"decode": limits.max_seqs, "prefill": limits.max_tokens, "idle": 1}
         plans = {name: _within(plan.phase(name), limit) for name, limit in largest.items()}

@@ -113,6 +113,8 @@ class LLM:
         self.sampling = self.checkpoint.sampling if options.sampling == "model" else SamplingParams()
         """What holds for a value that a request leaves open."""
         self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
+        for warning in self.plan.warnings:
+            log.warning("%s", warning)
         attention = attention_for(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config = self.checkpoint.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,11 +41,13 @@ class _Carrier:
     path: Path
     axis: int
     optional: bool
+    neutral: bool
+    """Whether a neutral value stands for it where it is absent."""
 
 
 def _carriers(slots: Sequence[Slot], dim: str) -> list[_Carrier]:
     return [
-        _Carrier(slot.path, slot.shape.index(dim), slot.optional)
+        _Carrier(slot.path, slot.shape.index(dim), slot.optional, slot.absent is not None)
         for slot in slots
         if dim in slot.dims and slot.compute is None
     ]
@@ -160,14 +162,20 @@ class Registry:
         return self._size_without_carrier(dim, batch, beside)
 
     def _size_without_carrier(self, dim: str, batch: Any, beside: Mapping[str, Any]) -> int:
-        """The size of a dim that no value of the batch shows: nothing if those are absent, all if they are computed."""
+        """The size of a dim that no value of the batch shows.
+
+        All of it where its values are computed, or where a neutral value stands for them: that is what a graph
+        reads. Nothing where they are empty, or where nothing stands for them.
+        """
         declared, carriers = self.dims[dim], self._carriers[dim]
-        if carriers and all(one.optional or _is_empty(fetch(batch, beside, one.path)) for one in carriers):
+        empty = [_is_empty(fetch(batch, beside, one.path)) for one in carriers]
+        if all(one.optional for one in carriers) and not any(empty):
+            if declared.per is not None:
+                return self.size_of(declared.per, batch, beside) * declared.times
+            if declared.limit is not None and (not carriers or any(one.neutral for one in carriers)):
+                return declared.limit
+        if carriers and all(one.optional or none for one, none in zip(carriers, empty, strict=True)):
             return 0
-        if not carriers and declared.limit is not None:
-            return declared.limit
-        if not carriers and declared.per is not None:
-            return self.size_of(declared.per, batch, beside) * declared.times
         sources = [*([declared.field] if declared.field else []), *(".".join(one.path) for one in carriers)]
         where = " or ".join(map(repr, sources)) or "no field"
         raise LoadError(
@@ -212,7 +220,7 @@ class Registry:
     ) -> View:
         """What was just loaded for a graph, without its padding: used rows of the buffers.
 
-        Where the load had nothing to put (an absent input, a slot left out) the batch's own value stands.
+        Where the load had nothing to put (an absent keyed input, a slot left out) the batch's own value stands.
         """
         _, steps = self._steps(extent, LoadMode.GRAPH, without)
         values = {path: rows for path, rows in steps.used.items() if path not in self._not_live}
@@ -264,19 +272,22 @@ class Registry:
     ) -> None:
         """Computed slots run after the others and see their loaded values; host values as tensors on the host.
 
-        What they give is packed like any other host value, so that all go in one transfer.
+        What they give is packed like any other host value, so that all go in one transfer. Where a function declines,
+        the batch's own value is loaded in its place, on either path; a keyed slot for which the batch has None is
+        absent, whatever its function would say, since that None chose the recording.
         """
         loaded = load.seen()
         seen = _view(batch, beside, loaded, extent).batch if loaded else batch
+        asked = extent if mode is LoadMode.GRAPH else replace(extent, for_graph=False)
         for fit, full in steps.computed:
             assert fit.slot.compute is not None
-            value = fit.slot.compute(seen, extent)
-            if value is not None:
-                load.take_computed(fit, full, value)
-            elif mode is LoadMode.GRAPH:
-                load.take(fit, fetch(batch, beside, fit.path))
+            own = fetch(batch, beside, fit.path)
+            absent = fit.slot.keyed and own is None
+            value = None if absent else fit.slot.compute(seen, asked)
+            if value is None:
+                load.take(fit, own)
             else:
-                load.exposed[fit.path] = fetch(batch, beside, fit.path)
+                load.take_computed(fit, full, value)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a buffer, of graphs or of the eager path, that the next load overwrites."""

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, Literal, TypeVar
 
@@ -96,6 +96,10 @@ def _read_text(text: str) -> object:
     return text
 
 
+def _read_folder(text: str) -> object:
+    return None if text == "null" else text
+
+
 def _one_of(words: tuple[T, ...]) -> Callable[[object], T]:
     def convert(found: object) -> T:
         for word in words:
@@ -146,6 +150,12 @@ def _switch(found: object) -> bool:
     return found
 
 
+def _folder(found: object) -> str | None:
+    if found is not None and not (isinstance(found, str) and found):
+        raise MisfitError
+    return found
+
+
 def _names(found: object) -> tuple[str, ...]:
     if not isinstance(found, list | tuple) or not all(isinstance(name, str) and name for name in found):
         raise MisfitError
@@ -186,6 +196,7 @@ BUCKETS = Kind("positive 64-bit integers, each above the one before, or null", _
 RATIO = Kind("a finite number of at least 1", _ratio, "RATIO", read_number)
 ROWS = Kind("a 64-bit integer of at least 0", _rows, "ROWS", read_number)
 NAMES = Kind("a list of rule names", _names, "NAME")
+FOLDER = Kind("the name of a folder, or null", _folder, "FOLDER", _read_folder)
 
 
 @dataclass(frozen=True)
@@ -226,6 +237,10 @@ def _plan_settings() -> tuple[Setting[Value], ...]:
         Setting(
             "gc", SWITCH, False, "a collection may free device memory in the middle of a graph",
             help="collect garbage during capture instead of freezing the collector",
+        ),
+        Setting(
+            "profile", FOLDER, None, "a profiler makes warm-ups and captures slower",
+            help="profile the warm-ups and captures of every phase, and write the traces into this folder",
         ),
         Setting(
             "ignore_rules", NAMES, (), "every compatibility rule applies",
@@ -343,3 +358,9 @@ class Resolved:
     value: Value
     source: Source
     reason: str
+    level: Level | None = field(default=None, compare=False)
+    """How specific the request is that gave the value; None where nobody asked."""
+
+    def outranks(self, other: Resolved) -> bool:
+        """Whether both were asked for, and this one more specifically."""
+        return self.level is not None and other.level is not None and self.level > other.level

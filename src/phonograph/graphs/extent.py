@@ -42,6 +42,8 @@ class Extent:
 
     used: Mapping[str, int]
     padded: Mapping[str, int]
+    for_graph: bool = True
+    """Whether a graph reads what is loaded; False where a computed slot's function is asked for the eager path."""
 
     @property
     def is_padded(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -55,6 +56,8 @@ class Alias:
     """What a switch asks for; None where the alias takes its value from the command line."""
     words: tuple[str, ...] = ()
     """The values that it accepts, where no setting checks them."""
+    many: bool = False
+    """Whether it takes several values in a row, which our flag takes with commas."""
     note: str = ""
 
     @property
@@ -89,7 +92,14 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias("--enable-cudagraph-gc", "--graph-gc", value=True),
     Alias("--debug-cuda-graph", "--graph-debug", value=True),
+    Alias("--enable-profile-cuda-graph", "--graph-profile", value="phonograph-profile"),
+    Alias("--cuda-graph-max-bs", "--decode-graph-limit", Level.FLAG),
+    Alias("--cuda-graph-bs", "--decode-graph-buckets", Level.FLAG, many=True),
+    Alias("--disable-cuda-graph-padding", "--decode-graph-exact", value=True),
 )
+
+_FOREIGN_VARIABLE = re.compile("SGLANG_.*GRAPH")
+_INSTEAD_OF_VARIABLES = {"SGLANG_USE_BREAKABLE_CUDA_GRAPH": f"{GRAPH_BACKEND} breakable"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,13 +127,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for alias in ALIASES:
         if alias.value is None:
             metavar = "|".join(alias.words) or "VALUE"
-            old.add_argument(alias.flag, action="append", metavar=metavar, help=alias.warning)
+            nargs = "+" if alias.many else None
+            old.add_argument(alias.flag, action="append", nargs=nargs, metavar=metavar, help=alias.warning)
         else:
             old.add_argument(alias.flag, action="append_const", const=alias.value, help=alias.warning)
 
 
-def asked_from(namespace: argparse.Namespace) -> Asked:
-    """What the command line asks for, and a warning for each deprecated name in it."""
+def asked_from(namespace: argparse.Namespace, variables: Iterable[str] = ()) -> Asked:
+    """What the command line asks for, and a warning for each deprecated name in it.
+
+    `variables` are the names of the environment's: one that configures SGLang's graphs gets a warning, since here the
+    environment configures nothing.
+    """
     given: Mapping[str, object] = vars(namespace)
     asks: list[Ask] = []
     warnings: list[str] = []
@@ -135,7 +150,13 @@ def asked_from(namespace: argparse.Namespace) -> Asked:
         for found in _found(given, alias.flag):
             asks += _asks_of_alias(alias, found)
             warnings.append(alias.warning)
+    warnings += [_variable_warning(name) for name in sorted(variables) if _FOREIGN_VARIABLE.match(name)]
     return Asked(tuple(asks), tuple(dict.fromkeys(warnings)))
+
+
+def _variable_warning(name: str) -> str:
+    instead = _INSTEAD_OF_VARIABLES.get(name, f"{GRAPH_BACKEND} or another flag of its group, if one does what it did")
+    return f"the environment variable {name} is not read, and changes nothing; use {instead}"
 
 
 def _found(given: Mapping[str, object], flag: str) -> list[object]:
@@ -167,6 +188,8 @@ def _asks_of_alias(alias: Alias, found: object) -> Iterable[Ask]:
     if not alias.stands_for:
         return []
     setting = _BY_FLAG[alias.stands_for]
+    if isinstance(found, list):
+        found = ",".join(found)
     return [Ask(setting.name, _read(setting, found), alias.flag, alias.level)]
 
 

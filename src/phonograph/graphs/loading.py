@@ -20,9 +20,9 @@ class LoadMode(Enum):
     """How a path takes its inputs."""
 
     GRAPH = "graph"
-    """Into the buffers that graphs read; a neutral value stands for an absent input."""
+    """Into the buffers that graphs read."""
     EAGER = "eager"
-    """Into buffers that grow; an absent input stays None."""
+    """Into buffers that grow."""
     NO_COPY = "no_copy"
     """As EAGER, but device values are carried, not copied."""
 
@@ -88,7 +88,7 @@ class Load:
         self.exposed: dict[Path, Any] = {}
         """Fields whose view is not the cell's: None, or a carried value."""
         self.absent: list[Path] = []
-        """Fields of slots for which the batch has None."""
+        """Fields of keyed slots for which the batch has None."""
 
     @property
     def _copies(self) -> _Copies:
@@ -205,8 +205,8 @@ class Load:
         slot = fit.slot
         if not slot.optional:
             raise fit.values.missing()
-        self.absent.append(fit.path)
-        if slot.keyed or self._mode is not LoadMode.GRAPH:
+        if slot.keyed:
+            self.absent.append(fit.path)
             self.exposed[fit.path] = None
         elif fit.packed:
             fit.cell.arrays[self._ring()][...] = fit.values.absent

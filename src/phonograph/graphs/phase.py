@@ -90,8 +90,8 @@ class Phase:
 
     @property
     def keyed(self) -> tuple[Slot, ...]:
-        """Slots whose presence is part of the key; a computed one is there whenever its function says so."""
-        return tuple(s for s in self.slots if s.keyed and s.compute is None and s.name not in self.without)
+        """Slots whose presence is part of the key."""
+        return tuple(s for s in self.slots if s.keyed and s.name not in self.without)
 
     def padded(self, size: int) -> dict[str, int]:
         """The padded size of every dim in the recordings of one bucket."""
@@ -137,7 +137,7 @@ class Phase:
 
 
 def sample_from(slots: Sequence[Slot], device: torch.device) -> Sampler:
-    """A sampler that draws every slot inside its `valid` range.
+    """A sampler that draws every slot inside its `valid` range, and what computed slots need the batch to have.
 
     Where an integer slot names no range, the only value known to be legal is the one it is padded with.
     """
@@ -149,13 +149,27 @@ def sample_from(slots: Sequence[Slot], device: torch.device) -> Sampler:
 
     def sample(extent: Extent, seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
-        return {
+        batch: dict[str, Any] = {
             slot.field: draw(slot, extent.used, generator).to("cpu" if slot.place == "host" else device)
             for slot in slots
             if slot.compute is None
         }
+        computed = {slot.field: _own_value(slot, batch, extent.used, generator) for slot in slots if slot.compute}
+        return batch | {field: value for field, value in computed.items() if value is not None}
 
     return sample
+
+
+def _own_value(slot: Slot, batch: Any, used: Mapping[str, int], generator: torch.Generator) -> Any:
+    """What the batch has in the field of a computed slot, if it must have something there.
+
+    It must where presence is part of the key, and where the function declines on the eager path.
+    """
+    assert slot.compute is not None
+    if not slot.keyed and slot.compute(batch, Extent(used, used, for_graph=False)) is not None:
+        return None
+    value = slot.compute(batch, Extent(used, used))
+    return value if value is not None else draw(slot, used, generator)
 
 
 def draw(slot: Slot, used: Mapping[str, int], generator: torch.Generator) -> torch.Tensor:

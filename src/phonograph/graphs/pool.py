@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from phonograph.devices import Device, MemoryPool
-from phonograph.errors import DeclarationError
+from phonograph.errors import DeclarationError, LoadError
 
 log = logging.getLogger("phonograph")
 
@@ -95,7 +96,7 @@ class BufferPool:
         self.device = device
         self.sealed = False
         self.in_use = threading.Lock()
-        """Held by the runner whose load means something right now."""
+        """Held by the runner whose load means something right now: it runs, captures, verifies or gives graphs back."""
         self.num_loads = 0
         """Grows with every load for a graph: while it stands still, the buffers hold what the last one left."""
         self._leases: list[Lease] = []
@@ -108,6 +109,23 @@ class BufferPool:
     def memory(self) -> MemoryPool:
         """Graph memory for the runners of this pool: it serves one call at a time, so their graphs may share it too."""
         return self.device.new_pool()
+
+    @contextmanager
+    def using(self, doing: str) -> Iterator[None]:
+        """Inside, the buffers are one runner's, which is `doing` this; refused where they are somebody's already."""
+        if not self.in_use.acquire(blocking=False):
+            raise self.busy(doing)
+        try:
+            yield
+        finally:
+            self.in_use.release()
+
+    def busy(self, doing: str) -> LoadError:
+        """The error for a runner that finds the buffers in use."""
+        return LoadError(
+            f"{doing}: its buffers are in use by another call, of another thread or around this one. "
+            "Give this runner a BufferPool of its own, or call one after the other."
+        )
 
     def request(self, name: str, num_elements: int, dtype: torch.dtype, device: torch.device, owner: str) -> Lease:
         """Ask for a buffer; before the seal it is shared, after it the caller gets memory of its own."""

@@ -10,6 +10,7 @@ from phonograph.errors import PlanError
 from phonograph.graphs.config import (
     BACKEND,
     BUCKETS,
+    FOLDER,
     GRAPHS_WORD,
     LIMIT,
     PHASE_FIELDS,
@@ -37,7 +38,10 @@ __all__ = ["PhasePlan", "Plan", "Resolved", "resolve"]
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """The plain values of one phase, for the code that acts on them; a limit or buckets must be named."""
+    """The plain values of one phase, for the code that acts on them: `PhasePlan(backend="full", limit=64)`.
+
+    What is not given is what every phase has by default.
+    """
 
     backend: Backend = "full"
     limit: int | None = None
@@ -78,6 +82,11 @@ class Plan:
     def gc(self) -> bool:
         """Whether garbage is collected during capture."""
         return SWITCH.convert(self["gc"].value)
+
+    @property
+    def profile(self) -> str | None:
+        """The folder for traces of warm-ups and captures; None where nothing is profiled."""
+        return FOLDER.convert(self["profile"].value)
 
     def phase(self, name: str) -> PhasePlan:
         """The values of one phase."""
@@ -157,7 +166,8 @@ def _choose(asks: Iterable[Ask]) -> tuple[dict[str, Resolved], list[str]]:
     checked = [(a, setting_named(a.setting, a.origin).kind.check(a.value, a.setting, a.origin)) for a in asks]
     _refuse_ties(checked)
     for request, value in sorted(checked, key=lambda pair: -pair[0].level):
-        winner = chosen.setdefault(request.setting, Resolved(value, "asked", f"asked by {request.origin}"))
+        resolved = Resolved(value, "asked", f"asked by {request.origin}", request.level)
+        winner = chosen.setdefault(request.setting, resolved)
         if winner.value != value:
             warnings.append(
                 f"{request.setting}={shown(winner.value)} ({winner.reason}) overrides "
@@ -218,7 +228,7 @@ def _wanted(rule: Rule, facts: Facts, values: View) -> list[Change]:
 def _apply(
     rules: Sequence[Rule], ignored: tuple[str, ...], facts: Facts, start: Mapping[str, Resolved]
 ) -> tuple[dict[str, Resolved], list[str]]:
-    """The values after one pass over the rules, and a warning for each rule that was gone past."""
+    """The values after one pass over the rules, and a warning for each rule or request that was gone past."""
     values = dict(start)
     warnings: list[str] = []
     for rule in rules:
@@ -228,9 +238,12 @@ def _apply(
             effect = f"it would change {names}" if names else "it would change nothing"
             warnings.append(f"rule '{rule.name}' is ignored ({values['ignore_rules'].reason}); {effect}")
             continue
+        before = dict(values)
         for change in wanted:
-            if values[change.setting].source == "asked":
-                raise _conflict(rule, change, values)
+            if before[change.setting].source == "asked":
+                if not change.cause or not before[change.cause].outranks(before[change.setting]):
+                    raise _conflict(rule, change, before)
+                warnings.append(f"{stated(change.cause, before)} overrides {stated(change.setting, before)}")
             values[change.setting] = Resolved(change.value, "rule", f"rule '{rule.name}': {change.because}")
     return values, warnings
 

@@ -36,6 +36,8 @@ class Change:
     setting: str
     value: Value
     because: str
+    cause: str = ""
+    """The setting that makes the change necessary: asked for more specifically than what it changes, it prevails."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,15 @@ def _device_lacks_backend(facts: Facts, view: View) -> Iterator[Change]:
 
 
 def _graphs_off(_facts: Facts, view: View) -> Iterator[Change]:
-    if view["graphs"].value == "off":
-        for phase in PHASES:
-            yield Change(f"{phase}.backend", "disabled", f"{stated('graphs', view)} leaves no phase a graph")
+    graphs, backends = view["graphs"], [f"{phase}.backend" for phase in PHASES]
+    if graphs.value != "off":
+        return
+    above = [name for name in backends if view[name].value != "disabled" and view[name].outranks(graphs)]
+    if above:
+        yield Change("graphs", "on", f"{stated(above[0], view)} is asked for more specifically", above[0])
+    for name in backends:
+        if name not in above:
+            yield Change(name, "disabled", f"{stated('graphs', view)} leaves it no graph", "graphs")
 
 
 def _limit_is_top_bucket(_facts: Facts, view: View) -> Iterator[Change]:
@@ -84,19 +92,21 @@ def _limit_is_top_bucket(_facts: Facts, view: View) -> Iterator[Change]:
         limit, buckets = view[f"{phase}.limit"], view[f"{phase}.buckets"]
         if limit.value is None or not isinstance(buckets.value, tuple) or buckets.value[-1] == limit.value:
             continue
-        if limit.source == "asked" and buckets.source != "asked":
+        if (limit.source == "asked" and buckets.source != "asked") or limit.outranks(buckets):
             because = f"{stated(f'{phase}.limit', view)} is not their top, so they are generated up to it"
-            yield Change(f"{phase}.buckets", None, because)
+            yield Change(f"{phase}.buckets", None, because, f"{phase}.limit")
         else:
             top = buckets.value[-1]
             because = f"{stated(f'{phase}.buckets', view)} ends at {top}"
-            yield Change(f"{phase}.limit", int(top), because)
+            yield Change(f"{phase}.limit", int(top), because, f"{phase}.buckets")
 
 
 def _strict_needs_graphs(_facts: Facts, view: View) -> Iterator[Change]:
-    disabled = all(view[f"{phase}.backend"].value == "disabled" for phase in PHASES)
-    if disabled and view["graphs"].value == "strict":
-        yield Change("graphs", "on", "every phase's backend is disabled, so no batch would have a graph")
+    backends = [f"{phase}.backend" for phase in PHASES]
+    if view["graphs"].value == "strict" and all(view[name].value == "disabled" for name in backends):
+        above = all(view[name].outranks(view["graphs"]) for name in backends)
+        because = "every phase's backend is disabled, so no batch would have a graph"
+        yield Change("graphs", "on", because, backends[0] if above else "")
 
 
 # Each rule sees what the ones above it changed, and none brings back what one above it forbids.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from phonograph.graphs.fields import fetch
 from phonograph.graphs.outputs import OutputBuffers, own, trim
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.pool import BufferPool
+from phonograph.graphs.profiling import profiled
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.resolve import PhasePlan
 from phonograph.graphs.tree import Keep, Path, is_object, leaves
@@ -49,6 +50,8 @@ class RunnerOptions:
     """Whether the eager path copies its inputs into buffers; without, device values are used as they are."""
     barrier: Callable[[], None] | None = None
     """Called between warm-ups where ranks must stay together."""
+    profile: str | None = None
+    """A folder for traces of warm-ups and captures."""
 
     def __post_init__(self) -> None:
         if self.outputs not in ("own", "view"):
@@ -112,7 +115,7 @@ class Runner:
 
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Record every bucket; one that fails stays eager, says why, and leaves the others captured."""
-        with self.warmed(progress if progress is not None else bar()) as record:
+        with self._using("capturing"), self._warmed(progress if progress is not None else bar(), nullcontext) as record:
             return record()
 
     def new_capture(self, progress: Progress) -> Capture:
@@ -136,15 +139,34 @@ class Runner:
         Several runners may be warmed before the first records: the device is busy with one while the host begins the
         next. What is raised meanwhile leaves none of them with recordings.
         """
+        with self._warmed(progress, lambda: self._using("capturing")) as record:
+            yield record
+
+    def _using(self, doing: str) -> AbstractContextManager[None]:
+        return self.pool.using(f"{doing} {self.phase.name}")
+
+    @contextmanager
+    def _warmed(
+        self, progress: Progress, using: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[Callable[[], CaptureReport]]:
+        """As `warmed`; `using` holds the pool while shapes are warmed, and again while they are recorded."""
         if not self._records or self.buckets is None:
             nothing = self.report = CaptureReport((), 0.0, 0.0)
             yield lambda: nothing
             return
-        self.pool.seal()
-        self.release()
         capture, keys = self.new_capture(progress), self.phase.keys(self.buckets)
-        with capture.warmed(keys):
-            yield lambda: self._admit(capture.record(keys))
+
+        def record() -> CaptureReport:
+            with using(), profiled(self.options.profile, f"{self.phase.name}-capture"):
+                return self._admit(capture.record(keys))
+
+        with ExitStack() as stack:
+            with using():
+                self.pool.seal()
+                self._release()
+                with profiled(self.options.profile, f"{self.phase.name}-warm-up"):
+                    stack.enter_context(capture.warmed(keys))
+            yield record
 
     def _admit(self, captured: Captured) -> CaptureReport:
         self.report = captured.report
@@ -162,6 +184,10 @@ class Runner:
 
     def release(self) -> None:
         """Give all graphs back; calls are served eagerly until the next capture."""
+        with self._using("releasing"):
+            self._release()
+
+    def _release(self) -> None:
         for entry in self._entries.values():
             entry.recording.release()
         self._entries.clear()
@@ -199,10 +225,11 @@ class Runner:
     # -- decide -------------------------------------------------------------------------------------------
 
     def decide(self, batch: Any, beside: Mapping[str, Any] = _NOTHING) -> Decision:
-        """What to run for this batch; changes nothing."""
-        return self._decide(batch, beside, self.registry.size_of(self.phase.bucketed, batch, beside))
+        """What `run` does with this batch; changes nothing, and refuses what `run` refuses to measure."""
+        return self._decide(batch, beside, self.registry.measure(batch, beside))
 
-    def _decide(self, batch: Any, beside: Mapping[str, Any], used: int) -> Decision:
+    def _decide(self, batch: Any, beside: Mapping[str, Any], sizes: Mapping[str, int]) -> Decision:
+        used = sizes[self.phase.bucketed]
         if not self._records:
             return RunEagerly(Reason.DISABLED, f"the backend of {self.phase.name} is disabled")
         group = (self._variant(batch), self._absent(batch, beside)) if self._grouped else _PLAIN
@@ -212,22 +239,24 @@ class Runner:
         if used >= len(route):
             return RunEagerly(Reason.TOO_LARGE, f"{used} {self.phase.bucketed}, the largest bucket is {len(route) - 1}")
         decision = route[used]
-        if self.phase.admission and isinstance(decision, Replay):
-            for admit in self.phase.admission:
-                refusal = admit(batch, decision.key)
-                if refusal is not None:
-                    return refusal
-        return decision
+        return (self._refusal(batch, decision.key, sizes) if isinstance(decision, Replay) else None) or decision
+
+    def _refusal(self, batch: Any, key: ShapeKey, sizes: Mapping[str, int]) -> RunEagerly | None:
+        """Why the recording of its size can't serve a batch, or None if it can."""
+        for name, limit in self._limits.items():
+            if sizes[name] > limit:
+                return RunEagerly(Reason.TOO_LARGE, f"{sizes[name]} {name}, graphs hold {limit}")
+        for admit in self.phase.admission:
+            refusal = admit(batch, key)
+            if refusal is not None:
+                return refusal
+        return None
 
     def _variant(self, batch: Any) -> str:
-        for variant in self.phase.variants:
-            if variant.matches(batch):
-                return variant.name
-        return ""
+        return next((variant.name for variant in self.phase.variants if variant.matches(batch)), "")
 
     def _absent(self, batch: Any, beside: Mapping[str, Any]) -> frozenset[str]:
-        absent = [s.name for s in self.phase.keyed if fetch(batch, beside, s.path) is None]
-        return frozenset(absent)
+        return frozenset([s.name for s in self.phase.keyed if fetch(batch, beside, s.path) is None])
 
     def _route(self, failed: frozenset[ShapeKey]) -> None:
         """Decide for every size ahead of time."""
@@ -267,20 +296,12 @@ class Runner:
 
     def _run(self, batch: Any, beside: Mapping[str, Any]) -> Any:
         if not self.pool.in_use.acquire(blocking=False):
-            raise LoadError(
-                f"running {self.phase.name}: its buffers are in use by another call, of another thread or around this "
-                "one. Give this runner a BufferPool of its own, or call one after the other."
-            )
+            raise self.pool.busy(f"running {self.phase.name}")
         try:
             used = self.registry.measure(batch, beside)
-            decision = self._decide(batch, beside, used[self.phase.bucketed])
-            self.last = decision
+            decision = self.last = self._decide(batch, beside, used)
             if isinstance(decision, Replay):
-                over = next((name for name, limit in self._limits.items() if used[name] > limit), None)
-                if over is None:
-                    return self._replay(decision.key, batch, beside, used)
-                detail = f"{used[over]} {over}, graphs hold {self._limits[over]}"
-                decision = self.last = RunEagerly(Reason.TOO_LARGE, detail)
+                return self._replay(decision.key, batch, beside, used)
             return self._eager(decision, batch, beside, used)
         finally:
             self.pool.in_use.release()
@@ -293,7 +314,7 @@ class Runner:
     def repeat(self) -> Any:
         """Replay the last batch once more: one launch, nothing is loaded. For a body that advances its own state."""
         if not self.pool.in_use.acquire(blocking=False):
-            raise LoadError(f"running {self.phase.name}: its buffers are in use by another call.")
+            raise self.pool.busy(f"repeating {self.phase.name}")
         try:
             loaded = self._loaded
             if loaded is None or loaded.num_loads != self.pool.num_loads:

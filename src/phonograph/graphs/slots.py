@@ -16,7 +16,7 @@ from phonograph.graphs.fields import Path, path_of
 Number = bool | int | float
 Place = Literal["device", "host"]
 Compute = Callable[[Any, Extent], Any]
-"""Takes the batch and the extent; returns the slot's value, or None to carry the batch's own."""
+"""Takes the batch and the extent; returns the slot's value, or None to load the batch's own."""
 
 # Finite, unlike what a model computes, and different: verify writes one, then the other.
 _FLOAT_POISON = (-173.0, 211.0)
@@ -64,9 +64,9 @@ class Slot:
     compute: Compute | None = None
     """Computes the value from the batch and the extent, after the other slots are loaded."""
     absent: Number | None = None
-    """A neutral value for graphs when the batch has None here; the eager view carries None."""
+    """A neutral value for when the batch has None here, in a replay and on the eager path alike."""
     keyed: bool = False
-    """The batch may have None here, and graphs are recorded with and without it."""
+    """The batch may have None here, and graphs are recorded with and without it; a computed slot is then absent."""
     place: Place = "device"
     valid: tuple[Number, Number] | None = None
     """The smallest and largest legal value; samples and poison stay inside it."""

@@ -85,7 +85,7 @@ def verify(
     """
     checks: list[Check] = []
     notes, padding_writes = list(_notes(runner)), ""
-    with torch.no_grad():
+    with torch.no_grad(), runner.pool.using(f"verifying {runner.phase.name}"):
         for key in runner.captured:
             for index, used in enumerate(_used_sizes(runner, key, batches)):
                 verification = _Verification(runner, key, used, seed + index, tolerance, state)
