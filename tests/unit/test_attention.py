@@ -49,6 +49,25 @@ def test_every_token_sees_its_sequence_up_to_itself(name: str, kind: str, heads:
     torch.testing.assert_close(found.double(), by_hand(case, 1, window), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
+def test_what_lies_behind_a_sequence_is_not_seen_even_if_it_is_not_finite(
+    name: str, kind: str, window: int | None
+) -> None:
+    """As a sequence that failed leaves it in the rest of the last page, and in pages that others list next."""
+    case = case_of(SPANS[kind], Heads(4, 2, 16))
+    size, own = case.cache.page_size, torch.zeros(case.cache.keys.shape[1:3], dtype=torch.bool, device=DEVICE)
+    for span in SPANS[kind]:
+        at = torch.arange(span.start + span.count, device=DEVICE)
+        own[case.queries.table[span.row, at // size].long(), at % size] = True
+    for part in (case.cache.keys, case.cache.values):
+        part[:, ~own] = float("nan")
+    for queries in (case.queries, replace(case.queries, spans=tuple(SPANS[kind]))):
+        found = replace(case, queries=queries).run(IMPLEMENTATIONS[name], 1, window)
+        torch.testing.assert_close(found.double(), by_hand(case, 1, window), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", list(SPANS))
 def test_spans_change_the_way_not_the_result(kind: str) -> None:
     case = case_of(SPANS[kind], Heads(4, 2, 16))
