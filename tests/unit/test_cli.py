@@ -7,11 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from phonograph import CheckpointError
 from phonograph.cli.flags import add_engine_flags, spec_from
 from phonograph.cli.main import main
 from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.models.config import ModelConfig
+from server import tiny
 
 Capture = pytest.CaptureFixture[str]
 
@@ -98,6 +102,43 @@ def test_profiles_of_the_capture_are_written(
 def test_explain_names_a_model_that_is_not_there(capsys: Capture) -> None:
     assert main(["explain", "--model", "/nowhere"]) != 0
     assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("config.json", json.dumps({**tiny.CONFIG, "logit_scale": 0.5}), "logit_scale is 0.5"),
+        ("config.json", json.dumps({**tiny.CONFIG, "num_hidden_layers": 2**31}), "num_layers is 2147483648"),
+        ("config.json", json.dumps({**tiny.CONFIG, "mlp_bias": True}), "missing"),
+        ("tokenizer.json", "{}", "not a tokenizer"),
+        ("tokenizer_config.json", '{"eos_token": 3}', "eos_token is 3"),
+        ("chat_template.jinja", "{% if %}", "chat template"),
+    ],
+)
+def test_explain_refuses_what_generate_refuses(
+    tmp_path: Path, capsys: Capture, file: str, text: str, said: str
+) -> None:
+    folder = tiny.write(tmp_path / "tiny")
+    assert main(["explain", "--model", str(folder), "--device", "cpu"]) == 0
+    assert "sampling: neutral where a request says nothing" in capsys.readouterr().out
+    (folder / file).write_text(text)
+    for command in (["explain"], ["generate", "--chat", "--prompt", "x"]):
+        assert main([*command, "--model", str(folder), "--device", "cpu"]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_explain_refuses_weights_that_have_no_place(tmp_path: Path, capsys: Capture) -> None:
+    folder = tiny.write(tmp_path / "tiny")
+    config = {**tiny.CONFIG, "attention_bias": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = RandomCheckpoint(ModelConfig.from_hf(config)).tensors()
+    save_file({name: tensor.float() for name, tensor in tensors}, folder / "model.safetensors")
+    errors = []
+    for command in (["explain"], ["generate", "--prompt", "x"]):
+        assert main([*command, "--model", str(folder), "--device", "cpu"]) == 2
+        errors.append(capsys.readouterr().err.splitlines()[-1])
+    assert errors[0] == errors[1]
+    assert "biases in the output projection" in errors[0]
 
 
 def test_chat_ends_at_an_empty_line(default: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

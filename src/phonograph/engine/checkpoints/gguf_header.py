@@ -34,6 +34,12 @@ _SCALARS = {
     12: "<f8",
 }
 _STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+_MAX_HEADER_BYTES = 2**28
+_MAX_FIELDS = 2**16
+_MAX_TENSORS = 2**17
+_MAX_ITEMS = 2**23
+"""Of all arrays together. These limits lie far above any model: a damaged count is refused before it costs anything."""
 _DAMAGED = "The file is cut short or damaged: get it again."
 
 
@@ -101,6 +107,8 @@ class _Cursor:
         self.path = path
         self.data = data
         self.at = 0
+        self.num_items = 0
+        """Of all arrays so far."""
         self.doing = "the first bytes"
 
     def header(self) -> GgufHeader:
@@ -108,13 +116,16 @@ class _Cursor:
             raise self.error(f"it starts with {magic!r}, not {MAGIC!r}", "This is no GGUF file.")
         if (version := self.scalar(4)) not in VERSIONS:
             raise self.error(f"GGUF version {version} is not known", f"Supported are {VERSIONS}: convert it again.")
-        num_tensors, num_fields = self.length(), self.length()
+        num_tensors, num_fields = self.count(_MAX_TENSORS, "tensors"), self.count(_MAX_FIELDS, "metadata fields")
         metadata: dict[str, object] = {}
         for index in range(num_fields):
             self.doing = f"metadata field {index} of {num_fields}"
             name = self.string()
-            self.doing = f"metadata field {name}"
+            self.doing = f"metadata field {name[:80]}"
+            if name in metadata:
+                raise self.error(f"{name[:80]!r} is there twice")
             metadata[name] = self.value(self.integer())
+        self.refuse_part(metadata)
         stored = [self.tensor(f"description of tensor {i} of {num_tensors}") for i in range(num_tensors)]
         tensors = self.placed(stored, metadata)
         return GgufHeader(self.path, metadata, tensors)
@@ -148,7 +159,8 @@ class _Cursor:
         self.doing = doing
         name = self.string()
         self.doing = f"description of tensor {name}"
-        num_dims = self.integer()
+        if (num_dims := self.integer()) > _MAX_DIMS:
+            raise self.error(f"tensor {name} has {num_dims} dims; expected at most {_MAX_DIMS}")
         shape = tuple(reversed([self.length() for _ in range(num_dims)]))
         number, offset = self.integer(), self.length()
         if number not in TYPES:
@@ -163,7 +175,8 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
-            item_kind, num_items = self.integer(), self.length()
+            item_kind, num_items = self.integer(), self.count(_MAX_ITEMS - self.num_items, "items of arrays")
+            self.num_items += num_items
             if item_kind == _STRING:
                 return [self.string() for _ in range(num_items)]
             dtype = self.dtype(item_kind)
@@ -193,9 +206,25 @@ class _Cursor:
         except UnicodeDecodeError:
             raise self.error(f"a string is not UTF-8: {found[:40]!r}") from None
 
+    def count(self, most: int, what: str) -> int:
+        if (found := self.length()) > most:
+            raise self.error(f"there should be {found:,} {what}; expected at most {most:,}")
+        return found
+
+    def refuse_part(self, metadata: Mapping[str, object]) -> None:
+        """Refuse a file that is one of several, before it is found to lack what the others have."""
+        num_parts = metadata.get("split.count", 0)
+        if isinstance(num_parts, int) and num_parts > 1:
+            number = metadata.get("split.no", 0)
+            part = f"part {number + 1} of {num_parts}" if isinstance(number, int) else f"one of {num_parts} parts"
+            remedy = f"Join them: llama-gguf-split --merge {self.path.name} JOINED.gguf, with the first part's name."
+            raise self.error(f"this is {part} of a split model", remedy)
+
     def take(self, num_bytes: int) -> bytes:
         if self.at + num_bytes > len(self.data):
             raise self.error(f"{num_bytes} bytes are wanted at byte {self.at}, but the file ends at {len(self.data)}")
+        if self.at + num_bytes > _MAX_HEADER_BYTES:
+            raise self.error(f"the header goes on beyond byte {_MAX_HEADER_BYTES:,}, which none does")
         self.at += num_bytes
         return self.data[self.at - num_bytes : self.at]
 

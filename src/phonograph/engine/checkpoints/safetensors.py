@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from phonograph.engine.checkpoints import sampling
 from phonograph.engine.checkpoints.base import EMBEDDING, HEAD, TensorInfo, check_tensors
@@ -23,6 +25,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the library that defines the format."""
 _IGNORED = ".rotary_emb.inv_freq"
 """Old conversions stored the rotary frequencies in every layer; the configuration says them too."""
 
@@ -65,7 +69,7 @@ class SafetensorsCheckpoint:
         if self.config.tied_embeddings:
             self._check_tied()
         for path, tensors in self.shards.items():
-            with safe_open(path, framework="pt", device=str(device)) as file:
+            with _opened(path, device) as file:
                 for name in tensors:
                     if self._is_used(name):
                         yield name, file.get_tensor(name)
@@ -85,9 +89,9 @@ class SafetensorsCheckpoint:
         if not any(HEAD in tensors for tensors in self.shards.values()):
             return
         for path, tensors in self.shards.items():
-            with safe_open(path, framework="pt") as file:
+            with _opened(path) as file:
                 found.update({name: file.get_tensor(name) for name in (EMBEDDING, HEAD) if name in tensors})
-        if not torch.equal(found[EMBEDDING], found[HEAD]):
+        if not torch.equal(found[EMBEDDING].double(), found[HEAD].double()):
             raise CheckpointError(
                 f"loading {self.folder}: {HEAD} differs from {EMBEDDING}, but config.json says tie_word_embeddings. "
                 "Set it to false if the model has a head of its own."
@@ -99,9 +103,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise _damaged(path, f"its header should be {length} bytes long, but the file has {size}")
-        header = Fields.parse(file.read(length), f"{path}, header")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            most = f"the file has {size}" if size < 8 or length > size - 8 else f"the format allows {_MAX_HEADER_BYTES}"
+            raise _damaged(path, f"its header should be {length} bytes long, but {most}")
+        header = Fields.parse(file.read(length), f"{path}, header", unique=True)
     tensors: list[tuple[int, str, TensorInfo]] = []
     for name in header.values:
         if name != "__metadata__":
@@ -114,7 +119,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 path, f"tensor {name} starts at byte {start} of the data; expected {end}, where the one before ends"
             )
         end += info.num_bytes
-    return {name: info for _, name, info in sorted(tensors, key=lambda tensor: tensor[0])}
+    if end != size - 8 - length:
+        raise _damaged(path, f"its tensors end at byte {end} of the data, but there are {size - 8 - length} bytes")
+    with _opened(path):  # what reads the weights must agree that this is a file of tensors
+        return {name: info for _, name, info in sorted(tensors, key=lambda tensor: tensor[0])}
+
+
+@contextmanager
+def _opened(path: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
+    """The file as the library reads it; whatever that refuses is an error of the checkpoint."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, f"it can't be read ({error})") from None
 
 
 def _placed(path: Path, name: str, fields: Fields, num_data_bytes: int) -> tuple[int, TensorInfo]:
