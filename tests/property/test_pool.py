@@ -79,9 +79,48 @@ def test_later_requests_move_nothing(requests: list[Request], late: list[Request
     before = [lease.tensor.data_ptr() for lease in leases]
     own = [pool.request(name, count, dtype, torch.device("cpu"), "late") for name, count, dtype in late]
     assert [lease.tensor.data_ptr() for lease in leases] == before
-    addresses = [lease.tensor.data_ptr() for lease in own]
-    assert len({*addresses, *before}) == len(addresses) + len(set(before))
-    assert len(pool.report().private) == len(late)
+    largest = {lease.key: lease.allocation for lease in leases}
+    private = []
+    for lease in own:
+        fits = lease.key in largest and largest[lease.key].numel() >= lease.num_elements
+        assert lease.shared == fits
+        if fits:
+            assert lease.tensor.data_ptr() == largest[lease.key].data_ptr()
+        else:
+            private.append(lease.tensor.data_ptr())
+    assert len({*private, *before}) == len(private) + len(set(before))
+    assert len(pool.report().private) == len(private)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> list[tuple[int, tuple[slice, ...]]]:
+    """Cuts out of a few tensors of 6 by 4."""
+    cuts = st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 3), st.integers(1, 4))
+    drawn = draw(st.lists(st.tuples(st.integers(0, 2), cuts), min_size=1, max_size=6))
+    return [
+        (which, (slice(top, max(top + 1, bottom)), slice(left, max(left + 1, right))))
+        for which, (top, bottom, left, right) in drawn
+    ]
+
+
+@given(views(), st.randoms(use_true_random=False), st.integers(0, 2))
+def test_shared_in_fields_alias_each_other_as_before(
+    cuts: list[tuple[int, tuple[slice, ...]]], random: randoms.Random, dtype_of: int
+) -> None:
+    """A write through any field shows in the others as it did before, in whatever order objects come."""
+    dtypes = [torch.int64, torch.int32, torch.float32]
+    bases = [torch.arange(24).view(6, 4).to(dtypes[(dtype_of + number) % 3]) for number in range(3)]
+    model = [base.clone() for base in bases]
+    objects = [{f"field{index}": bases[which][cut]} for index, (which, cut) in enumerate(cuts)]
+    pool = BufferPool(EmulatedDevice())
+    for target in random.sample(objects, len(objects)):
+        pool.share_in(target)
+    pool.seal()
+    for index, (target, (which, cut)) in enumerate(zip(objects, cuts, strict=True)):
+        target[f"field{index}"].fill_(100 + index)
+        model[which][cut] = 100 + index
+        for other, (shown, (base, part)) in enumerate(zip(objects, cuts, strict=True)):
+            assert torch.equal(shown[f"field{other}"], model[base][part])
 
 
 @given(st.integers(0, 2**62))

@@ -396,6 +396,57 @@ class TestNoCopy:
         assert made.load({"ids": ids}, tokens(2, 4), mode=LoadMode.NO_COPY).batch["ids"].tolist() == [1, 2, -1, -1]
 
 
+class TestSharing:
+    """Runners of one pool."""
+
+    def made(self, device: Device, *sets: list[Slot]) -> tuple[BufferPool, list[Registry]]:
+        pool = BufferPool(device)
+        return pool, [registry(device, *slots, pool=pool) for slots in sets]
+
+    def test_packed_slots_of_all_runners_lie_in_one_block_filled_from_one_ring(self, device: Device) -> None:
+        pool, (first, second) = self.made(device, [ints("ids"), ints("rows")], [ints("positions")])
+        pool.seal()
+        late = registry(device, ints("ids"), ints("rows"), pool=pool)
+        views = [
+            first.load({"ids": [1], "rows": [2]}, tokens(1, 2)).batch["ids"],
+            second.load({"positions": [3]}, tokens(1, 8)).batch["positions"],
+            late.load({"ids": [1], "rows": [2]}, tokens(1, 2)).batch["ids"],
+        ]
+        assert len({view.data_ptr() for view in views}) == 1
+        assert pool.report().num_allocations == 1
+        assert len(pool.rings) == 1
+
+    @pytest.mark.parametrize("private", ["wide", "ids"])
+    def test_a_slot_can_keep_its_memory_to_itself(self, device: Device, private: str) -> None:
+        def slots(shared: bool) -> list[Slot]:
+            wide = floats("wide", "tokens", WIDE, shared=shared or private != "wide")
+            return [ints("ids", shared=shared or private != "ids"), wide]
+
+        pool, (first, second) = self.made(device, slots(shared=False), slots(shared=True))
+        pool.seal()
+        batches = [{"ids": [n], "wide": np.full((1, WIDE), n, dtype=np.float32)} for n in (1, 2)]
+        kept = first.load(batches[0], tokens(1, 2)).batch
+        other = second.load(batches[1], tokens(1, 2)).batch
+        assert kept[private].flatten()[0] == 1, "still what was loaded"
+        for name in ("ids", "wide"):
+            assert (kept[name].data_ptr() == other[name].data_ptr()) == (name != private)
+        before = first.counts.transfers
+        first.load({"ids": [1], "wide": torch.ones(1, WIDE, device=device.torch_device)}, tokens(1, 2))
+        assert first.counts.transfers == before + 1
+        assert ["shared=False" in line for line in pool.report().private] == [True]
+
+    def test_an_unread_tail_never_holds_what_only_another_runner_may_have(self, device: Device) -> None:
+        unread = Pad.unread(because="nobody looks")
+        narrow = ints("at", "tokens", place="host")
+        limited = Slot("at", ("tokens",), torch.int64, pad=unread, place="host", valid=(0, 9))
+        pool, (first, second) = self.made(device, [narrow], [limited])
+        pool.seal()
+        for used, padded in ((3, 4), (2, 8), (1, 2), (1, 8)):
+            first.load({"at": [1000] * 8}, tokens(8))
+            view = second.load({"at": [5] * used}, tokens(used, padded)).batch["at"]
+            assert view.tolist() == [5] * used + [0] * (padded - used)
+
+
 def test_pad_values_that_still_stand_are_not_mistaken_for_others() -> None:
     """The same sizes again skip the pad values in the host block; anything else in between writes them anew."""
     slots = [

@@ -89,7 +89,7 @@ class TestDefaults:
     def test_a_phase_plan_of_ones_own_names_its_values_and_has_the_tables_defaults(self) -> None:
         assert PhasePlan(backend="full") == resolve([], ABLE).phase("decode")
         with pytest.raises(TypeError, match="positional"):
-            PhasePlan("full", 100)  # type: ignore[call-arg, misc]
+            PhasePlan("full", 100)  # type: ignore[call-arg]
 
 
 class TestAsked:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phonograph.devices import Device, EmulatedDevice
-from phonograph.errors import DeclarationError
+from phonograph.errors import DeclarationError, LoadError
 from phonograph.graphs.pool import BufferPool, Lease, next_power_of_two
 
 CPU = torch.device("cpu")
@@ -109,10 +109,43 @@ class TestSeal:
             late = ask(pool, 64, owner="late")
         assert first.tensor.data_ptr() == address
         assert not set(span(first)) & set(span(late))
-        assert pool.report().private == ("late.ids: asked for after the pool was sealed",)
+        assert pool.report().private == ("late.ids: asked for after the pool was sealed, with 4 elements of it",)
         assert "not shared: late.ids" in str(pool.report())
         assert "asked for after the pool was sealed" in caplog.text
         assert pool.report().bytes_saved == 0
+
+    def test_a_later_request_that_fits_shares_what_is_there(self, pool: BufferPool) -> None:
+        first = ask(pool, 8)
+        pool.seal()
+        address = first.tensor.data_ptr()
+        late, other = ask(pool, 5, owner="late"), ask(pool, 5, name="rows", owner="late")
+        assert (first.tensor.data_ptr(), late.tensor.data_ptr()) == (address, address)
+        assert late.tensor.numel() == 5
+        assert not set(span(first)) & set(span(other))
+        assert pool.report().private == (
+            "late.rows: asked for after the pool was sealed, and nobody before asked for one like it",
+        )
+        assert pool.report().bytes_saved == 5 * 8
+
+    def test_a_report_before_the_seal_is_the_one_after_it(self, pool: BufferPool) -> None:
+        assert pool.report().bytes_saved == 0
+        ask(pool, 100)
+        assert pool.report().bytes_saved == 0
+        ask(pool, 60, owner="b")
+        before = pool.report()
+        pool.seal()
+        assert pool.report() == before
+
+    def test_what_is_not_to_be_shared_is_not(self, pool: BufferPool) -> None:
+        place = pool.device.torch_device
+        first, second = ask(pool, 8), ask(pool, 8, owner="b")
+        own = pool.request("ids", 4, torch.int64, place, "c", shared=False)
+        pool.seal()
+        late = pool.request("ids", 4, torch.int64, place, "d", shared=False)
+        assert first.tensor.data_ptr() == second.tensor.data_ptr()
+        assert not set(span(first)) & (set(span(own)) | set(span(late)))
+        assert not set(span(own)) & set(span(late))
+        assert pool.report().private == tuple(f"{owner}.ids: its slot is declared with shared=False" for owner in "cd")
 
     def test_what_has_its_memory_is_never_repointed(self, pool: BufferPool) -> None:
         lease = ask(pool, 4)
@@ -175,15 +208,76 @@ class TestShareIn:
         pool.seal()
         assert frozen.ids.data_ptr() == lease.tensor.data_ptr()
 
-    def test_after_the_seal_it_is_private_at_once(self) -> None:
+    def test_after_the_seal_it_is_placed_at_once(self) -> None:
         pool = BufferPool(EmulatedDevice())
         lease = ask(pool, 4)
         pool.seal()
-        holder = Holder(torch.tensor([1, 2]))
+        holder = Holder(torch.tensor([1, 2]), {"new": torch.tensor([3])})
         pool.share_in(holder, owner="late")
         assert holder.ids.tolist() == [1, 2]
-        assert holder.ids.data_ptr() != lease.tensor.data_ptr()
-        assert pool.report().private == ("late.ids: asked for after the pool was sealed",)
+        assert holder.ids.data_ptr() == lease.tensor.data_ptr()
+        assert pool.num_loads > 0, "what a runner left there is gone"
+        assert [line.split(":")[0] for line in pool.report().private] == ["late.more.new"]
+        with (
+            pool.using("running decode"),
+            pytest.raises(LoadError, match="sharing in the tensors of late: its buffers"),
+        ):
+            pool.share_in(refused := Holder(ids := torch.tensor([5, 6])), owner="late")
+        pool.share_in(Holder(torch.tensor([7])))
+        assert refused.ids is ids, "what was refused is not adopted later"
+
+    def test_fields_that_are_one_tensor_stay_one(self) -> None:
+        pool = BufferPool(EmulatedDevice())
+        ids = torch.arange(6)
+        first, second = SimpleNamespace(a=ids, b=ids), {"c": ids}
+        pool.share_in(first)
+        pool.share_in(second)
+        pool.seal()
+        first.b.fill_(7)
+        assert first.a is first.b
+        assert second["c"].tolist() == [7] * 6
+        assert ids.tolist() == list(range(6))
+        assert (pool.report().num_leases, pool.report().bytes_allocated) == (1, 48)
+
+    def test_views_of_a_field_stay_views_of_it(self) -> None:
+        pool = BufferPool(EmulatedDevice())
+        whole = torch.arange(12).view(3, 4)
+        holder = SimpleNamespace(part=whole[1:, 2:], flat=whole.view(-1), turned=whole.t(), whole=whole)
+        pool.share_in(holder)
+        pool.seal()
+        assert len({one.untyped_storage().data_ptr() for one in vars(holder).values()}) == 1
+        holder.part.fill_(-1)
+        assert holder.whole.tolist() == [[0, 1, 2, 3], [4, 5, -1, -1], [8, 9, -1, -1]]
+        assert holder.flat.tolist() == holder.whole.flatten().tolist()
+        assert holder.turned.tolist() == holder.whole.t().tolist()
+        assert whole[1, 2] == 6
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_memory_that_no_one_field_shows_stays_where_it_is(self, late: bool) -> None:
+        pool = BufferPool(EmulatedDevice())
+        base = torch.arange(8)
+        overlap = SimpleNamespace(left=base[:5], right=base[3:])
+        recast = SimpleNamespace(bits=base.view(torch.int32)[:2], ids=base[:6])
+        if late:
+            pool.seal()
+        pool.share_in(overlap)
+        pool.share_in({"only": recast})
+        pool.seal()
+        overlap.left.fill_(9)
+        assert overlap.right.tolist() == [9, 9, 5, 6, 7]
+        assert recast.ids.tolist() == [9] * 5 + [5]
+        assert len(pool.report().private) == 4
+        assert all("stays where it is" in line for line in pool.report().private)
+        assert pool.report().bytes_saved == 0
+
+    def test_tensors_without_memory_are_no_aliases(self) -> None:
+        pool = BufferPool(EmulatedDevice())
+        empty, meta = torch.zeros(0), torch.zeros(3, device="meta")
+        holder = SimpleNamespace(a=empty, b=torch.zeros(0, 4), c=meta, d=torch.zeros(4, device="meta"))
+        pool.share_in(holder)
+        pool.seal()
+        assert [tuple(one.shape) for one in vars(holder).values()] == [(0,), (0, 4), (3,), (4,)]
+        assert pool.report().private == ()
 
     @pytest.mark.parametrize("ambient", [False, True])
     def test_inference_tensors_get_a_fresh_private_allocation(self, ambient: bool) -> None:

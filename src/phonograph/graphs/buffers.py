@@ -102,15 +102,23 @@ class Registry:
         packed, num_bytes = packed_spans(own, sizes)
         block = None
         if packed:
-            block = pool.request("packed inputs", num_bytes, torch.uint8, self.device.torch_device, self.owner)
+            # One transfer fills all of it, so one slot that is not to be shared keeps the others to itself.
+            shared = all(slot.shared for slot in own if slot.name in packed)
+            place = self.device.torch_device
+            block = pool.request("packed inputs", num_bytes, torch.uint8, place, self.owner, shared=shared)
         flats = {
             slot.name: pool.request(
-                slot.name, num_elements(slot, sizes), slot.dtype, place_of(slot, self.device), self.owner
+                slot.name,
+                num_elements(slot, sizes),
+                slot.dtype,
+                place_of(slot, self.device),
+                self.owner,
+                shared=slot.shared,
             )
             for slot in own
             if slot.name not in packed
         }
-        memory = LeasedMemory(self.device, block, flats)
+        memory = LeasedMemory(pool, block, flats)
         self._graph = Layouts(self._values, self.dims, memory, self._adopted, owner=self.owner, limits=sizes)
 
     def _check_adopted(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from phonograph.errors import LoadError
+from phonograph.graphs.aliases import reach
 from phonograph.graphs.extent import Dim
 from phonograph.graphs.fields import Path, path_of
 from phonograph.graphs.memory import Memory, PackedBlock
@@ -221,14 +222,8 @@ class Layout:
 
 def _spans_of(views: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Where each view starts and ends, in the order of addresses."""
-    spans = sorted((view.data_ptr(), view.data_ptr() + _reach(view)) for view in views if view.numel())
+    spans = sorted((view.data_ptr(), view.data_ptr() + reach(view)) for view in views if view.numel())
     return [start for start, _ in spans], [end for _, end in spans]
-
-
-def _reach(view: torch.Tensor) -> int:
-    """Bytes from a view's first element to the end of its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    return (last + 1) * view.element_size()
 
 
 class Layouts:

@@ -223,7 +223,8 @@ class Load:
             for tail in fit.array_tails[self._ring()]:
                 tail[...] = fit.filler
             self._padded.append(fit)
-        elif not fit.slot.is_unread:
+        elif not fit.slot.is_unread or fit.slot.valid is not None:
+            # An unread tail may hold anything legal; where not everything is, another runner's rows need not be.
             self._copies.fills += [(view, fit.slot.filler) for view in fit.tails]
 
     def _ring(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from phonograph.devices import Device
-from phonograph.graphs.pool import Lease, next_power_of_two
+from phonograph.graphs.pool import BufferPool, Lease, next_power_of_two
 from phonograph.graphs.slots import Slot
 
 _RING_BLOCKS = 3
@@ -71,8 +71,8 @@ class LeasedMemory:
 
     generation = 0
 
-    def __init__(self, device: Device, block: Lease | None, flats: Mapping[str, Lease]) -> None:
-        self._device = device
+    def __init__(self, pool: BufferPool, block: Lease | None, flats: Mapping[str, Lease]) -> None:
+        self._pool = pool
         self._lease = block
         self._flats = flats
         self._block: PackedBlock | None = None
@@ -80,8 +80,17 @@ class LeasedMemory:
     def block(self, num_bytes: int) -> PackedBlock:
         if self._block is None:
             assert self._lease is not None, f"{num_bytes} bytes of packed slots, and none declared"
-            self._block = PackedBlock(self._device, self._lease.tensor)
+            self._block = self._new_block(self._lease)
         return self._block
+
+    def _new_block(self, lease: Lease) -> PackedBlock:
+        """Runners that share the memory take turns with one ring too, as large as the largest of them needs."""
+        block = self._pool.rings.get(lease.key) if lease.shared else None
+        if not isinstance(block, PackedBlock):
+            block = PackedBlock(self._pool.device, lease.allocation)
+            if lease.shared:
+                self._pool.rings[lease.key] = block
+        return block
 
     def flat(self, slot: Slot, num_elements: int) -> torch.Tensor:
         return self._flats[slot.name].tensor[:num_elements]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from phonograph.devices import Device, MemoryPool
 from phonograph.errors import DeclarationError, LoadError
+from phonograph.graphs.aliases import Aliases, Found, find_tensors, group_aliases
 
 log = logging.getLogger("phonograph")
 
@@ -49,6 +47,11 @@ class Lease:
     @property
     def tensor(self) -> torch.Tensor:
         """The flat memory of this lease."""
+        return self.allocation[: self.num_elements]
+
+    @property
+    def allocation(self) -> torch.Tensor:
+        """All the memory that this lease is a part of."""
         if self._memory is None:
             raise DeclarationError(
                 f"buffer {self.name!r} of {self.owner} is used before the pool is sealed. Call seal()."
@@ -59,7 +62,7 @@ class Lease:
         """Give the lease its memory, once: what is captured is never repointed."""
         if self._memory is not None:
             raise DeclarationError(f"buffer {self.name!r} of {self.owner} has its memory already.")
-        self._memory = memory[: self.num_elements]
+        self._memory = memory
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class BufferPool:
     """Input buffers and graph memory that runners share.
 
     Sharing is sound because a buffer means something only from its load to the end of that replay.
-    The result does not depend on the order in which runners declare their needs.
+    The result does not depend on the order in which runners declare their needs. What is asked for after the seal
+    shares where a buffer of its name, dtype and device is large enough: nothing that stands is moved.
     """
 
     def __init__(self, device: Device) -> None:
@@ -99,8 +103,10 @@ class BufferPool:
         """Held by the runner whose load means something right now: it runs, captures, verifies or gives graphs back."""
         self.num_loads = 0
         """Grows with every load for a graph: while it stands still, the buffers hold what the last one left."""
+        self.rings: dict[Key, object] = {}
+        """Host memory beside a shared allocation: one for all runners."""
         self._leases: list[Lease] = []
-        self._placements: list[Callable[[], None]] = []
+        self._found: list[Found] = []
         self._private: list[str] = []
         self._allocations: dict[Key, torch.Tensor] = {}
         self._bytes_private = 0
@@ -127,129 +133,110 @@ class BufferPool:
             "Give this runner a BufferPool of its own, or call one after the other."
         )
 
-    def request(self, name: str, num_elements: int, dtype: torch.dtype, device: torch.device, owner: str) -> Lease:
-        """Ask for a buffer; before the seal it is shared, after it the caller gets memory of its own."""
-        return self._lease(Lease(name, num_elements, dtype, device, owner), self._why_private())
+    def request(
+        self, name: str, num_elements: int, dtype: torch.dtype, device: torch.device, owner: str, *, shared: bool = True
+    ) -> Lease:
+        """Ask for a buffer; one that is not to be shared gets memory of its own."""
+        lease = Lease(name, num_elements, dtype, device, owner)
+        return self._lease(lease, "its slot is declared with shared=False" if not shared else "")
 
     def share_in(self, target: object, owner: str = "") -> None:
-        """Adopt the tensors of a dataclass, namespace or nested dict: at the seal each becomes a pool view in place."""
+        """Adopt the tensors of a dataclass, namespace or nested dict: at the seal each becomes a pool view in place.
+
+        Fields that show the same memory still do so afterwards.
+        """
         owner = owner or type(target).__name__
-        found = list(_walk(target, "", ()))
-        for path, tensor, put in found:
-            reason = self._why_private()
-            if tensor.is_inference():
-                reason = "made under inference mode, it can't be written outside it"
-            lease = self._lease(Lease(path, tensor.numel(), tensor.dtype, tensor.device, owner), reason)
-            self._placements.append(_putting(lease, tensor, put))
-        if self.sealed:
-            self._place()
+        found = find_tensors(target, owner)
+        if not self.sealed:
+            self._found += found
+            return
+        with self.using(f"sharing in the tensors of {owner}"):
+            self._lease_found(found)()
 
     def seal(self) -> None:
         """Allocate everything that was asked for; a second call does nothing."""
         if self.sealed:
             return
-        largest: dict[Key, int] = {}
-        for lease in self._leases:
-            if lease.shared:
-                largest[lease.key] = max(largest.get(lease.key, 0), lease.num_elements)
-        self._allocations = {
-            (name, dtype, device): _allocate(num_elements, dtype, device)
-            for (name, dtype, device), num_elements in largest.items()
-        }
+        put_views = self._lease_found(self._found)
+        self._found = []
+        self._allocations = {key: _allocate(num_elements, *key[1:]) for key, num_elements in self._largest().items()}
         for lease in self._leases:
             if lease.shared:
                 lease.place(self._allocations[lease.key])
         self.sealed = True
-        self._place()
+        put_views()
 
     def report(self) -> PoolReport:
-        """Bytes asked for, allocated and saved."""
-        shared = sum(t.numel() * t.element_size() for t in self._allocations.values())
+        """Bytes asked for, allocated and saved; before the seal, as it would be."""
+        shared = self._largest()
         return PoolReport(
             num_leases=len(self._leases),
-            num_allocations=len(self._allocations) + len(self._private),
-            bytes_requested=sum(lease.num_bytes for lease in self._leases if lease.is_placed),
-            bytes_allocated=shared + self._bytes_private,
+            num_allocations=len(shared) + len(self._private),
+            bytes_requested=sum(lease.num_bytes for lease in self._leases),
+            bytes_allocated=sum(count * key[1].itemsize for key, count in shared.items()) + self._bytes_private,
             private=tuple(self._private),
         )
 
-    def _why_private(self) -> str:
+    def _largest(self) -> dict[Key, int]:
+        """The elements of each shared allocation."""
+        largest: dict[Key, int] = {}
+        for lease in self._leases:
+            if lease.shared:
+                largest[lease.key] = max(largest.get(lease.key, 0), lease.num_elements)
+        return largest
+
+    def _why_private(self, lease: Lease) -> str:
         """Why a lease that is asked for now shares with nobody; empty if it shares."""
-        if self.sealed:
-            return "asked for after the pool was sealed"
         if not self.device.capabilities.shares_buffers:
             return f"the {self.device.name} device does not share buffers"
+        if self.sealed and lease.key not in self._allocations:
+            return "asked for after the pool was sealed, and nobody before asked for one like it"
+        if self.sealed and self._allocations[lease.key].numel() < lease.num_elements:
+            return f"asked for after the pool was sealed, with {self._allocations[lease.key].numel():,} elements of it"
         return ""
 
-    def _lease(self, lease: Lease, reason: str) -> Lease:
+    def _lease(self, lease: Lease, reason: str = "") -> Lease:
         """Take note of a lease; one with a reason to be private gets its memory now."""
-        if reason:
-            lease.shared = False
-            lease.place(_allocate(lease.num_elements, lease.dtype, lease.device))
-            self._bytes_private += lease.num_bytes
-            self._private.append(f"{lease.owner}.{lease.name}: {reason}")
-            log.info("buffer %s of %s is not shared: %s", lease.name, lease.owner, reason)
+        reason = reason or self._why_private(lease)
         self._leases.append(lease)
+        if reason:
+            self._keep_private(lease, reason)
+            lease.place(_allocate(lease.num_elements, lease.dtype, lease.device))
+        elif self.sealed:
+            lease.place(self._allocations[lease.key])
         return lease
 
-    def _place(self) -> None:
-        for place in self._placements:
-            place()
-        self._placements.clear()
+    def _keep_private(self, lease: Lease, reason: str) -> None:
+        lease.shared = False
+        self._bytes_private += lease.num_bytes
+        self._private.append(f"{lease.owner}.{lease.name}: {reason}")
+        log.info("buffer %s of %s is not shared: %s", lease.name, lease.owner, reason)
+
+    def _lease_found(self, found: Sequence[Found]) -> Callable[[], None]:
+        """Lease memory for tensors that were found; call what comes back to put views of it in their place."""
+        moves: list[tuple[Lease, Aliases]] = []
+        for aliases in group_aliases(found):
+            root = aliases.root
+            lease = Lease(root.path, root.tensor.numel(), root.tensor.dtype, root.tensor.device, root.owner)
+            if aliases.tangled:
+                self._leases.append(lease)
+                self._keep_private(lease, f"shows memory of {aliases.tangled} in part, and stays where it is")
+                continue
+            by_mode = "made under inference mode, it can't be written outside it" if root.tensor.is_inference() else ""
+            moves.append((self._lease(lease, by_mode), aliases))
+
+        def put() -> None:
+            for lease, aliases in moves:
+                self.num_loads += 1  # what a runner left in a shared buffer is gone
+                aliases.move_to(lease.tensor)
+
+        return put
 
 
 def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # Whatever the ambient mode: an inference tensor could not be written outside inference mode.
     with torch.inference_mode(False):
         return torch.zeros(num_elements, dtype=dtype, device=device)
-
-
-_Put = Callable[[torch.Tensor], None]
-
-
-def _putting(lease: Lease, tensor: torch.Tensor, put: _Put) -> Callable[[], None]:
-    def place() -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            view = lease.tensor.view(tensor.shape)
-            view.copy_(tensor)
-        put(view)
-
-    return place
-
-
-def _walk(target: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor, _Put]]:
-    """Every tensor below a container, with its dotted path and the way to replace it."""
-    if id(target) in above:
-        raise DeclarationError(f"sharing buffers: {path} holds itself. Leave it out.")
-    for name, value in _items(target, path):
-        where = f"{path}.{name}" if path else str(name)
-        if isinstance(value, torch.Tensor):
-            yield where, value, _putter(target, name)
-        elif value is not None:
-            yield from _walk(value, where, (*above, id(target)))
-
-
-def _items(target: Any, path: str) -> list[tuple[Any, Any]]:
-    if isinstance(target, dict):
-        return list(target.items())
-    if isinstance(target, SimpleNamespace):
-        return list(vars(target).items())
-    if dataclasses.is_dataclass(target) and not isinstance(target, type):
-        return [(f.name, getattr(target, f.name, None)) for f in dataclasses.fields(target)]
-    raise DeclarationError(
-        f"sharing buffers: {path or 'the object'} is a {type(target).__name__}; "
-        "tensors, None, dataclasses, namespaces and dicts can be adopted. Leave it out or wrap it."
-    )
-
-
-def _putter(target: Any, name: Any) -> _Put:
-    def put(view: torch.Tensor) -> None:
-        if isinstance(target, dict):
-            target[name] = view
-        else:
-            object.__setattr__(target, name, view)  # a frozen dataclass is adopted too
-
-    return put
 
 
 def next_power_of_two(size: int) -> int:

@@ -27,7 +27,7 @@ def profiled(folder: str | None, name: str) -> Iterator[None]:
         file.touch()
     except OSError as error:
         raise PlanError(f"profiling {name}: {file} can't be written ({error}). Name another folder.") from None
-    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+    with torch.profiler.profile() as profiler:
         yield
     profiler.export_chrome_trace(str(file))
     # A warning, since the times of this start are not those of others.

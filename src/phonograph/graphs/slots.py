@@ -70,6 +70,8 @@ class Slot:
     place: Place = "device"
     valid: tuple[Number, Number] | None = None
     """The smallest and largest legal value; samples and poison stay inside it."""
+    shared: bool = True
+    """Whether runners of one pool may use the same memory in turn; False where it is read after its replay."""
 
     def __post_init__(self) -> None:
         self._check_kinds()
