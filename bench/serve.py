@@ -26,6 +26,8 @@ from phonograph.engine.spec import EngineSpec
 
 Prompts = list[list[int]]
 
+HEAD = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
 
 class Stream(asyncio.Protocol):
     """One streamed request: counts bytes and chunks, and keeps the end, where the usage is."""
@@ -62,7 +64,7 @@ async def over_http(port: int, prompts: Prompts, new_tokens: int) -> dict[str, f
     for prompt in prompts:
         body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         data = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
-        requests.append(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        requests.append(b"POST /v1/completions HTTP/1.1\r\n" + HEAD % len(data) + data)
     begin = time.perf_counter()
     opened = [await loop.create_connection(partial(Stream, request), "127.0.0.1", port) for request in requests]
     streams = [stream for _, stream in opened]

@@ -15,6 +15,8 @@ from serve import server
 WINDOW = 64
 """Requests at a time."""
 
+HEAD = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
 
 async def request(port: int, number: int) -> int:
     """One request; the status, or 0 if this client left."""
@@ -26,7 +28,7 @@ async def request(port: int, number: int) -> int:
         "stream": kind in (0, 1),
     }
     data = json.dumps(body).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\n" + HEAD % len(data) + data)
     try:
         if kind == 3:  # nobody waits for this one
             return 0

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,9 +75,9 @@ class Server:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Server]:
+def serving(*flags: str, command: Sequence[str] = ()) -> Iterator[Server]:
     """Start a server, wait until its screen is whole, and end it after the test."""
-    command = [sys.executable, "-m", "phonograph.cli.main", "serve", *flags]
+    command = command or [sys.executable, "-m", "phonograph.cli.main", "serve", *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         server = Server(process, "")

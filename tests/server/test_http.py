@@ -217,6 +217,10 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs `logprobs`", "top_logprobs"),
     (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools[0]` must be", "tools[0]"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "a call can't be forced", "tool_choice"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"think": 1}}, "does not read 'think'", "chat_template_kwargs"),
+    (TEXT, {"prompt": "x", "guided_regex": r"[^\s\S]"}, "no text follows it", "guided_regex"),
+    (TEXT, {"prompt": "x", "guided_json": False}, "Unsatisfiable", "guided_json"),
+    (TEXT, {"prompt": "x", "guided_grammar": 'start: a\na: "x" a'}, "following the grammar", "guided_grammar"),
     ("/tokenize", {}, "either `prompt` or `messages`", "prompt"),
     ("/tokenize", {"prompt": "x", "messages": HELLO}, "either `prompt` or `messages`", "prompt"),
     ("/detokenize", {"tokens": ["a"]}, "got `str`", "tokens[0]"),
@@ -247,7 +251,7 @@ def test_what_is_not_there(tiny_server: Server) -> None:
 
 def test_a_body_that_is_too_large(tiny_server: Server) -> None:
     said = httpx.post(tiny_server.url + TEXT, content=b"x" * 200_001, headers=JSON, timeout=60)
-    assert "200,001 bytes; at most 200,000" in error_of(said, 413)["message"]
+    assert "has 200,001 bytes; at most 200,000" in error_of(said, 413)["message"]
 
     def endless() -> Any:
         for _ in range(1000):

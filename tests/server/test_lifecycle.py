@@ -142,6 +142,17 @@ def test_on_sigterm_what_runs_is_finished_and_what_comes_is_refused(tiny_model: 
         assert any("finishing 12 sequences" in line for line in server.lines)
 
 
+def test_a_core_that_is_lost_for_good_ends_the_server(tiny_model: Path) -> None:
+    with serving("--model", str(tiny_model), *TINY_FLAGS, "--max-restarts", "0") as server:
+        os.kill(server.core_pid, signal.SIGKILL)
+        assert server.process.wait(30) == 2
+        time.sleep(0.1)
+        said = [line for line in server.lines if line.startswith("phonograph: ")]
+        assert len(said) == 1
+        assert "SIGKILL" in said[0]
+        assert "it is not started again. The server ends." in said[0]
+
+
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

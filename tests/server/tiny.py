@@ -39,11 +39,12 @@ CONFIG = {
 }
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, context: int = CONTEXT) -> Path:
     """Write config, weights, tokenizer and template."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    checkpoint = RandomCheckpoint(ModelConfig.from_hf(CONFIG))
+    config = {**CONFIG, "max_position_embeddings": context}
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = RandomCheckpoint(ModelConfig.from_hf(config))
     save_file({name: tensor.to(torch.float32) for name, tensor in checkpoint.tensors()}, folder / "model.safetensors")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))

@@ -137,3 +137,18 @@ def test_a_grammar_that_makes_no_sense_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="json_schema, regex, choice or lark"):
         with_grammar("gbnf", "root ::= x")
     assert llm.core.is_idle
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", r"[^\s\S]"),
+        ("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}'),
+        ("json_schema", "false"),
+    ],
+)
+def test_a_grammar_that_no_text_follows_is_refused(llm: LLM, kind: str, text: str) -> None:
+    with pytest.raises(RequestError, match="can't be followed") as found:
+        llm.generate("x", with_grammar(kind, text))
+    assert found.value.field == "grammar"
+    assert ".rs" not in str(found.value)

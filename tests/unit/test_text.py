@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +294,28 @@ class TestStops:
         assert StopStrings(["ab", "b"]).add("xab") == ("x", "ab")
         assert StopStrings(["a", "ab"]).add("xab") == ("x", "a")
 
+    def test_choices_share_the_strings_and_nothing_else(self) -> None:
+        first = StopStrings(["<END>"])
+        second = first.again()
+        assert first.add("a<EN") == ("a", None)
+        assert second.add("D>b") == ("D>b", None)
+        assert first.add("D>") == ("", "<END>")
+        assert first.again().add("<EN") == ("", None)
+
+    def test_long_strings_cost_what_matches_of_them(self) -> None:
+        tracemalloc.start()
+        begin = time.thread_time()
+        first = StopStrings(["a" * 500_000 + chr(65 + number) for number in range(16)])
+        choices = [first.again() for _ in range(128)]
+        for choice in choices:
+            for _ in range(20):
+                assert choice.add("some more text") == ("some more text", None)
+        assert choices[0].add("a" * 50 + "!") == ("a" * 50 + "!", None)
+        seconds, (_, most) = time.thread_time() - begin, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert seconds < 2
+        assert most < 10 << 20  # not even twice the strings: no table is made before text matches
+
     def test_without_stops_all_passes(self) -> None:
         stops = StopStrings([])
         assert stops.add("text") == ("text", None)
@@ -341,6 +365,12 @@ class TestChat:
     def test_further_variables(self) -> None:
         rendered = ChatTemplate(CHATML).render(HI, variables={"enable_thinking": "yes"})
         assert rendered.endswith("yes")
+
+    @pytest.mark.parametrize("name", ["enable_thinkng", "messages", "add_generation_prompt", "raise_exception"])
+    def test_a_variable_that_does_nothing_is_refused(self, name: str) -> None:
+        with pytest.raises(RequestError, match=f"does not read '{name}'; what it reads: .*enable_thinking") as found:
+            ChatTemplate(CHATML).render(HI, variables={name: "x"})
+        assert found.value.field == "chat_template_kwargs"
 
     def test_text_parts_are_joined(self) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

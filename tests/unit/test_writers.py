@@ -20,6 +20,8 @@ from phonograph.server.writers import ChatWriter, CompletionWriter, Head
 HEAD = Head("chatcmpl-abc", 7, "tiny")
 USAGE = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+UNKNOWN = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+BARE = '[{"name": "now", "arguments": {"zone": "UTC"}}, {"name": "now", "arguments": {}}]'
 MADE = FunctionCall("now", '{"zone":"UTC"}')
 
 
@@ -54,6 +56,7 @@ def read(text: str, size: int) -> tuple[str, list[FunctionCall]]:
         ('{"name": "now", "parameters": {"zone": "UTC"}}', "", [MADE]),
         ('[{"name": "now", "arguments": "{}"}]', "", [FunctionCall("now", "{}")]),
         ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
+        (UNKNOWN, UNKNOWN, []),
         ('{"answer": 5}', '{"answer": 5}', []),
         ("{not JSON", "{not JSON", []),
         ("  \n ", "  \n ", []),
@@ -67,6 +70,15 @@ def test_calls_are_found_however_the_text_comes(text: str, shown: str, calls: li
 @given(st.text(st.sampled_from('<tool_cal>/{}"ax ')), st.integers(1, 9))
 def test_text_without_calls_comes_through(text: str, size: int) -> None:
     assert read(text, size) == (text, [])
+
+
+@pytest.mark.parametrize("text", [f"{CALL}\n{CALL}", f"a {CALL}{CALL}", BARE])
+@pytest.mark.parametrize("size", [3, 1000])
+def test_of_several_calls_only_so_many_are_passed_on(text: str, size: int) -> None:
+    reader, calls = ToolCallReader(["now"], most=1), list[FunctionCall]()
+    for start in range(0, len(text), size):
+        calls += reader.add(text[start : start + size])[1]
+    assert calls + reader.finish()[1] == [MADE]
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:

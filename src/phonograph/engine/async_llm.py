@@ -8,30 +8,29 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
+
+import msgspec
 
 from phonograph.engine.admission import refuse_misfits, refuse_unknown_tokens
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core_client import CoreClient, Restarts
+from phonograph.engine.front_text import FrontText
 from phonograph.engine.generation import Delta, Generation
 from phonograph.engine.messages import Add, Cancel, Check, Checked, Finish, Ready, StepOutput
 from phonograph.engine.metrics import EngineStats
 from phonograph.engine.observe import Observer, Observers
 from phonograph.engine.request import Request, SamplingParams
 from phonograph.engine.spec import EngineSpec
-from phonograph.engine.text import ChatTemplate, Tokenizer
+from phonograph.engine.text import ChatTemplate
 from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
 
-T = TypeVar("T")
-
-_INLINE = 512
-"""Characters, or tokens, that are handled at once; more go to a thread, so that nobody's tokens wait for them."""
-_THREADS = 2
+_CHOICE_SIZE = 16
+"""What it takes to begin a choice, in tokens."""
 _LONGEST_WAIT = 60.0
 """Seconds that a client is asked to wait at most."""
 
@@ -66,7 +65,7 @@ class AsyncLLM:
         self.sampling = self.checkpoint.sampling if spec.options.sampling == "model" else SamplingParams()
         """What holds for a value that a request leaves open."""
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
-        self._template = self._opened_template(chat_template)
+        self.text = FrontText(self.checkpoint.source, self.tokenizer, self._opened_template(chat_template))
         self.observer = Observers(observers)
         self.health = Health("starting")
         self.stats: EngineStats | None = None
@@ -87,7 +86,6 @@ class AsyncLLM:
         self._ends: deque[float] = deque(maxlen=64)
         """When the latest sequences ended."""
         self._numbers = itertools.count()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
 
     # -- the life of the engine -------------------------------------------------------------------------------------
 
@@ -109,7 +107,7 @@ class AsyncLLM:
         self.health = Health("stopped", "the server was shut down")
         self._fail_all(CoreError("the server was shut down while the request ran"))
         await self._core.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.text.close()
 
     async def lost(self) -> str:
         """Wait until the core is down for good, and say why."""
@@ -157,8 +155,8 @@ class AsyncLLM:
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, timeout: float | None = None
     ) -> AsyncIterator[Delta]:
         """Complete one prompt, text or token ids; a caller that stops listening cancels it."""
-        tokens = await self.encode(prompt) if isinstance(prompt, str) else prompt
-        async with self.submit([tokens], params or SamplingParams(), timeout=timeout, continues=True) as generation:
+        prompts = await self.text.encode([prompt])
+        async with self.submit(prompts, params or SamplingParams(), timeout=timeout, continues=True) as generation:
             async for delta in generation:
                 yield delta
 
@@ -170,7 +168,7 @@ class AsyncLLM:
         timeout: float | None = None,
     ) -> AsyncIterator[Delta]:
         """Answer a conversation."""
-        tokens = await self.render(messages)
+        tokens = await self.text.render(messages)
         async with self.submit([tokens], params or SamplingParams(), timeout=timeout) as generation:
             async for delta in generation:
                 yield delta
@@ -192,7 +190,7 @@ class AsyncLLM:
         self.refuse_unless_ready()
         with self._refusals_counted():
             requests = self._requests(prompts, params, request_id, priority, timeout)
-        return self._started(requests, continues)
+        return self._started(*self._prepared(requests, continues))
 
     async def submit_long(
         self,
@@ -203,13 +201,17 @@ class AsyncLLM:
         timeout: float | None = None,
         continues: bool = False,
     ) -> Generation:
-        """Like `submit`; prompts of many tokens are checked in a thread."""
+        """Like `submit`; many tokens or choices are made ready in a thread."""
         self.refuse_unless_ready()
+
+        def work() -> tuple[Generation, list[msgspec.Raw]]:
+            return self._prepared(self._requests(prompts, params, request_id, 0, timeout), continues)
+
+        size = sum(map(len, prompts)) + _CHOICE_SIZE * len(prompts) * params.n
         with self._refusals_counted():
-            size = sum(map(len, prompts))
-            requests = await self.off_loop(size, lambda: self._requests(prompts, params, request_id, 0, timeout))
+            prepared = await self.text.off_loop(size, work)
         self.refuse_unless_ready()
-        return self._started(requests, continues)
+        return self._started(*prepared)
 
     def _requests(
         self,
@@ -244,12 +246,16 @@ class AsyncLLM:
             self.observer.rejected("invalid")
             raise
 
-    def _started(self, requests: Sequence[Request], continues: bool) -> Generation:
-        self._refuse_overflow(sum(request.params.n for request in requests))
+    def _prepared(self, requests: Sequence[Request], continues: bool) -> tuple[Generation, list[msgspec.Raw]]:
+        """The generation, and what the core is told of it; any thread may make them."""
         generation = Generation(requests, self.tokenizer, self.observer, self._closed, continues=continues)
-        for request in requests:
+        return generation, [self._core.encoded(Add(request)) for request in requests]
+
+    def _started(self, generation: Generation, messages: Sequence[msgspec.Raw]) -> Generation:
+        self._refuse_overflow(generation.num_choices)
+        for request, message in zip(generation.requests, messages, strict=True):
             self._live[request.id] = generation
-            self._core.send(Add(request))
+            self._core.send(message)
             self.observer.started(request)
         self.num_active += generation.num_choices
         self.busy_since = self.busy_since or time.monotonic()
@@ -283,69 +289,6 @@ class AsyncLLM:
             return 1.0
         seconds = (time.monotonic() - self._ends[0]) / len(self._ends) * ends
         return float(min(max(1, math.ceil(seconds)), _LONGEST_WAIT))
-
-    # -- text -------------------------------------------------------------------------------------------------------
-
-    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """The token ids of a text."""
-        return (await self.encode_all([text], add_special=add_special))[0]
-
-    async def encode_all(self, prompts: Sequence[str | list[int]], *, add_special: bool = True) -> list[list[int]]:
-        """The token ids of several texts; what is token ids already stays as it is."""
-        texts = {place: prompt for place, prompt in enumerate(prompts) if isinstance(prompt, str)}
-        found = {place: prompt for place, prompt in enumerate(prompts) if not isinstance(prompt, str)}
-        if texts:
-            tokenizer, size = self._text(), sum(map(len, texts.values()))
-            found |= await self.off_loop(
-                size, lambda: {place: tokenizer.encode(text, add_special=add_special) for place, text in texts.items()}
-            )
-        return [found[place] for place in range(len(prompts))]
-
-    async def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of token ids."""
-        tokenizer, vocab = self._text(), self.about.vocab
-        if (highest := max(tokens, default=0)) >= vocab:
-            raise RequestError(f"tokens: {highest} is not in the vocabulary of {vocab}.", field="tokens")
-        return await self.off_loop(len(tokens), lambda: tokenizer.decode(tokens, skip_special=skip_special))
-
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        variables: Mapping[str, object] | None = None,
-        add_generation_prompt: bool = True,
-        size: int = _INLINE,
-    ) -> list[int]:
-        """The token ids of a conversation; `size` is about how many characters it has."""
-        tokenizer, template = self._text(), self.template
-
-        def work() -> list[int]:
-            text = template.render(
-                messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
-            )
-            return tokenizer.encode(text, add_special=False)
-
-        return await self.off_loop(size, work)
-
-    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Do the work at once if it is small, else in a thread; `size` is about its number of characters or tokens."""
-        if size < _INLINE:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    def _text(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(f"{self.checkpoint.source} has no tokenizer. Send token ids.", field="prompt")
-        return self.tokenizer
-
-    @property
-    def template(self) -> ChatTemplate:
-        """How conversations are written out."""
-        if self._template is None:
-            problem = f"{self.checkpoint.source} has no chat template. Send a prompt of token ids."
-            raise RequestError(problem, field="messages")
-        return self._template
 
     def _opened_template(self, given: str | None) -> ChatTemplate | None:
         if self.tokenizer is None:

@@ -129,9 +129,13 @@ class CoreClient:
         self._keeper = asyncio.create_task(self._keep_running(), name="core keeper")
         return found
 
-    def send(self, message: ToCore) -> None:
+    def encoded(self, message: ToCore) -> msgspec.Raw:
+        """A message as it is sent, made in any thread; one that can't be is its sender's error, and nobody else's."""
+        return msgspec.Raw(msgspec.msgpack.encode(message))
+
+    def send(self, message: ToCore | msgspec.Raw) -> None:
         """Tell the core; all that is told in one turn of the event loop goes in one frame."""
-        encoded = msgspec.Raw(self._encode(message))  # one that can't be sent is its sender's error, and nobody else's
+        encoded = message if isinstance(message, msgspec.Raw) else self.encoded(message)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(encoded)

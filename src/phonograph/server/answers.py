@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -209,7 +210,7 @@ class Tokenized(msgspec.Struct, frozen=True):
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: Sequence[int]
 
 
 class Detokenized(msgspec.Struct, frozen=True):

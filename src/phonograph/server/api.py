@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -79,12 +79,9 @@ class Api:
             return ask, self._head("cmpl", ask), completion_params(ask), _prompts_of(ask.prompt)
 
         with self._refusals_counted():
-            found, _ = await self._completion_bodies.read(request, self._llm.off_loop, checked)
+            found, _ = await self._completion_bodies.read(request, self._llm.text.off_loop, checked)
             ask, head, params, given = found
-            prompts = await self._llm.encode_all(given)
-            for prompt in prompts:
-                self._check_context(prompt, "prompt")
-            self.bounds().prompt_tokens.check(sum(map(len, prompts)))
+            prompts = await self._llm.text.encode(given, check=self._fitting())
             check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
         writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None)
         return await self._answer(request, ask, prompts, params, writer)
@@ -100,10 +97,10 @@ class Api:
             return ask, self._head("chatcmpl", ask), chat_params(ask, max_len), tools, for_template(ask.messages)
 
         with self._refusals_counted():
-            found, size = await self._chat_bodies.read(request, self._llm.off_loop, checked)
+            found, size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
             ask, head, params, tools, messages = found
             check_logprobs(params, 1, max_len)
-            prompt = await self._llm.render(
+            prompt = await self._llm.text.render(
                 messages,
                 tools=ask.tools if tools else None,
                 variables=ask.chat_template_kwargs,
@@ -127,6 +124,18 @@ class Api:
         with_usage = bool(ask.stream and ask.stream_options and ask.stream_options.include_usage)
         return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._checked_model(ask.model), with_usage)
 
+    def _fitting(self) -> Callable[[Sequence[int]], None]:
+        """Refuses prompts, one after the other: each one that is too long, and all together."""
+        total, most = 0, self.bounds().prompt_tokens
+
+        def check(prompt: Sequence[int]) -> None:
+            nonlocal total
+            self._check_context(prompt, "prompt")
+            total += len(prompt)
+            most.check(total)
+
+        return check
+
     def _check_context(self, prompt: Sequence[int], param: str) -> None:
         most = self._llm.about.limits.max_len - 1
         if len(prompt) > most:
@@ -141,7 +150,7 @@ class Api:
     def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
         """The names of the functions."""
         names = [_function_name(place, tool) for place, tool in enumerate(tools)]
-        if not self._llm.template.takes_tools:
+        if not self._llm.text.template.takes_tools:
             message = "`tools` can't be served: this model's chat template has no place for them. Leave them out."
             raise ApiError(400, message, param="tools", code="unsupported")
         return names
@@ -150,7 +159,7 @@ class Api:
         self,
         request: Request,
         ask: Sampling,
-        prompts: list[list[int]],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         writer: ChatWriter | CompletionWriter,
     ) -> Response:
@@ -158,8 +167,7 @@ class Api:
         log = RequestLog(writer.id, with_texts=self._options.log_prompts)
         if self._options.log_prompts:
             for prompt in prompts:
-                has_text = self._llm.tokenizer is not None
-                log.prompt(await self._llm.decode(prompt, skip_special=False) if has_text else prompt)
+                log.prompt(await self._text_of(prompt) if self._llm.tokenizer is not None else prompt)
         timeout = self._options.request_timeout
         generation = await self._llm.submit_long(
             prompts,
@@ -169,7 +177,7 @@ class Api:
             continues=isinstance(writer, CompletionWriter),
         )
         with_usage = bool(ask.stream_options and ask.stream_options.include_usage)
-        delivery = Delivery(generation, writer, log, timeout, self._llm.off_loop, with_usage)
+        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, with_usage)
         return await (delivery.stream(request) if ask.stream else delivery.whole(request))
 
     # -- text -------------------------------------------------------------------------------------------------------
@@ -184,9 +192,10 @@ class Api:
                 raise ApiError(400, "send either `prompt` or `messages`.", param="prompt", code="invalid_value")
             return ask
 
-        ask, size = await self._tokenize_bodies.read(request, self._llm.off_loop, checked)
+        ask, size = await self._tokenize_bodies.read(request, self._llm.text.off_loop, checked)
+        tokens: Sequence[int]
         if ask.messages is not None:
-            tokens = await self._llm.render(
+            tokens = await self._llm.text.render(
                 for_template(ask.messages),
                 tools=ask.tools if ask.tools and self._checked_tools(ask.tools) else None,
                 variables=ask.chat_template_kwargs,
@@ -194,7 +203,7 @@ class Api:
                 size=size,
             )
         else:
-            tokens = await self._llm.encode(ask.prompt or "", add_special=ask.add_special_tokens)
+            (tokens,) = await self._llm.text.encode([ask.prompt or ""], add_special=ask.add_special_tokens)
         return _json(Tokenized(len(tokens), self._llm.about.limits.max_len, tokens))
 
     async def detokenize(self, request: Request) -> Response:
@@ -205,8 +214,11 @@ class Api:
             self._checked_model(ask.model)
             return ask
 
-        ask, _ = await self._detokenize_bodies.read(request, self._llm.off_loop, checked)
-        return _json(Detokenized(await self._llm.decode(ask.tokens, skip_special=False)))
+        ask, _ = await self._detokenize_bodies.read(request, self._llm.text.off_loop, checked)
+        return _json(Detokenized(await self._text_of(ask.tokens)))
+
+    async def _text_of(self, tokens: Sequence[int]) -> str:
+        return await self._llm.text.decode(tokens, self._llm.about.vocab, skip_special=False)
 
     # -- what is served ---------------------------------------------------------------------------------------------
 

@@ -77,9 +77,9 @@ class BodyReader(Generic[T]):
         """
         _refuse_other_types(request)
         with self._arrivals.arriving() as arrived:
-            data = await self._bytes(request, arrived)
-            bounds = self._bounds()
-            return await off_loop(len(data), lambda: then(self._decoded(data, bounds))), len(data)
+            parts = await self._parts(request, arrived)
+            bounds, size = self._bounds(), sum(map(len, parts))
+            return await off_loop(size, lambda: then(self._decoded(b"".join(parts), bounds))), size
 
     def _decoded(self, data: bytes, bounds: ModelBounds) -> T:
         shape = shape_of(data, bounds.values.most)
@@ -93,7 +93,7 @@ class BodyReader(Generic[T]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is no valid JSON: {_sentence(error, data)}", code="invalid_json") from None
 
-    async def _bytes(self, request: Request, arrived: Callable[[int], None]) -> bytes:
+    async def _parts(self, request: Request, arrived: Callable[[int], None]) -> list[bytes]:
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > self._max_bytes:
             raise self._too_large(f"{int(announced):,}")
@@ -112,7 +112,7 @@ class BodyReader(Generic[T]):
             raise ApiError(408, message, code="body_timeout") from None
         except ClientDisconnect:
             raise ApiError(499, "the client is gone.") from None
-        return b"".join(parts)
+        return parts
 
     def _too_large(self, found: str) -> ApiError:
         message = (

@@ -88,7 +88,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._has_message = False
         """Between the first byte of a request and its last."""
         self._in_head = False
-        self._began_now = False
+        self._ended_now = False
         self._head_bytes = self._line_bytes = self._pieces = 0
 
     # -- the connection ---------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if not self._has_message and self._timer is None:
             self._arm(self._door.head_timeout)
-        self._began_now, self._pieces = False, 0
+        self._ended_now, self._pieces = False, 0
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -129,10 +129,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive, self._is_over = False, True
             return
         except httptools.HttpParserError:
+            if len(self.pipeline) >= PIPELINED.most:  # what waits is answered, and nothing else
+                self.cycle.keep_alive, self._is_over = False, True
+                return
             problem = "the request is no valid HTTP. Send HTTP/1.1."
             self._refuse(self._refusal or ApiError(400, problem, code="invalid_http"))
             return
-        if self._in_head and not self._began_now:
+        if self._in_head and not self._ended_now:  # else the beginning of what came belongs to the last request
             self._head_bytes += len(data)
             if self._head_bytes > HEADERS.most:
                 self._refuse(HEADERS.refusal(f"{self._head_bytes:,} or more", HEADERS.field, 431))
@@ -165,8 +168,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()
-            return
+            if self.cycle.response_started or self.pipeline:
+                self.transport.close()
+                return
+            self.cycle.disconnected = True  # the request is refused while its body comes; the app need not answer
+            self.cycle.message_event.set()
         self.transport.write(_written(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -175,10 +181,10 @@ class GuardedProtocol(HttpToolsProtocol):
     # -- what the parser finds ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._has_message = self._in_head = self._began_now = True
+        self._has_message = self._in_head = True
         self._head_bytes = self._line_bytes = 0
         if len(self.pipeline) >= PIPELINED.most:
-            self._stop(PIPELINED.refusal(f"more than {PIPELINED.most}", PIPELINED.field, 429))
+            raise _RefusedError
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -209,7 +215,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._has_message = False
+        self._has_message, self._ended_now = False, True
         self._disarm()
         super().on_message_complete()
         if self.cycle.response_complete:  # the answer was there before the body was
@@ -232,7 +238,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class _RefusedError(Exception):
-    """Out of the parser; it makes a parser error of it."""
+    """Out of the parser, which makes an error of its own of it."""
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:

@@ -30,7 +30,7 @@ class Bound:
         """What a client is told."""
         is_field = not name.startswith("the ")
         named = f"`{name}`" if is_field else name
-        message = f"{named} has {found} {self.unit}; at most {self.most:,} are taken. Send less."
+        message = f"{named}: found {found} {self.unit}; at most {self.most:,} are taken. Send less."
         return ApiError(status, message, param=name if is_field else None, code="limit_exceeded")
 
 
