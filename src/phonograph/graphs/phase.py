@@ -70,7 +70,8 @@ class Phase:
     eager_without: frozenset[str] = frozenset()
     """Slots that the eager path leaves out."""
     preserve: Preserve | None = None
-    """Keeps capture and `verify` from changing the model's state; without it, all that the body writes is copied."""
+    """Keeps capture and `verify` from changing the model's state, in tensors and in Python; without it, all that the
+    body writes is found by running it, copied and put back."""
     adopt: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Existing tensors to use as buffers."""
 
@@ -121,6 +122,12 @@ class Phase:
         aside = {path: value for path, value in absent.items() if path[0] in sample.beside}
         within = {path: value for path, value in absent.items() if path not in aside}
         return Sample(expose(sample.batch, within), expose(dict(sample.beside), aside)) if absent else sample
+
+    @property
+    def code(self) -> list[Callable[..., Any]]:
+        """Whatever trial runs call of the phase."""
+        called = (self.body, self.tail if self.tail_captured else None, self.plan)
+        return [function for function in called if function is not None]
 
     def forward(self, batch: Any, beside: Mapping[str, Any]) -> Any:
         """The part of the pass that is recorded."""
