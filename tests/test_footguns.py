@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ TRAPS = [
     ("python_number", "a Python number that changes between calls is frozen at capture",
      "keeps the value of capture; make it a slot, and it is live"),
     ("side_effect", "Python side effects run at capture only",
-     "so it is: a replay runs no Python, an eager call and a gap do"),
+     "refused at capture, value and line named, and put back; in a gap they run at every call"),
     ("an_argument_that_is_no_slot", "an argument that is no slot changes between calls",
      "never ignored in silence: its value counts, or the call is refused"),
     ("number_returned", "the body returns a Python number, which every replay would repeat",
@@ -249,11 +250,13 @@ def test_side_effect(device: Device) -> None:
         return x + 1
 
     made = make(body, device)
-    before = len(ran)
+    assert ran == []
+    assert made.runner.report is not None
+    problem = "the body changes ran in every run, and a replay runs no Python (test_footguns.py:"
+    assert all(problem in str(row.error) for row in made.runner.report.rows)
     made(rows(device, 3))
-    assert len(ran) == before
     made(rows(device, 9))
-    assert ran[before:] == [9]
+    assert ran == [3, 9]
 
     gaps: list[int] = []
 
@@ -266,7 +269,7 @@ def test_side_effect(device: Device) -> None:
         return x + 1
 
     made = make(broken, device, backend="breakable")
-    gaps.clear()
+    assert gaps == []
     made(rows(device, 3))
     made(rows(device, 9))
     assert gaps == [3, 9]
@@ -653,18 +656,17 @@ def check_torch_works(device: Device) -> None:
     check_replayed(make(lambda x: x * 2 + 1, device), device, lambda x: x * 2 + 1)
 
 
-@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("after", [1, 2, 3, 5, 7])
 def test_failed_capture(device: Device, after: int) -> None:
     """The body fails at its n-th run: in a warm-up, a rehearsal or the capture itself."""
-    runs = 0
+    count = Mock()  # no state of the body's own
     state = torch.zeros(2, device=device.torch_device)
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        nonlocal runs
-        runs += 1
+        count()
         state.add_(1)
         y = x + torch.rand_like(x)
-        if runs >= after:
+        if count.call_count >= after:
             raise ZeroDivisionError
         return y
 
@@ -675,15 +677,14 @@ def test_failed_capture(device: Device, after: int) -> None:
     check_torch_works(device)
 
 
-@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("after", [1, 2, 3, 5, 7])
 def test_failing_gap_in_inference_mode(device: Device, after: int) -> None:
-    runs = 0
+    count = Mock()
 
     @graph_break
     def gap(x: torch.Tensor) -> torch.Tensor:
-        nonlocal runs
-        runs += 1
-        if runs >= after:
+        count()
+        if count.call_count >= after:
             raise ZeroDivisionError
         return x * 2
 
@@ -698,14 +699,14 @@ def test_failing_gap_in_inference_mode(device: Device, after: int) -> None:
 
 
 def test_garbage_collection(device: Device) -> None:
-    enabled: list[bool] = []
+    enabled = Mock()
 
     class Cycle:
         def __init__(self, tensor: torch.Tensor) -> None:
             self.tensor, self.me = tensor, self
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        enabled.append(gc.isenabled())
+        enabled(gc.isenabled())
         for _ in range(100):
             Cycle(x * 2)
         return x + 1
@@ -716,7 +717,7 @@ def test_garbage_collection(device: Device) -> None:
         made = make(body, device)
     finally:
         gc.set_threshold(*threshold)
-    assert not any(enabled)
+    assert {call.args for call in enabled.call_args_list} == {(False,)}
     assert gc.isenabled()
     check_replayed(made, device, lambda x: x + 1)
     gc.disable()

@@ -27,7 +27,7 @@ from phonograph.errors import (
 from phonograph.graphs.breaks import break_graph, graph_break
 from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.buffers import LoadMode, Registry
-from phonograph.graphs.capture import CaptureReport
+from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.context import Stage, current
 from phonograph.graphs.decisions import Reason, Replay, RunEagerly, ShapeKey
 from phonograph.graphs.extent import Dim, Extent

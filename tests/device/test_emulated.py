@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
+from phonograph import Graphed, Slot, Stage, current, graph_break, graphed
 from phonograph.devices import DeviceGraph, EmulatedDevice, MemoryPool
 from phonograph.devices.trace import raising_frame
 from phonograph.errors import CaptureError, DataDependentShapeError, HostConstantError, HostReadError
+from phonograph.graphs.progress import silent
 
 Mode = Callable[[], AbstractContextManager[Any]]
 MODES: list[Mode] = [torch.no_grad, torch.inference_mode]
@@ -530,3 +535,75 @@ def test_a_failed_recording_holds_no_memory() -> None:
     with pytest.raises(ZeroDivisionError):
         record(device, lambda: torch.ones(100) / (1 // 0))
     assert device.memory().used == 0
+
+
+class TestOpsThatTakeFunctions:
+    """torch compiles them when they are called; under a mode they run by the ops that they are made of."""
+
+    def made(self, body: Callable[[torch.Tensor], torch.Tensor], width: int) -> Graphed:
+        slots = [Slot("x", ("seqs", width), torch.float32)]
+        return graphed(body, slots=slots, bucketed="seqs", buckets=[2, 4], device="emulated")
+
+    @pytest.mark.slow
+    def test_flex_attention_is_recorded(self) -> None:
+        def body(x: torch.Tensor) -> torch.Tensor:
+            heads = x.view(-1, 2, 4, 8)
+            attended = flex_attention(heads, heads, heads, score_mod=lambda score, b, h, q, k: score * 0.5)
+            assert isinstance(attended, torch.Tensor)
+            return attended.reshape(x.shape)
+
+        made = self.made(body, 64)
+        report = made.capture(silent)
+        assert not report.failures, report
+        assert made.verify().ok
+        x = torch.randn(3, 64)
+        torch.testing.assert_close(made(x), body(x))
+        assert made.stats.replays.total() == 1
+
+    @pytest.mark.slow
+    def test_cond_is_refused_by_name(self) -> None:
+        def body(x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 3, (x,))
+
+        made = self.made(body, 4)
+        report = made.capture(silent)
+        assert len(report.failures) == 2
+        text = str(report.failures[0].error)
+        assert "torch.ops.higher_order.cond picks what to run by a value on the device" in text
+        assert "test_emulated.py:" in text
+        assert text.endswith("choose with torch.where, or mark the function @graph_break and use backend='breakable'")
+        for x in (torch.ones(2, 4), -torch.ones(2, 4)):
+            torch.testing.assert_close(made(x), x * 2 if x.sum() > 0 else x * 3)
+
+
+def test_libraries_are_told_that_a_capture_goes_on() -> None:
+    """Wherever the capture would say so, under every name, on this thread only; and not in gaps, nor afterwards."""
+    asked = torch.cuda.is_current_stream_capturing
+    answers: dict[Stage, set[bool]] = {}
+
+    def is_capturing() -> bool:
+        with suppress(RuntimeError):  # torch for CPUs only has no answer of its own
+            return asked() and torch.cuda.graphs.is_current_stream_capturing()
+        return False
+
+    @graph_break
+    def gap(x: torch.Tensor) -> torch.Tensor:
+        assert not is_capturing()
+        return x
+
+    spy = Mock()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as elsewhere:
+            spy(current().stage, is_capturing(), elsewhere.submit(is_capturing).result())
+        return gap(x) * 2
+
+    slots = [Slot("x", ("seqs", 4), torch.float32)]
+    made = graphed(body, slots=slots, bucketed="seqs", buckets=[2], device="emulated", backend="breakable")
+    assert not made.capture(silent).failures
+    for call in spy.call_args_list:
+        stage, here, elsewhere = call.args
+        answers.setdefault(stage, set()).add(here)
+        assert not elsewhere
+    assert answers == {Stage.WARMING: {False, True}, Stage.CAPTURING: {True}}, "free warm-ups are no capture"
+    assert not is_capturing()

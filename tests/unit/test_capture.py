@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import io
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,27 +20,28 @@ from runners import WIDTH, equal, make_runner, rows
 
 
 def test_all_shapes_are_warmed_before_any_is_captured_largest_first(device: Device) -> None:
-    runs: list[tuple[Stage, int]] = []
+    seen = Mock()
 
     def body(batch: dict[str, Any]) -> torch.Tensor:
-        runs.append((current().stage, batch["x"].shape[0]))
+        seen(current().stage, batch["x"].shape[0])
         result: torch.Tensor = batch["x"] * 2
         return result
 
     make_runner(body, device)
+    runs = [call.args for call in seen.call_args_list]
     warm, captured = Stage.WARMING, Stage.CAPTURING
     sizes = [size for stage, size in runs if stage is warm]
-    assert sizes == [8, 2, 8, 4, 2]
-    assert runs[5:] == [(captured, 8), (captured, 4), (captured, 2)]
+    assert sizes == [8, 8, 4, 4, 2, 2, 8, 4, 2]
+    assert runs[9:] == [(captured, 8), (captured, 4), (captured, 2)]
 
 
 class TestSeveralRunners:
     """Warmed together, recorded one after the other."""
 
-    def runners(self, device: Device, seen: list[tuple[str, Stage]], state: torch.Tensor) -> list[Runner]:
+    def runners(self, device: Device, seen: Mock, state: torch.Tensor) -> list[Runner]:
         def named(name: str) -> Runner:
             def body(batch: dict[str, Any]) -> torch.Tensor:
-                seen.append((name, current().stage))
+                seen(name, current().stage)
                 state.add_(1)
                 return batch["x"] + state
 
@@ -48,16 +50,17 @@ class TestSeveralRunners:
         return [named("prefill"), named("decode")]
 
     def test_all_are_warmed_before_the_first_records(self, device: Device) -> None:
-        seen: list[tuple[str, Stage]] = []
+        seen = Mock()
         state, x = torch.zeros(1, device=device.torch_device), rows(device, 3)
         runners = self.runners(device, seen, state)
         with ExitStack() as stack:
             records = [stack.enter_context(runner.warmed(silent)) for runner in runners]
-            assert {stage for _, stage in seen} == {Stage.WARMING}
+            assert {call.args[1] for call in seen.call_args_list} == {Stage.WARMING}
             assert not gc.isenabled()
             reports = [record() for record in records]
         assert gc.isenabled()
-        assert [name for name, stage in seen if stage is Stage.CAPTURING] == ["prefill"] * 3 + ["decode"] * 3
+        captures = [call.args[0] for call in seen.call_args_list if call.args[1] is Stage.CAPTURING]
+        assert captures == ["prefill"] * 3 + ["decode"] * 3
         assert [len(report.rows) for report in reports] == [3, 3]
         equal(state, torch.zeros(1))
         for count, runner in enumerate(runners, 1):
@@ -66,7 +69,7 @@ class TestSeveralRunners:
 
     def test_what_is_raised_meanwhile_leaves_them_eager_and_the_state_as_it_was(self, device: Device) -> None:
         state, x = torch.zeros(1, device=device.torch_device), rows(device, 3)
-        first, second = self.runners(device, [], state)
+        first, second = self.runners(device, Mock(), state)
         first.capture(silent)
         with pytest.raises(KeyboardInterrupt), first.warmed(silent), second.warmed(silent):
             raise KeyboardInterrupt
@@ -135,15 +138,15 @@ def test_a_failure_names_phase_shape_op_frame_and_remedy_and_leaves_the_others(d
 
 
 def test_host_reads_are_found_before_capture(device: Device) -> None:
-    stages: list[Stage] = []
+    seen = Mock()
 
     def body(batch: dict[str, Any]) -> torch.Tensor:
-        stages.append(current().stage)
+        seen(current().stage)
         result: torch.Tensor = batch["x"] * batch["x"].sum().item()
         return result
 
     make_runner(body, device)
-    assert Stage.CAPTURING not in stages
+    assert {call.args[0] for call in seen.call_args_list} == {Stage.WARMING}
 
 
 def test_an_ordinary_exception_names_the_line(device: Device) -> None:
@@ -194,33 +197,33 @@ def test_a_number_in_the_outputs_is_refused(device: Device) -> None:
 
 def test_grad_is_off_in_capture_whatever_the_caller_does(device: Device) -> None:
     weight = torch.ones(WIDTH, device=device.torch_device, requires_grad=True)
-    seen: list[bool] = []
+    seen = Mock()
 
     def body(batch: dict[str, Any]) -> torch.Tensor:
-        seen.append(torch.is_grad_enabled())
+        seen(torch.is_grad_enabled())
         return batch["x"] * weight
 
     with torch.enable_grad():
         make_runner(body, device)
         assert torch.is_grad_enabled()
-    assert not any(seen)
+    assert {call.args for call in seen.call_args_list} == {(False,)}
 
 
 def test_garbage_is_not_collected_during_capture_unless_asked(device: Device) -> None:
-    states: list[bool] = []
+    seen = Mock()
 
     def body(batch: dict[str, Any]) -> torch.Tensor:
-        states.append(gc.isenabled())
+        seen(gc.isenabled())
         result: torch.Tensor = batch["x"] * 2
         return result
 
     assert gc.isenabled()
     make_runner(body, device)
-    assert not any(states)
+    assert {call.args for call in seen.call_args_list} == {(False,)}
     assert gc.isenabled()
-    states.clear()
+    seen.reset_mock()
     make_runner(body, device, options=RunnerOptions(collect_garbage=True))
-    assert all(states)
+    assert {call.args for call in seen.call_args_list} == {(True,)}
 
 
 def test_gc_is_restored_as_it_was_found() -> None:
@@ -273,7 +276,31 @@ def test_preserve_takes_the_place_of_copying_the_state(device: Device) -> None:
 def test_a_barrier_keeps_ranks_together_between_warm_ups(device: Device) -> None:
     met: list[int] = []
     make_runner(lambda batch: batch["x"] * 2, device, options=RunnerOptions(barrier=lambda: met.append(1)))
-    assert len(met) == 5
+    assert len(met) == 3 * (3 + 1)  # warm-ups and a capture for each of three shapes
+
+
+@pytest.mark.parametrize("after", [1, 2, 4, 8])
+def test_a_rank_that_fails_meets_the_others_as_often(device: Device, after: int) -> None:
+    """Whichever run of the body fails: one barrier less, and the other ranks wait for ever."""
+    met, runs = Mock(), Mock()
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        runs()
+        if runs.call_count >= after:
+            raise ZeroDivisionError
+        result: torch.Tensor = batch["x"] * 2
+        return result
+
+    for phase in ({}, {"preserve": lambda batch: nullcontext()}):
+        runs.reset_mock()
+        met.reset_mock()
+        runner = make_runner(body, device, options=RunnerOptions(barrier=met), **phase)
+        assert runner.report is not None
+        assert runner.report.failures
+        failing = met.call_count
+        met.reset_mock()
+        make_runner(lambda batch: batch["x"] * 2, device, options=RunnerOptions(barrier=met), **phase)
+        assert met.call_count == failing
 
 
 def test_progress_counts_warm_ups_and_captures(device: Device) -> None:

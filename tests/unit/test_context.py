@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,12 +12,10 @@ from phonograph import Device, Stage, current, graph_break
 from phonograph.graphs.context import Current, entering
 from runners import make_runner, rows
 
-Seen = list[tuple[str | None, str | None, Stage]]
 
-
-def note(seen: Seen) -> None:
+def note(seen: Mock) -> None:
     now = current()
-    seen.append((now.phase, now.backend, now.stage))
+    seen(now.phase, now.backend, now.stage)
 
 
 def test_outside_of_everything() -> None:
@@ -24,7 +23,7 @@ def test_outside_of_everything() -> None:
 
 
 def test_phase_backend_and_stage_wherever_it_is_asked(device: Device) -> None:
-    seen: Seen = []
+    seen = Mock()
 
     @graph_break
     def gap(x: torch.Tensor) -> torch.Tensor:
@@ -39,12 +38,12 @@ def test_phase_backend_and_stage_wherever_it_is_asked(device: Device) -> None:
         return hidden
 
     runner = make_runner(body, device, sizes=(4,), backend="breakable", tail=tail)
-    assert {stage for _, _, stage in seen} == {Stage.WARMING, Stage.CAPTURING}
-    seen.clear()
+    assert {call.args[2] for call in seen.call_args_list} == {Stage.WARMING, Stage.CAPTURING}
+    seen.reset_mock()
     runner.run({"x": rows(device, 3)})
     runner.run({"x": rows(device, 5)})
     replaying, eager = ("decode", "breakable", Stage.REPLAYING), ("decode", "breakable", Stage.EAGER)
-    assert seen == [replaying, replaying, eager, eager]
+    assert [call.args for call in seen.call_args_list] == [replaying, replaying, eager, eager]
 
 
 def test_it_nests_and_restores_also_on_exceptions() -> None:

@@ -85,6 +85,36 @@ def test_state_is_compared_and_restored(device: Device) -> None:
     equal(cache, rows(device, 8) + 1)
 
 
+def test_state_that_only_some_sizes_write_is_left_alone(device: Device) -> None:
+    """An eager run at the size of a bucket's smallest batch writes where no recording does."""
+    held = {size: torch.zeros(WIDTH, device=device.torch_device) for size in range(9)}
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        held[batch["x"].shape[0]].add_(1)
+        return batch["x"] * 2
+
+    verify(make_runner(body, device), batches=4)
+    assert not any(bool(one.any()) for one in held.values())
+
+
+def test_python_state_of_gaps_is_left_alone(device: Device) -> None:
+    calls: list[int] = []
+
+    @graph_break
+    def log(x: torch.Tensor) -> None:
+        calls.append(x.shape[0])
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        log(batch["x"])
+        return batch["x"] * 2
+
+    runner = make_runner(body, device, backend="breakable")
+    assert verify(runner).ok
+    assert calls == []
+    runner.run({"x": rows(device, 3)})
+    assert calls == [4]
+
+
 def test_random_numbers_are_the_same_for_every_run_and_the_generator_is_left_alone(device: Device) -> None:
     runner = make_runner(lambda batch: batch["x"] + torch.rand(WIDTH, device=device.torch_device), device)
     torch.manual_seed(5)

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 
 from phonograph.devices.base import Capabilities, DeviceGraph, MemoryFigures, MemoryPool, Recorder
+from phonograph.devices.capturing import said_to_capture
 from phonograph.devices.emulated import NoGraph
 from phonograph.devices.trace import forget_modes, refusing
 from phonograph.errors import DeviceError
@@ -220,6 +221,7 @@ class _CudaRehearsal:
         self._modes = ExitStack()
 
     def begin(self) -> None:
+        self._modes.enter_context(said_to_capture())
         self._modes.enter_context(_waits_refused())
         if self._named:
             # Every op through Python: three times the host time of a pass.

@@ -20,7 +20,17 @@ from weakref import WeakSet
 import torch
 
 from phonograph.devices.base import Capabilities, DeviceGraph, MemoryFigures, MemoryPool, Recorder
-from phonograph.devices.trace import OpWatch, Refusals, forget_modes, refusal, refusing, tensors_in, written_tensors
+from phonograph.devices.capturing import said_to_capture
+from phonograph.devices.trace import (
+    OpWatch,
+    Refusals,
+    forget_modes,
+    refusal,
+    refusing,
+    tensors_in,
+    uncompiled,
+    written_tensors,
+)
 from phonograph.errors import DeviceError
 
 aten = torch.ops.aten
@@ -179,6 +189,8 @@ class _EmulatedRecorder:
             raise DeviceError("beginning a graph while one is being recorded. End the first, or abort it.")
         self._tape = _Tape(recording=self)
         self._random_state = torch.get_rng_state()
+        self._modes.enter_context(said_to_capture())
+        self._modes.enter_context(uncompiled())
         self._modes.enter_context(Refusals("cpu"))
         self._modes.enter_context(OpWatch(self._tape.on_op))
 
@@ -214,6 +226,7 @@ class _EmulatedRehearsal:
         self._modes = ExitStack()
 
     def begin(self) -> None:
+        self._modes.enter_context(said_to_capture())
         self._modes.enter_context(refusing("cpu"))
 
     def end(self) -> DeviceGraph:

@@ -7,6 +7,7 @@ mode stands beside the dispatch mode. `torch.frombuffer` and `from_dlpack` reach
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +30,7 @@ _OWN_DIR = str(Path(__file__).parent.parent) + os.sep
 _BREAK = "mark the function @graph_break and use backend='breakable'"
 _SLOT_OR_BREAK = f"Put the value in a slot, or {_BREAK}"
 _FIXED_SHAPE = f"Use a fixed-size form (torch.where, a mask, nonzero_static), or {_BREAK}"
+_BOTH_WAYS = f"Compute both and choose with torch.where, or {_BREAK}"
 _MAKE_ONCE = "Make the tensor once outside (a buffer, a parameter), or put the value in a slot"
 _DRAW_OUTSIDE = "Leave generator= out, or draw outside and put the numbers in a slot"
 # What torch says where a device waits although waiting was made an error.
@@ -51,7 +53,7 @@ def user_frame(start: FrameType | None = None) -> Frame | None:
     """The innermost line of the stack that is neither torch's nor ours."""
     frame = start if start is not None else sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -62,14 +64,15 @@ def raising_frame(traceback: TracebackType | None) -> Frame | None:
     found = None
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             found = Frame(code.co_filename, traceback.tb_lineno, code.co_name)
         traceback = traceback.tb_next
     return found
 
 
-def _is_users(file: str) -> bool:
-    return not file.startswith((_TORCH_DIR, _OWN_DIR, "<frozen")) and "contextlib" not in file
+def is_users(file: str) -> bool:
+    """Whether a source file is neither torch's nor ours."""
+    return not file.startswith((_TORCH_DIR, _OWN_DIR, "<frozen", "<eval_with_key>")) and "contextlib" not in file
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -85,14 +88,28 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def written_tensors(func: Any, args: Sequence[object], kwargs: dict[str, object]) -> Iterator[torch.Tensor]:
-    """The tensors that an op's schema says it writes."""
-    if not func._schema.is_mutable:
-        return
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        yield from tensors_in(value)
+    """The tensors that an op writes: as its schema says, and running statistics, of which some schemas say nothing."""
+    declared, statistics, training = _written_arguments(func)
+    for position, name in declared:
+        yield from tensors_in(_argument(position, name, args, kwargs))
+    if statistics and (training is None or _argument(*training, args, kwargs)):
+        for position, name in statistics:
+            yield from tensors_in(_argument(position, name, args, kwargs))
+
+
+def _argument(position: int, name: str, args: Sequence[object], kwargs: dict[str, object]) -> object:
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]], tuple[int, str] | None]:
+    """Positions and names: what the schema says is written, other running statistics, what turns these on."""
+    arguments = list(enumerate(func._schema.arguments))
+    declared = [(at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    named = [(at, one.name) for at, one in arguments]
+    statistics = [one for one in named if one[1].startswith("running_") and one not in declared]
+    training = next((one for one in named if one[1] in ("training", "use_input_stats")), None)
+    return declared, [] if func is aten._batch_norm_no_update.default else statistics, training
 
 
 class Refusals(TorchFunctionMode):
@@ -211,7 +228,12 @@ def _num_elements(value: object) -> int:
 
 
 class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `on_op(func, args, kwargs)` in place of every aten op below autograd, in every grad mode."""
+    """Calls `on_op(func, args, kwargs)` in place of every aten op below autograd, in every grad mode.
+
+    Ops that take functions (flex_attention, cond) are run by the ops that they are made of.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self, on_op: Callable[[Any, tuple[object, ...], dict[str, object]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -225,13 +247,64 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._run_parts(func, args, kwargs)
         if torch.is_inference_mode_enabled():
             # Here composite ops arrive whole; their parts are what a device runs.
             with self:
-                parts = func.decompose(*args, **(kwargs or {}))
+                parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        return self.on_op(func, args, kwargs or {})
+        return self.on_op(func, args, kwargs)
+
+    def _run_parts(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = f"torch.ops.higher_order.{func.__name__}"
+        own = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+        parts = _cond if func is torch.ops.higher_order.cond else own
+        if parts is None:
+            raise _say(CaptureError, name, "is not made of ops that can be recorded", f"Keep it outside, or {_BREAK}")
+        try:
+            with self:
+                return parts(*args, **kwargs)
+        except HostReadError as error:
+            problem = "picks what to run by a value on the device, and a recording has one way only"
+            raise _say(HostReadError, name, problem, _BOTH_WAYS) from error
+
+
+def _cond(
+    is_true: torch.Tensor, then: Callable[..., Any], otherwise: Callable[..., Any], operands: Sequence[Any]
+) -> Any:
+    """torch.cond; its own kernel wants no mode around it."""
+    return then(*operands) if is_true else otherwise(*operands)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, compiled functions run as they were written.
+
+    torch compiles ops that take functions when they are called, and does not under a mode.
+    """
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+            return
+        compile_now = torch.compile
+
+        def compile_later(*args: Any, **kwargs: Any) -> Any:
+            # The compiler is imported here, 1.5 s, and can be told only then.
+            if torch.compile is compile_later:
+                torch.compile = compile_now
+                importlib.import_module("torch._dynamo")
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            return compile_now(*args, **kwargs)
+
+        torch.compile = compile_later
+        try:
+            yield
+        finally:
+            torch.compile = compile_now
 
 
 def forget_modes() -> None:
@@ -254,30 +327,24 @@ def refusing(device_type: str) -> Iterator[None]:
         return func(*args, **kwargs)
 
     with ExitStack() as stack:
+        stack.enter_context(uncompiled())
         stack.enter_context(Refusals(device_type))
         stack.enter_context(OpWatch(run))
         yield
 
 
 @contextmanager
-def before_writes(on_first: Callable[[torch.UntypedStorage, torch.dtype], None]) -> Iterator[None]:
-    """Calls `on_first` before an op writes to memory that no op under this context made: the state of a pass."""
-    # Weak references keep a freed storage's identity from coming back as somebody else's.
-    known: dict[int, StorageWeakRef] = {}
+def watching_ops(
+    before: Callable[[Any, tuple[object, ...], dict[str, object]], None],
+    after: Callable[[Any, tuple[object, ...], dict[str, object], object], None],
+) -> Iterator[None]:
+    """Runs everything, and tells of every op: `before(func, args, kwargs)` and `after(func, args, kwargs, result)`."""
 
     def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        for tensor in written_tensors(func, args, kwargs):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                known[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                on_first(storage, tensor.dtype)
+        before(func, args, kwargs)
         result = func(*args, **kwargs)
-        before = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in before:
-                known[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        after(func, args, kwargs, result)
         return result
 
-    with OpWatch(run):
+    with uncompiled(), OpWatch(run):
         yield

@@ -20,7 +20,7 @@ from phonograph.engine.readback import Pending, Picked, Readback, Sampled
 from phonograph.engine.sampler import Sampler
 from phonograph.engine.step import Step
 from phonograph.engine.tables import TableUpdates
-from phonograph.graphs.capture import CaptureReport
+from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.pool import BufferPool

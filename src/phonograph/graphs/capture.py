@@ -7,9 +7,9 @@ import linecache
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,19 @@ from phonograph.devices.trace import raising_frame
 from phonograph.errors import CaptureError, InputWriteError, PhonographError
 from phonograph.graphs.backends import Backend, Body, Recording, WarmUp
 from phonograph.graphs.buffers import LoadMode, Registry
+from phonograph.graphs.capture_report import CaptureReport, CaptureRow
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
+from phonograph.graphs.fields import fields_of
 from phonograph.graphs.outputs import OutputBuffers, Run, trimmed_axes
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.progress import Progress
+from phonograph.graphs.python_state import Moves, PythonState
 from phonograph.graphs.snapshots import snapshot
 from phonograph.graphs.state import SavedState
 from phonograph.graphs.tree import Path
+from phonograph.graphs.warmups import Settled, Warmups
 from phonograph.graphs.written import refusing_input_writes
 
 log = logging.getLogger("phonograph")
@@ -35,45 +39,6 @@ log = logging.getLogger("phonograph")
 _CAPTURE_SEED = 0
 _MAX_STATE_BYTES = 1 << 30
 _LOOK = "Run the body eagerly under a debugger; a call that no graph can hold needs @graph_break, backend='breakable'"
-
-
-@dataclass(frozen=True)
-class CaptureRow:
-    """One line of the capture table."""
-
-    key: ShapeKey
-    seconds: float
-    num_bytes: int
-    num_graphs: int
-    error: CaptureError | None = None
-
-
-@dataclass(frozen=True)
-class CaptureReport:
-    """What a capture made, and what it could not make."""
-
-    rows: tuple[CaptureRow, ...]
-    warm_seconds: float
-    seconds: float
-
-    @property
-    def failures(self) -> tuple[CaptureRow, ...]:
-        return tuple(row for row in self.rows if row.error is not None)
-
-    def __str__(self) -> str:
-        lines = [f"{'recording':<28} {'graphs':>6} {'seconds':>9} {'bytes':>14}"]
-        for row in self.rows:
-            if row.error is None:
-                lines.append(f"{row.key!s:<28} {row.num_graphs:>6} {row.seconds:>9.4f} {row.num_bytes:>14,}")
-            else:
-                lines.append(f"{row.key!s:<28} failed: {row.error}")
-        made = [row for row in self.rows if row.error is None]
-        total = sum(row.num_bytes for row in made)
-        lines.append(
-            f"{f'{len(made)} of {len(self.rows)} captured':<28} {sum(r.num_graphs for r in made):>6} "
-            f"{self.seconds:>9.4f} {total:>14,}  (warm-up {self.warm_seconds:.4f} s of it)"
-        )
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -85,6 +50,12 @@ class _Bound:
     batch: Any
     inputs: dict[str, torch.Tensor]
     """What was loaded for each slot that the batch fills."""
+    beside: Mapping[str, Any]
+
+    @property
+    def others(self) -> list[Any]:
+        """What the body is called with, besides the batch itself, which is new for every call."""
+        return [*fields_of(self.now.batch), *self.beside.values()]
 
 
 @dataclass(eq=False)
@@ -110,10 +81,12 @@ class Capture:
     progress: Progress
     collect_garbage: bool = False
     barrier: Callable[[], None] | None = None
-    """Called between warm-ups where ranks must stay together."""
+    """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
     trims: bool = True
     """Whether used and padded sizes may differ."""
     _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
+    _warmups: Warmups | None = None
+    _settled: dict[ShapeKey, Settled] = field(default_factory=dict)
     _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
@@ -142,6 +115,8 @@ class Capture:
         self.device.free_unused()
         self._warm_seconds += time.perf_counter() - start
         rows, recordings = self._capture_all(keys)
+        if not recordings and self._warmups is not None:
+            self._warmups.forget()
         seconds = self._warm_seconds + sum(row.seconds for row in rows)
         report = CaptureReport(tuple(rows), self._warm_seconds, seconds)
         for row in report.failures:
@@ -163,12 +138,6 @@ class Capture:
                     f"{self._state.skipped_bytes:,}",
                 )
 
-    def _keeping(self, batch: Any, *, first: bool) -> AbstractContextManager[None]:
-        """Saves what a trial run of this batch writes; the first run of a shape shows what that is."""
-        if self.phase.preserve is not None:
-            return self.phase.preserve(batch)
-        return self._state.watching() if first else nullcontext()
-
     def _bind(self, key: ShapeKey, stage: Stage) -> _Bound:
         """Load a sample for the key."""
         padded = self.phase.padded(key.size)
@@ -179,51 +148,122 @@ class Capture:
             self.phase.plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
         inputs = self.phase.inputs(view.batch, view.beside, self.phase.without)
-        return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch, inputs)
+        return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch, inputs, view.beside)
+
+    # -- warm-ups -----------------------------------------------------------------------------------------
 
     def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
-        # The largest brings workspaces to their final size; both ends show which state bodies write.
-        for key in keys:
-            if key.size in (keys[0].size, keys[-1].size):
-                self._warm(key, WarmUp.FREE)
+        if self.phase.preserve is None:
+            self._warmups = Warmups(PythonState(self.phase.code), self._state, may_rerun=self.barrier is None)
+            for key in keys:
+                self._attempt(key, self._first_run)
+                self._attempt(key, self._second_run)
+            self._refuse_moved(keys)
+        else:
+            # The phase says what its body writes, so nobody need look; the largest brings workspaces to their size.
+            for key in keys:
+                if key.size in (keys[0].size, keys[-1].size):
+                    self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
         for index, key in enumerate(keys):
-            self._warm(key, WarmUp.REHEARSAL)
+            self._attempt(key, self._rehearse)
             self.progress(f"warming {key}", index + 1, len(keys))
 
-    def _warm(self, key: ShapeKey, warm_up: WarmUp) -> None:
-        if key in self._errors:
-            return
-        try:
-            self._run_warm_up(key, warm_up)
-        except Exception as error:
-            self._errors[key] = found = self._diagnosed(key, error)
-            if isinstance(found, InputWriteError):
-                self._input_write = found  # what one size shows holds for all
+    def _attempt(self, key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
+        """One step of a key that has not failed yet; ranks meet after it, whether it ran or not."""
+        if key not in self._errors:
+            try:
+                self._refuse_input_write()
+                step(key)
+            except Exception as error:
+                self._errors[key] = found = as_capture_error(error, key)
+                if isinstance(found, InputWriteError):
+                    self._input_write = found
         if self.barrier is not None:
             self.barrier()
 
-    def _run_warm_up(self, key: ShapeKey, warm_up: WarmUp) -> None:
-        if self._input_write is not None:
-            raise InputWriteError(self._input_write.problem, self._input_write.remedy, frame=self._input_write.frame)
-        bound = self._bind(key, Stage.WARMING)
-        first = warm_up is WarmUp.FREE
-        unwritten = refusing_input_writes(bound.inputs) if first else nullcontext()
-        with entering(bound.now), self._keeping(bound.batch, first=first), unwritten:
-            result = self.backend.prepare(key, bound.body, warm_up)
-        if first:
-            self.outputs.standing.note(result)
-        else:
-            self._runs[key] = [Run(self.phase.padded(key.size), self.outputs.specs_of(result))]
+    def _refuse_input_write(self) -> None:
+        """What one size shows holds for all."""
+        found = self._input_write
+        if found is not None:
+            raise InputWriteError(found.problem, found.remedy, frame=found.frame)
 
-    def _diagnosed(self, key: ShapeKey, error: Exception) -> CaptureError:
-        """The error of a warm-up, named by op and line: a second run watches every op, which the first need not."""
-        found = as_capture_error(error, key)
-        if not isinstance(error, CaptureError):
+    def _first_run(self, key: ShapeKey) -> None:
+        assert self._warmups is not None
+        self._warmups.first(lambda: self._bind_freely(key))
+
+    def _second_run(self, key: ShapeKey) -> None:
+        assert self._warmups is not None
+        self._settled[key] = self._warmups.second(lambda: self._bind_freely(key))
+
+    def _bind_freely(self, key: ShapeKey) -> Callable[[Moves | None], Any]:
+        assert self._warmups is not None
+        bound = self._bind(key, Stage.WARMING)
+        self._warmups.python.reach(bound.others)
+
+        def run(moves: Moves | None) -> Any:
+            now = bound.now if moves is None else replace(bound.now, around_gap=moves.around_gap)
+            unwritten = refusing_input_writes(bound.inputs) if moves is None else nullcontext()
+            with entering(now), generators_restored(self.device), unwritten:
+                result = self.backend.prepare(key, bound.body, WarmUp.FREE)
+            self.outputs.standing.note(result)
+            return result
+
+        return run
+
+    def _refuse_moved(self, keys: Sequence[ShapeKey]) -> None:
+        """What one shape moves in Python, the others may have read."""
+        moved = self._warmups.moved if self._warmups is not None else None
+        if moved is not None:
+            for key in keys:
+                error = CaptureError(moved.problem, moved.remedy, frame=moved.frame, shape=str(key))
+                self._errors.setdefault(key, error)
+
+    def _rehearse(self, key: ShapeKey) -> None:
+        try:
+            self._run_warm_up(key, WarmUp.REHEARSAL)
+        except Exception as error:
+            if self.barrier is not None:
+                raise  # a run more than on other ranks would wait for them for ever
+            self._rehearse_again(key, error)
+
+    def _rehearse_again(self, key: ShapeKey, error: Exception) -> None:
+        """Once more with every op watched, to name op and line; after a free run where the key has had none.
+
+        What the free run made may be all that was missing.
+        """
+        found, is_new = as_capture_error(error, key), self.phase.preserve is not None
+        if is_new or not isinstance(error, CaptureError):
             try:
+                if is_new:
+                    self._run_warm_up(key, WarmUp.FREE)
                 self._run_warm_up(key, WarmUp.DIAGNOSIS)
             except Exception as second:
                 found = as_capture_error(second, key)
-        return found
+            else:
+                if is_new:
+                    return
+        raise found
+
+    def _run_warm_up(self, key: ShapeKey, warm_up: WarmUp) -> None:
+        with self._kept(key):
+            bound = self._bind(key, Stage.WARMING)
+            free = warm_up is WarmUp.FREE
+            unwritten = refusing_input_writes(bound.inputs) if free else nullcontext()
+            with entering(bound.now), self._preserved(bound.batch), unwritten:
+                result = self.backend.prepare(key, bound.body, warm_up)
+            if free:
+                self.outputs.standing.note(result)
+            else:
+                self._runs[key] = [Run(self.phase.padded(key.size), self.outputs.specs_of(result))]
+
+    def _kept(self, key: ShapeKey) -> AbstractContextManager[None]:
+        """Python values are what the key's warm-ups made, and afterwards what they were."""
+        if self._warmups is None:
+            return nullcontext()
+        return self._warmups.rehearsed(self._settled.get(key, Settled()))
+
+    def _preserved(self, batch: Any) -> AbstractContextManager[None]:
+        return self.phase.preserve(batch) if self.phase.preserve is not None else nullcontext()
 
     def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]]:
         grouped: dict[tuple[str, frozenset[str]], list[ShapeKey]] = {}
@@ -258,14 +298,18 @@ class Capture:
         extent = Extent(sizes, sizes)
         without = self.phase.without
         try:
-            sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
-            view = self.registry.load(sample.batch, extent, mode=LoadMode.EAGER, beside=sample.beside, without=without)
-            if self.phase.plan is not None:
-                self.phase.plan(view.batch, extent)
-            now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
-            with entering(now), self._keeping(sample.batch, first=True):
-                result = self.phase.forward(view.batch, view.beside)
-            return [Run(sizes, self.outputs.specs_of(result))]
+            with self._kept(key):
+                sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
+                view = self.registry.load(
+                    sample.batch, extent, mode=LoadMode.EAGER, beside=sample.beside, without=without
+                )
+                if self.phase.plan is not None:
+                    self.phase.plan(view.batch, extent)
+                now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
+                watching = self._state.watching() if self.phase.preserve is None else nullcontext()
+                with entering(now), self._preserved(sample.batch), watching:
+                    result = self.phase.forward(view.batch, view.beside)
+                return [Run(sizes, self.outputs.specs_of(result))]
         except Exception as error:
             failed = as_capture_error(error, key)
             if not must_run:
@@ -293,18 +337,20 @@ class Capture:
         return rows, recordings
 
     def _capture(self, key: ShapeKey) -> Recording | None:
-        if key in self._errors:
-            return None
-        try:
+        recordings: list[Recording] = []
+        self._attempt(key, lambda key: recordings.append(self._recorded(key)))
+        return recordings[0] if recordings else None
+
+    def _recorded(self, key: ShapeKey) -> Recording:
+        with self._kept(key):
             bound = self._bind(key, Stage.CAPTURING)
             if isinstance(bound.batch, dict):
                 slots = {slot.path[0] for slot in self.phase.slots}
                 self._carried[key] = {name: snapshot(value) for name, value in bound.batch.items() if name not in slots}
-            with entering(bound.now), self._keeping(bound.batch, first=False):
-                return self.backend.capture(key, lambda: self.outputs.store(bound.body()))
-        except Exception as error:
-            self._errors[key] = as_capture_error(error, key)
-            return None
+            with entering(bound.now), self._preserved(bound.batch):
+                recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
+        recording.holds = self._settled.get(key, Settled()).holds
+        return recording
 
 
 def as_capture_error(error: Exception, key: ShapeKey) -> CaptureError:

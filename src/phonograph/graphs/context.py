@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -37,6 +37,8 @@ class Current:
     """The live batch: in a gap or a tail, the one that is served now, without its padding."""
     breaker: Breaker | None = None
     """Where `@graph_break` breaks; None where there is nothing to break."""
+    around_gap: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered around every gap."""
 
 
 _OUTSIDE = Current()
@@ -61,5 +63,6 @@ def entering(now: Current) -> Iterator[None]:
 @contextmanager
 def unbroken() -> Iterator[None]:
     """Inside a gap nothing is recorded, so there is nothing to break."""
-    with entering(replace(_current.get(), breaker=None)):
+    now = _current.get()
+    with entering(replace(now, breaker=None)), now.around_gap():
         yield

@@ -7,6 +7,9 @@ from collections.abc import Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import torch
+
 from phonograph.errors import LoadError
 
 Path = tuple[str, ...]
@@ -45,6 +48,12 @@ def expose(batch: Any, values: Mapping[Path, Any]) -> Any:
         if holder is not None:
             plain[head] = expose(holder, below)
     return _replaced(batch, plain)
+
+
+def fields_of(batch: Any) -> list[Any]:
+    """The values of all fields but arrays, as far as the batch itself holds them."""
+    fields: Mapping[str, Any] = batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", {})
+    return [value for value in fields.values() if not isinstance(value, torch.Tensor | np.ndarray)]
 
 
 def _get(holder: Any, name: str) -> Any:

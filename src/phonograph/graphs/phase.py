@@ -70,7 +70,8 @@ class Phase:
     eager_without: frozenset[str] = frozenset()
     """Slots that the eager path leaves out."""
     preserve: Preserve | None = None
-    """Keeps capture and `verify` from changing the model's state; without it, all that the body writes is copied."""
+    """Keeps capture and `verify` from changing the model's state, in tensors and in Python; without it, all that the
+    body writes is found by running it, copied and put back."""
     adopt: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Existing tensors to use as buffers."""
 
@@ -127,6 +128,12 @@ class Phase:
         slots = [slot for slot in self.slots if slot.compute is None and slot.name not in without]
         found = {slot.name: fetch(batch, beside, slot.path) for slot in slots}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+    @property
+    def code(self) -> list[Callable[..., Any]]:
+        """Whatever trial runs call of the phase."""
+        called = (self.body, self.tail if self.tail_captured else None, self.plan)
+        return [function for function in called if function is not None]
 
     def forward(self, batch: Any, beside: Mapping[str, Any]) -> Any:
         """The part of the pass that is recorded."""

@@ -14,7 +14,8 @@ from phonograph.errors import CoverageError, DeclarationError, LoadError, Output
 from phonograph.graphs.backends import BACKENDS, DebugBackend, Recording
 from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.buffers import LoadMode, Registry
-from phonograph.graphs.capture import Capture, Captured, CaptureReport
+from phonograph.graphs.capture import Capture, Captured
+from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.entries import Entry
@@ -49,7 +50,7 @@ class RunnerOptions:
     eager_copies: bool = True
     """Whether the eager path copies its inputs into buffers; without, device values are used as they are."""
     barrier: Callable[[], None] | None = None
-    """Called between warm-ups where ranks must stay together."""
+    """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
     profile: str | None = None
     """A folder for traces of warm-ups and captures."""
 

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from phonograph.devices.trace import before_writes
+from phonograph.devices.trace import tensors_in, watching_ops, written_tensors
+from phonograph.errors import CaptureError
+
+_MAX_VERSIONS = 8
+_MAX_SUSPECT_BYTES = 16 << 20
+_CLOSED_OPS = ("aten", "prims", "prim")
+
+
+@dataclass(eq=False)
+class MemoryRun:
+    """What one trial run did to memory. Weak references keep a freed storage's identity from becoming another's."""
+
+    made: dict[int, StorageWeakRef] = field(default_factory=dict)
+    versions: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Of memory that the run made: what it held before each of the first writes to it."""
+    num_writes: Counter[int] = field(default_factory=Counter)
+    uses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Memory that earlier trial runs made and this one uses."""
+    suspects: list[tuple[torch.UntypedStorage, torch.Tensor, torch.dtype]] = field(default_factory=list)
+    """Memory that may be written without a word, and what it held."""
+
+    def survivors(self) -> set[int]:
+        """The memory that is still there, of all that the run made."""
+        return {number for number, reference in self.made.items() if not _is_gone(reference)}
 
 
 class SavedState:
-    """What trial runs overwrite in memory that they did not make.
+    """What trial runs overwrite in memory that they did not make, and what they make and later runs overwrite.
 
-    Only ops that torch dispatches are seen: a custom kernel must declare what it mutates.
+    Ops that torch dispatches are seen. What is written without the schema saying so is found by value, for tensors
+    that the caller names and for arguments of custom ops; both up to a size.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -21,14 +49,41 @@ class SavedState:
         self._seen: set[int] = set()
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._dtypes: list[torch.dtype] = []
+        self._born: dict[int, StorageWeakRef] = {}
         self.skipped_bytes = 0
         """Bytes of tensors that were too large to save."""
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, suspects: Iterable[torch.Tensor] = ()) -> Iterator[MemoryRun]:
         """Save whatever is written in here for the first time."""
-        with before_writes(self._save):
-            yield
+        run = MemoryRun()
+        for tensor in suspects:
+            self._suspect(tensor, run)
+        try:
+            with watching_ops(
+                lambda func, args, kwargs: self._before(run, func, args, kwargs),
+                lambda func, args, kwargs, result: self._after(run, args, kwargs, result),
+            ):
+                yield run
+        finally:
+            self._keep_changed(run)
+            self._born |= {number: run.made[number] for number in run.survivors()}
+
+    def settle(self, first: MemoryRun, second: MemoryRun) -> None:
+        """Of what the first run made, save what the second writes, at its value when made.
+
+        The first run's writes are those that make the value, and then as many as every run does.
+        """
+        for number in first.survivors() & second.num_writes.keys():
+            index = max(0, first.num_writes[number] - second.num_writes[number])
+            versions = first.versions.get(number, [])
+            if first.num_writes[number] and index >= len(versions):
+                raise CaptureError(
+                    f"the body makes a tensor in its first run, with {index} writes, and writes to it in every run",
+                    "Call the function once before capture(), or make the tensor outside of it",
+                )
+            if versions:
+                self._replace(number, versions[index])
 
     def restore(self) -> None:
         """Put back everything that was saved."""
@@ -49,18 +104,78 @@ class SavedState:
             for memory, dtype in zip(self.memory, self._dtypes, strict=True)
         ]
 
-    def _save(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        if storage._cdata in self._seen:
+    # -- one op -------------------------------------------------------------------------------------------
+
+    def _before(self, run: MemoryRun, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            storage = tensor.untyped_storage()
+            number = storage._cdata
+            if number in self._born and number not in run.made and number not in run.uses:
+                run.uses[number] = bytes_of(storage)
+        if func.namespace not in _CLOSED_OPS and not func._schema.is_mutable:
+            for tensor in tensors_in((args, kwargs)):
+                if not isinstance(tensor, torch.nn.Parameter) and tensor.untyped_storage()._cdata not in run.made:
+                    self._suspect(tensor, run)
+        for tensor in written_tensors(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            number = storage._cdata
+            if number in run.made:
+                self._note_version(run, storage)
+            elif number not in self._seen:
+                self._save(storage, bytes_of(storage).clone, tensor.dtype)
+            run.num_writes[number] += 1
+
+    @staticmethod
+    def _after(run: MemoryRun, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
+        known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                run.made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _note_version(run: MemoryRun, storage: torch.UntypedStorage) -> None:
+        held = run.versions.setdefault(storage._cdata, [])
+        if not held:
+            # Most memory that is written in place is gone soon: nobody will ask what it held.
+            for number in [number for number in run.versions if number in run.made and _is_gone(run.made[number])]:
+                del run.versions[number]
+        if len(held) < _MAX_VERSIONS:
+            held.append(bytes_of(storage).clone())
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    def _suspect(self, tensor: torch.Tensor, run: MemoryRun) -> None:
+        if tensor.layout is not torch.strided:
             return
+        storage = tensor.untyped_storage()
+        if 0 < storage.nbytes() <= min(_MAX_SUSPECT_BYTES, self._room) and storage._cdata not in self._seen:
+            run.suspects.append((storage, bytes_of(storage).clone(), tensor.dtype))
+
+    def _keep_changed(self, run: MemoryRun) -> None:
+        for storage, before, dtype in run.suspects:
+            if storage._cdata not in self._seen and not torch.equal(bytes_of(storage), before):
+                self._save(storage, before.clone, dtype)
+                run.num_writes[storage._cdata] += 1
+        run.suspects.clear()
+
+    def _save(self, storage: torch.UntypedStorage, before: Any, dtype: torch.dtype) -> None:
+        self._seen.add(storage._cdata)
         if storage.nbytes() > self._room:
-            self._seen.add(storage._cdata)
             self.skipped_bytes += storage.nbytes()
             return
         self._room -= storage.nbytes()
-        memory = bytes_of(storage)
-        self._seen.add(storage._cdata)
-        self._saved.append((memory, memory.clone()))
+        self._saved.append((bytes_of(storage), before()))
         self._dtypes.append(dtype)
+
+    def _replace(self, number: int, before: torch.Tensor) -> None:
+        self._saved = [
+            (memory, before if memory.untyped_storage()._cdata == number else was) for memory, was in self._saved
+        ]
+
+
+def _is_gone(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

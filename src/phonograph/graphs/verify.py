@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from phonograph.graphs.capture import generators_restored
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
+from phonograph.graphs.fields import fields_of
 from phonograph.graphs.phase import Sample
+from phonograph.graphs.python_state import PythonState
 from phonograph.graphs.runner import Runner
 from phonograph.graphs.state import SavedState
 from phonograph.graphs.tree import Path
@@ -80,15 +82,17 @@ def verify(
     A `tolerance` (relative) holds for 3, and for 2, which wants equal bits without one: give it where a body
     picks other kernels while it is captured.
 
-    What the body writes is found by running it once, saved, and put back; name what only custom kernels
-    write in `state`. Where padding writes, a note says so: it is right if nobody uses that place.
+    What the body writes is found by running it, saved, and put back, Python values too: the object that serves is left
+    as it was. Name what only custom kernels write in `state`. Where padding writes, a note says so: it is right if
+    nobody uses that place.
     """
     checks: list[Check] = []
+    python = PythonState(runner.phase.code) if runner.phase.preserve is None else None
     notes, padding_writes = list(_notes(runner)), ""
     with torch.no_grad(), runner.pool.using(f"verifying {runner.phase.name}"):
         for key in runner.captured:
             for index, used in enumerate(_used_sizes(runner, key, batches)):
-                verification = _Verification(runner, key, used, seed + index, tolerance, state)
+                verification = _Verification(runner, key, used, seed + index, tolerance, state, python)
                 checks += verification.run()
                 if not padding_writes and verification.is_written_by_padding():
                     padding_writes = f"first seen in {key} with {used} used"
@@ -134,8 +138,10 @@ class _Verification:
         seed: int,
         tolerance: float | None,
         state: Sequence[torch.Tensor],
+        python: PythonState | None,
     ) -> None:
         self._runner = runner
+        self._python = python
         self._key = key
         self._seed = seed
         self._tolerance = tolerance
@@ -152,6 +158,8 @@ class _Verification:
         measured = runner.registry.measure(self._sample.batch, self._sample.beside)
         self._extent = Extent(measured, phase.padded(key.size))
         self._unpadded = Extent(measured, measured)
+        if python is not None:
+            python.reach([*fields_of(self._sample.batch), *self._sample.beside.values()])
         self._state = list(state)
         self._elements = list(state)
 
@@ -195,18 +203,14 @@ class _Verification:
             return [state.view(known.dtype) for state, known in zip(found, self._elements, strict=True)]
 
     def _written(self) -> list[torch.Tensor]:
-        """All memory from outside that the body writes, as bytes; found by a run whose effects are undone."""
-        runner = self._runner
-        view = runner.registry.load(
-            self._sample.batch, self._extent, beside=self._sample.beside, without=runner.phase.without
-        )
+        """All memory from outside that the body writes, as bytes; found by runs whose effects are undone."""
         saved = SavedState(_MAX_STATE_BYTES)
-        with self._restored():
-            try:
-                with saved.watching():
-                    self._forward(view.batch, view.beside, self._extent)
-            finally:
-                saved.restore()
+        suspects = self._python.now.tensors.values() if self._python is not None else ()
+        try:
+            for padded in (True, False):
+                self._eager(padded=padded, watching=saved.watching(suspects))
+        finally:
+            saved.restore()
         if saved.skipped_bytes:
             raise VerifyError(
                 f"verifying {self._key}: the body writes {saved.skipped_bytes:,} bytes of tensors too large to copy. "
@@ -233,7 +237,9 @@ class _Verification:
             outputs = runner.parts(runner.trimmed(self._key, self._extent.used))
             return outputs, [t.clone() for t in self._state]
 
-    def _eager(self, *, padded: bool) -> tuple[dict[Path, Any], list[torch.Tensor]]:
+    def _eager(
+        self, *, padded: bool, watching: AbstractContextManager[object] = nullcontext()
+    ) -> tuple[dict[Path, Any], list[torch.Tensor]]:
         runner, phase = self._runner, self._runner.phase
         extent = self._extent if padded else self._unpadded
         mode = LoadMode.GRAPH if padded else LoadMode.EAGER
@@ -244,7 +250,8 @@ class _Verification:
             )
             if padded:
                 runner.registry.poison_unread(extent, 1)
-            outputs = self._forward(view.batch, view.beside, extent)
+            with watching:
+                outputs = self._forward(view.batch, view.beside, extent)
             if padded:
                 outputs = runner.trim(self._key, outputs, extent.used)
             return runner.parts(outputs), [t.clone() for t in self._state]
@@ -266,6 +273,7 @@ class _Verification:
         preserve = self._runner.phase.preserve
         with (
             generators_restored(self._runner.device),
+            self._python.kept() if self._python is not None else nullcontext(),
             preserve(self._sample.batch) if preserve is not None else nullcontext(),
         ):
             self._seed_generators()

@@ -16,7 +16,7 @@ from phonograph.devices import Device, open_device
 from phonograph.errors import DeclarationError
 from phonograph.graphs.backends import BACKENDS
 from phonograph.graphs.buckets import Buckets
-from phonograph.graphs.capture import CaptureReport
+from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.config import Ask, ask
 from phonograph.graphs.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.extent import Dim, Extent

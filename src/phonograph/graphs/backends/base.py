@@ -22,6 +22,8 @@ class Recording:
     outputs: Any
     graphs: Sequence[DeviceGraph] = ()
     has_gaps: bool = False
+    holds: Sequence[Any] = ()
+    """What the graphs read and nobody else may keep alive."""
     replay: Step = field(init=False)
 
     def __post_init__(self) -> None:

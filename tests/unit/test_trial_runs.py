@@ -1,0 +1,462 @@
+"""Trial runs: what a body keeps from call to call is recorded right, or refused by name with everything put back."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from phonograph import Graphed, Slot, graph_break, graphed
+from phonograph.graphs.progress import silent
+from runners import WIDTH
+
+SIZES = (3, 2, 4, 7, 8, 5, 9, 1)
+Body = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Plain:
+    """An object without a purpose of its own."""
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+class Counter:
+    """Counts its calls in Python."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return x * self.n
+
+
+class Slotted:
+    __slots__ = ("pos",)
+
+    def __init__(self) -> None:
+        self.pos = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.pos += x.shape[0]
+        return x + self.pos
+
+
+def in_a_class() -> Body:
+    class Counted:
+        total = 0
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            Counted.total += 1
+            return x + Counted.total
+
+    return Counted()
+
+
+class Recurrent(nn.Module):
+    h: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("h", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.h = self.h + 1
+        return x + self.h
+
+
+class LazyState(nn.Module):
+    """Makes its state itself, in the way of recurrent caches."""
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.make = make
+        self.h: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.h is None:
+            self.h = self.make()
+        self.h.mul_(2).add_(1)
+        return x + self.h
+
+
+def from_empty() -> torch.Tensor:
+    h = torch.empty(WIDTH)
+    h.fill_(3)
+    h[0] = 7
+    return h
+
+
+class MovingAverage(nn.Module):
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(torch.ones(WIDTH), 0.1)
+        return x - self.mean
+
+
+class Ring:
+    """The index is a Python number, the ring a tensor."""
+
+    def __init__(self) -> None:
+        self.at, self.ring = 0, torch.zeros(3, WIDTH)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.ring[self.at] = x[0]
+        self.at = (self.at + 1) % 3
+        return x + self.ring.sum(0)
+
+
+class Memo:
+    """A table for each shape."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0]
+        if n not in self.tables:
+            self.tables[n] = torch.tensor([float(i) for i in range(n)])
+        return x + self.tables[n][:, None]
+
+
+class LastMemo:
+    """A table for the last shape only, made in place."""
+
+    def __init__(self) -> None:
+        self.n, self.table = 0, torch.zeros(0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.n != x.shape[0]:
+            self.n, self.table = x.shape[0], torch.zeros(x.shape[0])
+            self.table[::2] = torch.tensor(2.0)
+        return x + self.table[:, None]
+
+
+class Previous:
+    """Reads what the last call left, and every call leaves the same for its shape."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.size
+        self.size = x.shape[0]
+        return y
+
+
+def generator() -> Body:
+    def numbers() -> Iterator[int]:
+        yield from range(1, 1000)
+
+    stream = numbers()
+    return lambda x: x * next(stream)
+
+
+def counting() -> Body:
+    held = Plain(stream=itertools.count(1))
+    return lambda x: x * next(held.stream)
+
+
+def nested() -> Body:
+    held = [{"n": 0}]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held[0]["n"] += 1
+        return x * held[0]["n"]
+
+    return body
+
+
+def rotated() -> Body:
+    held = [torch.full((WIDTH,), float(i)) for i in range(3)]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held.append(held.pop(0))
+        return x + held[0]
+
+    return body
+
+
+def queued() -> Body:
+    last: deque[int] = deque([0], maxlen=3)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        last.append(x.shape[0])
+        return x + sum(last)
+
+    return body
+
+
+def flipped() -> Body:
+    on = False
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        nonlocal on
+        on = not on
+        return x if on else -x
+
+    return body
+
+
+def drawn() -> Body:
+    return lambda x: x * random.random()
+
+
+def drawn_from_numpy() -> Body:
+    numbers = np.random.default_rng(1)
+    return lambda x: x * float(numbers.random())
+
+
+def drawn_from_torch() -> Body:
+    numbers = torch.Generator().manual_seed(1)
+    return lambda x: x * torch.rand(WIDTH, generator=numbers)
+
+
+def by_identity() -> Body:
+    tables: dict[Plain, torch.Tensor] = {}
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * tables.setdefault(Plain(), torch.ones(WIDTH))
+
+    return body
+
+
+def in_an_array() -> Body:
+    held = np.zeros(2)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held[0] += 1
+        return x * float(held[0])
+
+    return body
+
+
+def default_argument() -> Body:
+    def body(x: torch.Tensor, held: list[int] = []) -> torch.Tensor:  # noqa: B006 - the subject
+        held.append(1)
+        return x * len(held)
+
+    return body
+
+
+_calls = 0
+
+
+def count_globally() -> int:
+    global _calls  # noqa: PLW0603 - the subject
+    _calls += 1
+    return _calls
+
+
+def globally() -> Body:
+    global _calls  # noqa: PLW0603
+    _calls = 0
+    return lambda x: x * count_globally()
+
+
+def lazily_counted() -> Body:
+    held: dict[str, Any] = {}
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        counts = held.setdefault("counts", defaultdict(int))
+        counts["n"] += 1
+        return x * counts["n"]
+
+    return body
+
+
+def in_a_plain_object() -> Body:
+    held = Plain(inner=Plain(t=torch.zeros(WIDTH)))
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held.inner.t.add_(1)
+        return x + held.inner.t
+
+    return body
+
+
+def per_shape_state() -> Body:
+    held = {n: torch.zeros(WIDTH) for n in range(10)}
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held[x.shape[0]].add_(1)
+        return x * 2
+
+    return body
+
+
+def remembered() -> Body:
+    @functools.lru_cache
+    def table(n: int) -> torch.Tensor:
+        return torch.tensor([1.0] * n)
+
+    return lambda x: x * table(x.shape[0])[:, None]
+
+
+_TABLES: dict[int, torch.Tensor] = {}
+
+
+def globally_remembered() -> Body:
+    _TABLES.clear()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0]
+        if n not in _TABLES:
+            _TABLES[n] = torch.tensor(range(n))
+        return x + _TABLES[n][:, None]
+
+    return body
+
+
+def logging_in_a_gap() -> Body:
+    held = Plain(n=0, log=None)
+
+    @graph_break
+    def log(x: torch.Tensor) -> None:
+        held.n += 1
+        held.log = [*(held.log or ()), held.n]
+        logging.getLogger("test").debug("%d calls", held.n)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        log(x)
+        return x + 1
+
+    return body
+
+
+class Cached:
+    @functools.cached_property
+    def table(self) -> torch.Tensor:
+        return torch.tensor([2.0] * WIDTH)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes = (x.shape[1], "wide")  # made anew by every call, and equal
+        self.view = self.table[:2]
+        return x * self.table
+
+
+REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
+    "an attribute": (Counter, "Counter.n"),
+    "a slot of a class": (Slotted, "Slotted.pos"),
+    "a class attribute": (in_a_class, "Counted.total"),
+    "a number in a dict in a list": (nested, "held[0]['n']"),
+    "a tensor that every call replaces": (Recurrent, "Recurrent.h"),
+    "the index of a ring": (Ring, "Ring.at"),
+    "a list that is rotated": (rotated, "held"),
+    "a deque": (queued, "last"),
+    "a flag that comes back": (flipped, "on"),
+    "a global": (globally, "test_trial_runs._calls"),
+    "a default argument": (default_argument, "the body changes body"),
+    "what a body makes and then counts in": (lazily_counted, "held['counts']['n']"),
+    "an array": (in_an_array, "held"),
+    "a memo that never hits": (by_identity, "tables["),
+    "what the last call left": (Previous, "Previous.size"),
+    "random numbers": (drawn, "random"),
+    "numpy's random numbers": (drawn_from_numpy, "numbers"),
+    "torch's random numbers": (drawn_from_torch, "numbers"),
+    "a generator": (generator, "the iterator stream"),
+    "an iterator": (counting, "the iterator Plain.stream"),
+}
+RECORDED: dict[str, Callable[[], Body]] = {
+    "state that the body makes": lambda: LazyState(lambda: torch.zeros(WIDTH)),
+    "state that the body makes in steps": lambda: LazyState(from_empty),
+    "a moving average": MovingAverage,
+    "a tensor in a plain object": in_a_plain_object,
+    "state for each shape": per_shape_state,
+    "a table for each shape": Memo,
+    "a table for the last shape": LastMemo,
+    "an lru_cache": remembered,
+    "a global table": globally_remembered,
+    "a cached property": Cached,
+    "a log in a gap": logging_in_a_gap,
+    "batch norm that learns": lambda: nn.BatchNorm1d(WIDTH),
+    "batch norm that does not": lambda: nn.BatchNorm1d(WIDTH).eval(),
+}
+
+
+def made_from(body: Body) -> Graphed:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return body(x)
+
+    slots = [Slot("x", ("seqs", WIDTH), torch.float32)]
+    return graphed(call, slots=slots, bucketed="seqs", buckets=[1, 2, 4, 8], device="emulated", backend="breakable")
+
+
+def outputs_of(call: Body, sizes: tuple[int, ...] = SIZES) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    random.seed(3)
+    inputs = [torch.randn(n, WIDTH) for n in sizes]
+    with torch.no_grad():
+        return [call(x) for x in inputs]
+
+
+def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_python_state_is_refused_by_name_and_left_as_it_was(name: str) -> None:
+    make, place = REFUSED[name]
+    wanted = outputs_of(make())
+    made = made_from(make())
+    report = made.capture(silent)
+    assert len(report.failures) == len(report.rows) == 4
+    for row in report.rows:
+        assert place in str(row.error), row.error
+    equal(outputs_of(made), wanted)
+    assert made.stats.replays.total() == 0
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_state_in_tensors_and_constants_are_recorded_and_left_as_they_were(name: str) -> None:
+    make = RECORDED[name]
+    # BatchNorm would count padded rows, as a note of verify says: sizes that are buckets have none.
+    sizes = tuple(n for n in SIZES if n in (2, 4, 8)) * 2 if "batch norm" in name else SIZES
+    wanted = outputs_of(make(), sizes)
+    made = made_from(make())
+    report = made.capture(silent)
+    refused = [str(row.error) for row in report.failures if row.key.size > 1 or "learns" not in name]
+    assert not refused
+    made.verify()
+    equal(outputs_of(made, sizes), wanted)
+    assert made.stats.replays.total() == sum(n <= 8 for n in sizes)
+
+
+def test_a_log_in_a_gap_has_one_entry_for_each_call() -> None:
+    held = Plain(n=0)
+
+    @graph_break
+    def log(x: torch.Tensor) -> None:
+        held.n += 1
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        log(x)
+        return x + 1
+
+    made = made_from(body)
+    assert not made.capture(silent).failures
+    assert made.verify().ok
+    assert held.n == 0
+    outputs_of(made, (2, 3, 9))
+    assert held.n == 3
