@@ -153,19 +153,31 @@ def test_an_object_that_the_body_makes_is_seen_as_it_was_at_the_call(device: Dev
     agree(body, device)
 
 
-def test_an_object_from_outside_has_what_the_body_puts_into_it_and_is_live_otherwise(device: Device) -> None:
-    box = Box(torch.zeros(1), 2.0)
+def test_an_object_from_outside_is_live_in_a_gap(device: Device) -> None:
+    box = Box(torch.full((1,), 5.0), 2.0)
 
     def body(batch: dict[str, Any]) -> torch.Tensor:
-        box.t = batch["x"] * 2
-        first = read(box)
-        box.t = batch["x"]  # the input itself
-        return first + read(box)
+        return batch["x"] + read(box)
 
     runner = agree(body, device)
     box.scale = 7.0
     x = rows(device, 3)
-    equal(runner.run({"x": x}), x * 21)
+    equal(runner.run({"x": x}), x + 35)
+
+
+def test_an_object_from_outside_that_the_body_fills_is_refused_by_name(device: Device) -> None:
+    """A replay runs no Python: it would leave in the object what the capture put there."""
+    box = Box(torch.zeros(1), 2.0)
+
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        box.t = batch["x"] * 2
+        return read(box)
+
+    runner = broken(body, device)
+    x = rows(device, 3)
+    equal(runner.run({"x": x}), x * 4)
+    assert runner.report is not None
+    assert "changes Box.t in every run" in str(runner.report.failures[0].error)
 
 
 def test_an_argument_that_a_gap_changes_is_whole_again_at_the_next_replay(device: Device) -> None:
