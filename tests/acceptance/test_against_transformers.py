@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
 from engine_logits import sequence_logits
+from sampler import Case, probabilities
 
 from phonograph import CheckpointError
 from phonograph.engine.checkpoints.default import default_model
@@ -67,6 +69,52 @@ def test_greedy_tokens_are_identical_wherever_the_margin_allows(llm: LLM, refere
         assert torch.equal(logits.argmax(-1)[sure], torch.tensor(done.tokens)[sure]), done.text
         compared += int(sure.sum())
     assert compared > 0.95 * 16 * len(PROMPTS)
+
+
+def mixed(x: Any) -> Any:
+    """The rule's hash, in unsigned numbers."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def noise_by_hand(seed: int, position: int, vocab: int) -> Any:
+    """The rule's noise (docs/decisions/0024), in Python's whole numbers and float64."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    low = mixed(low ^ mixed((high + 0x9E3779B9) & 0xFFFFFFFF))
+    high = mixed(high ^ mixed((low + 0x7F4A7C15) & 0xFFFFFFFF))
+    first = mixed((low + position * 0x9E3779B9) & 0xFFFFFFFF)
+    tokens = np.arange(vocab, dtype=np.uint64) * np.uint64(0x85EBCA6B) & np.uint64(0xFFFFFFFF)
+    hashed = mixed((mixed(tokens ^ np.uint64(first)) + np.uint64(mixed(high ^ first))) & np.uint64(0xFFFFFFFF))
+    return -np.log(-np.log((hashed.astype(np.longdouble) + 0.5) / 2**32)).astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.01},
+        {"temperature": 0.7},
+        {"temperature": 1.5},
+        {"temperature": 1.5, "top_k": 50, "top_p": 0.8, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_sampled_tokens_are_those_of_the_rule_in_float64(llm: LLM, reference: Any, asked: dict[str, Any]) -> None:
+    """Of the scores by hand, on the logits of `transformers`, the highest is the token that was drawn."""
+    case, compared = Case(**asked), 0
+    for seed in (283, 2**63 - 1):
+        params = SamplingParams(max_tokens=12, seed=seed, ignore_eos=True, **asked)
+        for done in llm.generate(PROMPTS[:2], params):
+            with torch.inference_mode():
+                rows = reference(torch.tensor([[*done.prompt, *done.tokens]])).logits[0, len(done.prompt) - 1 : -1]
+            for i, logits in enumerate(rows.double()):
+                noise = torch.from_numpy(noise_by_hand(seed, len(done.prompt) + i, len(logits)))
+                score = torch.where(probabilities(logits, case) > 0, logits / case.temperature + noise, -torch.inf)
+                top = score.topk(2).values
+                if top[0] - top[1] > MARGIN / case.temperature:
+                    assert int(score.argmax()) == done.tokens[i], (seed, done.text)
+                    compared += 1
+    assert compared > 0.9 * 2 * 2 * 12
 
 
 def test_the_answer_to_a_question(llm: LLM) -> None:
