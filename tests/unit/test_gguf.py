@@ -301,6 +301,14 @@ class TestMetadata:
             "expected [4]",
         )
 
+    @pytest.mark.parametrize(("factor", "scaling"), [(2.0, LinearRope(2.0)), (0.0, None)])
+    def test_a_factor_without_a_type_is_linear(self, tmp_path: Path, factor: float, scaling: LinearRope | None) -> None:
+        def change(writer: Any) -> None:
+            writer.add_rope_scaling_factor(factor)
+
+        path = write_gguf(tmp_path / "m.gguf", TINY, arrays(), change=change)
+        assert GgufCheckpoint.open(path).config.rope_scaling == scaling
+
     def test_frequencies_are_not_stretched_twice(self, tmp_path: Path) -> None:
         def change(writer: Any) -> None:
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)

@@ -39,6 +39,21 @@ _LARGEST = {
 }
 """Far above any model: a damaged number is refused before something of that size is made."""
 
+_KEYS = {
+    "num_layers": "num_hidden_layers or block_count",
+    "hidden": "hidden_size or embedding_length",
+    "intermediate": "intermediate_size or feed_forward_length",
+    "num_heads": "num_attention_heads or attention.head_count",
+    "num_kv_heads": "num_key_value_heads or attention.head_count_kv",
+    "head_dim": "head_dim or attention.key_length",
+    "vocab": "vocab_size",
+    "max_len": "max_position_embeddings or context_length",
+    "rope_theta": "rope_theta or rope.freq_base",
+    "rms_eps": "rms_norm_eps or attention.layer_norm_rms_epsilon",
+    "rope_attention_factor": "attention_factor",
+}
+"""What a config.json or GGUF metadata call them."""
+
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -78,7 +93,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name, most in _LARGEST.items():
             if not 1 <= getattr(self, name) <= most:
-                self._refuse(f"{name} is {getattr(self, name)}; expected at least 1 and at most {most:,}")
+                self._refuse_value(name, f"at least 1 and at most {most:,}")
         if self.num_heads % self.num_kv_heads:
             self._refuse(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
@@ -87,7 +102,7 @@ class ModelConfig:
             self._refuse("some layers have a sliding window, but sliding_window has no value")
         for name in ("rope_theta", "rms_eps", "rope_attention_factor"):
             if not 0 < getattr(self, name) < math.inf:
-                self._refuse(f"{name} is {getattr(self, name)}; expected a finite number above 0")
+                self._refuse_value(name, "a finite number above 0")
         self._check_frequencies()
 
     def _check_frequencies(self) -> None:
@@ -101,6 +116,9 @@ class ModelConfig:
             self._refuse(f"{found} gives frequencies of shape {list(frequencies.shape)} for heads of {self.head_dim}")
         if not bool((frequencies.isfinite() & (frequencies >= 0)).all()):
             self._refuse(f"{found} gives rotary frequencies that are negative or not finite")
+
+    def _refuse_value(self, name: str, expected: str) -> NoReturn:
+        self._refuse(f"{name} is {getattr(self, name)} (in files: {_KEYS[name]}); expected {expected}")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise CheckpointError(f"configuring {self.architecture}: {problem}. Correct the checkpoint's configuration.")

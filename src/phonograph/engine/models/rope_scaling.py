@@ -169,7 +169,8 @@ def from_gguf(rope: Fields, max_len: int) -> RopeScaling | None:
     if strange := sorted(name for name in rope.values if name not in known):
         supported = ", ".join(sorted(known))
         raise CheckpointError(f"reading {rope.source}: {strange[0]} is not supported; supported are {supported}.")
-    kind = rope.text("type", "none")
+    # A factor without a type is linear in llama.cpp, where 0 is none.
+    kind = rope.text("type", "linear" if rope.number("factor", 0.0) else "none")
     if kind == "none":
         return None
     if kind == "linear":
