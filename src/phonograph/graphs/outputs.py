@@ -97,7 +97,7 @@ class Standing:
     """
 
     def __init__(self) -> None:
-        self._objects = Noted()
+        self._objects = Noted(holds=False)
         self._storages: dict[int, list[StorageWeakRef]] = {}
 
     def note(self, tree: Any) -> None:

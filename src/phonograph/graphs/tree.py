@@ -122,14 +122,17 @@ def put_at(tree: Any, path: Path, value: Any) -> None:
 class Noted:
     """Objects that were met, and are recognised when they are met again; held weakly where their class allows that."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds: bool) -> None:
+        self._holds = holds
+        """Whether objects that can't be held weakly are held, or not noted."""
         self._references: dict[int, Callable[[], Any]] = {}
 
     def add(self, met: Any) -> None:
         try:
             self._references[id(met)] = weakref.ref(met)
         except TypeError:
-            self._references[id(met)] = lambda: met
+            if self._holds:
+                self._references[id(met)] = lambda: met
 
     def __contains__(self, met: Any) -> bool:
         reference = self._references.get(id(met))

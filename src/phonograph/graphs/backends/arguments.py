@@ -82,7 +82,7 @@ class Arguments:
 
 def note_objects(args: Args, kwargs: Kwargs) -> Noted:
     """The objects among and in a gap's arguments."""
-    noted = Noted()
+    noted = Noted(holds=True)
     for _, found in reachable((*args, *kwargs.values())):
         if not isinstance(found, torch.Tensor | dict | list | tuple | str | int | float | None):
             noted.add(found)
