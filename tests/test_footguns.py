@@ -432,6 +432,11 @@ def test_callers_tensor_written(device: Device, count: int, capture: bool) -> No
         assert torch.equal(made(x), body(plain))
         assert torch.equal(x, plain)
 
+    reshaped = make(lambda x: x.unsqueeze_(0) + 1, device, capture=capture)
+    for _ in range(2):
+        with pytest.raises(LoadError, match="changes the shape of its input 'x' in place"):
+            reshaped(x)
+
 
 @pytest.mark.parametrize("capture", [True, False])
 def test_one_tensor_for_two_slots(device: Device, capture: bool) -> None:

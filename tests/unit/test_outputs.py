@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import enum
+import functools
+import re
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from phonograph import CaptureError, Device, OutputError, Runner, RunnerOptions
+from phonograph import CaptureError, Device, OutputError, RunnerOptions, open_device
 from phonograph.graphs.tree import leaves, map_leaves
 from runners import equal, make_runner, rows
 
@@ -40,6 +43,27 @@ class Slotted:
     @property
     def secret(self) -> torch.Tensor:
         return self.__secret
+
+
+class Hostile:
+    """Answers nothing that it is asked, and is no leaf."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.__dict__["hidden"] = hidden
+
+    def _no(self, *_: Any) -> Any:
+        raise AssertionError("code of the class was run")
+
+    __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __getitem__ = __setattr__ = __getattr__ = _no
+
+
+class Shut(OrderedDict[str, Any]):
+    """Overrides what it can."""
+
+    def items(self) -> Any:
+        raise AssertionError("code of the class was run")
+
+    __copy__ = items
 
 
 @dataclass(frozen=True)
@@ -83,10 +107,18 @@ def with_extra(x: torch.Tensor) -> Frozen:
     return made
 
 
+WEIGHT = torch.nn.Parameter(torch.arange(16.0).view(4, 4))
+
 KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "object": lambda x: Plain(x * 2),
     "object in object": lambda x: Plain(Plain(x * 2)),  # type: ignore[arg-type]
     "slots": lambda x: Slotted(x * 2),
+    "hostile": Hostile,
+    "dict with overrides": lambda x: Shut(a=x * 2, b=[x]),
+    "parameter": lambda x: (WEIGHT, WEIGHT[:2], WEIGHT.detach().T, x),
+    "expanded": lambda x: (x[:, :1].expand(-1, 5), x.sum(0).expand(3, 4)),
+    "several dtypes": lambda x: (x > 0, x.long(), x.half(), x.to(torch.complex64).conj()),
+    "split and sorted": lambda x: {"split": x.split(2, 1), "sorted": x.sort(1), "unbound": x.unbind(1)},
     "namespace": lambda x: SimpleNamespace(a=x * 2, b=SimpleNamespace(c=[x])),
     "frozen dataclass": with_extra,
     "user dict": lambda x: UserDict(a=x * 2, b=None),
@@ -98,13 +130,19 @@ KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "named tuple": lambda x: Pair(x * 2, x),
     "dotted keys": lambda x: {"a.b": x, "a": {"b": x * 2}},
     "keys of two types": lambda x: {1: x, "1": x * 2, (1, "1"): x * 3, None: x * 4},
-    "plain values": lambda x: {"x": x, "mode": Mode.FAST, "dtype": x.dtype, "tags": {"a", "b"}, "text": "t"},
+    "plain values": lambda x: {
+        "x": x,
+        "mode": Mode.FAST,
+        "dtype": x.dtype,
+        "tags": {"a", "b"},
+        "day": date(1877, 11, 21),
+    },
     "empty": lambda x: (x, (), [], {}, None, SimpleNamespace()),
     "one tensor twice": lambda x: (y := x * 2, [y], {"y": y}),
     "views of each other": lambda x: ((y := x * 2), y[:1], y[:, 0], y.T, y.view(-1, 2, 2)),
     "input": Plain,
     "0-d": lambda x: Plain(x.sum()),
-    "axes that equal a bucket": lambda x: [x.sum(0), x.T @ x, torch.zeros(4, 4), torch.zeros(8) + x.sum(), x],
+    "axes that equal a bucket": lambda x: [x.sum(0), x.T @ x, x.new_zeros(4, 4), x.new_zeros(8) + x.sum(), x],
     "no rows": lambda x: (x[:0], x[:, :0]),
 }
 
@@ -128,6 +166,7 @@ def same(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_call_gets_its_own_outputs_of_its_own_size(device: Device, kind: str) -> None:
     make = KINDS[kind]
+    WEIGHT.data = WEIGHT.data.to(device.torch_device)
     runner = make_runner(lambda batch: make(batch["x"]), device)
     kept = []
     for seed, count in enumerate((3, 8, 1, 4, 9, 3, 8)):  # 9 runs eagerly
@@ -159,6 +198,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "module": (lambda x: [torch.nn.Identity()], r"\[0\] is a Identity"),
     "function": (lambda x: (x, lambda: x), r"\[1\] is a function"),
     "cycle": (lambda x: Ring(), "ring is a Ring, which holds itself"),
+    "partial": (lambda x: functools.partial(max, x), "is a partial"),
     "exception": (ValueError, "is a ValueError"),
 }
 
@@ -233,28 +273,45 @@ def test_an_eager_object_that_holds_an_input_is_copied_and_another_is_not(device
     assert second is made[1]
 
 
-def test_a_plain_value_that_follows_the_size_is_refused(device: Device) -> None:
-    runner = make_runner(lambda batch: (batch["x"], f"{len(batch['x'])} rows"), device)
+FOLLOWS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "text": (lambda x: (x, f"{len(x)} rows"), r"\[1\] is '8 rows' for {'seqs': 8} and '4 rows' for {'seqs': 4}"),
+    "as many outputs as rows": (lambda x: x.unbind(0), r"\[4\] is a tensor .* and not there for {'seqs': 4}"),
+    "only for some": (lambda x: (x, x + 1 if len(x) > 4 else None), r"\[1\] is a tensor .* and None for {'seqs': 4}"),
+    "dtype": (lambda x: x.half() if len(x) > 4 else x, r"torch.float16 for {'seqs': 8} and a tensor of torch.float32"),
+}
+
+
+@pytest.mark.parametrize("kind", list(FOLLOWS))
+def test_a_structure_or_value_that_follows_the_size_is_refused(device: Device, kind: str) -> None:
+    make, said = FOLLOWS[kind]
+    runner = make_runner(lambda batch: make(batch["x"]), device)
     assert runner.report is not None
-    assert "[1] is '8 rows' at one size and '4 rows' at another" in str(runner.report.failures[0].error)
-    assert runner.run({"x": rows(device, 3)})[1] == "3 rows"
+    assert len(runner.report.failures) == 3
+    assert re.search(said, str(runner.report.failures[0].error))
+    same(runner.run({"x": rows(device, 3)}), make(rows(device, 3)))
+    exact = make_runner(lambda batch: make(batch["x"]), device, exact=True)
+    same(exact.run({"x": rows(device, 4)}), make(rows(device, 4)))
+    assert exact.stats.replays.total() == 1
 
 
-def test_an_output_of_only_some_sizes_is_trimmed_or_refused(device: Device) -> None:
-    def some(smallest: int) -> Runner:
-        def body(batch: dict[str, Any]) -> Any:
-            x = batch["x"]
-            return (x, x + 1) if x.shape[0] <= smallest else (x,)
+def test_a_tensor_of_another_kind_is_refused(device: Device) -> None:
+    class Units(torch.Tensor):
+        pass
 
-        return make_runner(body, device)
+    runner = make_runner(lambda batch: batch["x"].as_subclass(Units), device)
+    assert runner.report is not None
+    assert "is a torch.strided Units, and a replay gives plain" in str(runner.report.failures[0].error)
+    assert type(runner.run({"x": rows(device, 3)})) is Units
 
-    runner = some(4)  # in two buckets, neither of which is the largest
-    for count in (1, 3):
-        found = runner.run({"x": rows(device, count)})
-        equal(found[1], rows(device, count) + 1)
-    report = some(2).report
-    assert report is not None
-    assert "[1] is there for seqs=2 only" in str(report.failures[0].error)
+
+@pytest.mark.gpu
+def test_an_output_on_the_host_is_refused() -> None:
+    device = open_device("cuda")
+    host = torch.ones(2)
+    runner = make_runner(lambda batch: (batch["x"], host), device)
+    assert runner.report is not None
+    assert "[1] is on cpu, and a replay's outputs are on cuda" in str(runner.report.failures[0].error)
+    assert runner.run({"x": rows(device, 3)})[1].device.type == "cpu"
 
 
 def test_views_are_the_graphs_own(device: Device) -> None:

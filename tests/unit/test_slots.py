@@ -43,7 +43,6 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: ints(pad=Pad.fill(9), valid=(0, 8)),
         ["'x'", "hold 9", "valid=(0, 8)", "because="],
     ),
-    "the default pad outside the legal range": (lambda: floats(valid=(1.0, 2.0)), ["'x'", "hold 0", "because="]),
     "a dtype by name": (lambda: Slot("x", ("tokens",), "float32"), ["'x'", "'float32'", "torch.float32"]),  # type: ignore[arg-type]
     "a number as pad": (
         lambda: Slot("x", ("tokens",), torch.int64, pad=0),  # type: ignore[arg-type]
@@ -197,3 +196,9 @@ def test_an_extent_tells_used_of_padded() -> None:
     assert str(extent) == "seqs=3/8, pages=4/4"
     assert extent.is_padded
     assert not Extent({"seqs": 8}, {"seqs": 8}).is_padded
+
+
+def test_the_default_pad_is_legal_and_a_sentinel_has_a_reason() -> None:
+    assert floats(valid=(1.0, 2.0)).pad == Pad.fill(1.0)
+    assert floats(valid=(-1.0, 2.0)).pad == Pad.fill(0)
+    assert ints(pad=Pad.fill(-1, because="the kernel skips it"), valid=(0, 8)).filler == -1

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from phonograph.errors import CaptureError, OutputError
-from phonograph.graphs.tree import Keep, Noted, Path, is_number, is_object, leaves, map_leaves, reachable
+from phonograph.graphs.tree import Keep, Noted, Path, is_number, is_object, leaves, map_leaves, map_values, reachable
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Run:
 
 def trimmed_axes(runs: Sequence[Run]) -> dict[Path, dict[int, str]]:
     """For each output, the axes that follow a dim through runs of different size."""
+    _check_structure(runs)
     axes: dict[Path, dict[int, str]] = {}
     changing = [dim for dim in runs[0].sizes if len({run.sizes[dim] for run in runs}) > 1]
-    for path in dict.fromkeys(path for run in runs for path in run.outputs):
-        _check_constant(path, runs)
-        found = [(run.sizes, spec.shape) for run in runs if isinstance(spec := run.outputs.get(path), OutputSpec)]
+    for path in runs[0].outputs:
+        found = [(run.sizes, spec.shape) for run in runs if isinstance(spec := run.outputs[path], OutputSpec)]
         for axis in range(max((len(shape) for _, shape in found), default=0)):
             followed = _followed(path, axis, found, changing)
             if followed is not None:
@@ -53,38 +53,41 @@ def trimmed_axes(runs: Sequence[Run]) -> dict[Path, dict[int, str]]:
     return axes
 
 
-_Found = Sequence[tuple[Mapping[str, int], tuple[int, ...]]]
-
-
-def _followed(path: Path, axis: int, found: _Found, changing: Sequence[str]) -> str | None:
+def _followed(
+    path: Path, axis: int, found: Sequence[tuple[Mapping[str, int], tuple[int, ...]]], changing: Sequence[str]
+) -> str | None:
     """The dim that an axis follows, or None where the axis never changes."""
     sizes = [shape[axis] if axis < len(shape) else None for _, shape in found]
-    dims = [dim for dim in changing if all(size == of[dim] for size, (of, _) in zip(sizes, found, strict=True))]
-    name = path or "(the only one)"
-    if dims and len({of[dims[0]] for of, _ in found}) == 1:
+    for dim in changing:
+        if all(size == of[dim] for size, (of, _) in zip(sizes, found, strict=True)):
+            return dim
+    if len(set(sizes)) > 1:
         raise CaptureError(
-            f"the output {name} is there for {dims[0]}={sizes[0]} only, so nothing tells whether its axis {axis} "
-            "follows the batch",
-            "Return it for every size, or use exact buckets",
-        )
-    if not dims and len(set(sizes)) > 1:
-        raise CaptureError(
-            f"axis {axis} of the output {name} changes with the batch and is no dim: "
+            f"axis {axis} of the output {path or '(the only one)'} changes with the batch and is no dim: "
             f"{sizes} for {[dict(of) for of, _ in found]}",
             "Return it with the dim as an axis of its own, or use exact buckets",
         )
-    return dims[0] if dims else None
+    return None
 
 
-def _check_constant(path: Path, runs: Sequence[Run]) -> None:
-    found = [spec.value for run in runs if isinstance(spec := run.outputs.get(path), Constant)]
-    other = next((value for value in found if type(value) is not type(found[0]) or value != found[0]), None)
-    if other is not None:
-        raise CaptureError(
-            f"the output {path or '(the only one)'} is {found[0]!r} at one size and {other!r} at another, and a replay "
-            "repeats that of its bucket",
-            "Make the value outside, or use exact buckets",
-        )
+def _check_structure(runs: Sequence[Run]) -> None:
+    """Refuse outputs that are there, or are what they are, at some sizes only: a size in between may be either."""
+    first = runs[0]
+    for run in runs[1:]:
+        for path in dict.fromkeys((*first.outputs, *run.outputs)):
+            one, other = (_shown(outputs.get(path)) for outputs in (first.outputs, run.outputs))
+            if one != other:
+                raise CaptureError(
+                    f"the output {path or '(the only one)'} is {one} for {dict(first.sizes)} and {other} for "
+                    f"{dict(run.sizes)}, and a replay would give that of its bucket",
+                    "Return the same for every size, or use exact buckets",
+                )
+
+
+def _shown(spec: OutputSpec | Constant | None) -> str:
+    if spec is None:
+        return "not there"
+    return f"a tensor of {spec.dtype}" if isinstance(spec, OutputSpec) else repr(spec.value)
 
 
 class Standing:
@@ -94,7 +97,7 @@ class Standing:
     """
 
     def __init__(self) -> None:
-        self._objects = Noted()
+        self._objects = Noted(holds=False)
         self._storages: dict[int, list[StorageWeakRef]] = {}
 
     def note(self, tree: Any) -> None:
@@ -124,6 +127,21 @@ class Standing:
         return found if found in self._objects else None
 
 
+def _check_plain(path: Path, leaf: torch.Tensor, device: torch.device) -> None:
+    if leaf.device.type != device.type:
+        raise OutputError(
+            f"the output {path or '(the only one)'} is on {leaf.device}, and a replay's outputs are on {device.type}",
+            "Return it on the device, or leave it to a tail that is not recorded",
+        )
+    # A parameter's copy is a plain tensor, with and without graphs.
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or leaf.layout != torch.strided:
+        raise OutputError(
+            f"the output {path or '(the only one)'} is a {leaf.layout} {type(leaf).__name__}, and a replay gives plain "
+            "strided tensors",
+            "Return it as a plain tensor, and make of it what it should be outside",
+        )
+
+
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (found for _, found in reachable(tree) if isinstance(found, torch.Tensor))
 
@@ -144,6 +162,7 @@ class OutputBuffers:
         try:
             for path, leaf in leaves(tree, self.standing.keep):
                 if isinstance(leaf, torch.Tensor):
+                    _check_plain(path, leaf, self._device)
                     if id(leaf) not in seen:
                         specs[path] = OutputSpec(tuple(leaf.shape), leaf.dtype)
                     seen.add(id(leaf))
@@ -187,10 +206,7 @@ class OutputBuffers:
             view.copy_(leaf)
             return view
 
-        try:
-            return map_leaves(tree, put, self.standing.keep)
-        except OutputError as error:
-            raise CaptureError(error.problem, error.remedy) from None
+        return map_leaves(tree, put, self.standing.keep)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of the buffers."""
@@ -214,4 +230,4 @@ def own(tree: Any, keep: Keep | None = None) -> Any:
     """Copies of the tensors, which no later call overwrites, in containers and objects made anew."""
     if isinstance(tree, torch.Tensor):
         return tree.clone()
-    return map_leaves(tree, lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, keep)
+    return map_values(tree, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, keep)

@@ -58,7 +58,7 @@ class Slot:
     shape: tuple[int | str, ...]
     dtype: torch.dtype
     pad: Pad | None = None
-    """What stands in padded rows. Floating-point slots default to 0; others must say."""
+    """What stands in padded rows. Floating-point slots default to 0, or the smallest legal value; others must say."""
     source: str | None = None
     """The field of the batch, or of what is passed beside it; may be dotted. Default: the slot's name."""
     compute: Compute | None = None
@@ -132,7 +132,8 @@ class Slot:
                     f"slot {self.name!r} has dims {self.dims} and no pad value, and 0 may be a legal {self.dtype}. "
                     "Add pad=Pad.fill(value), or pad=Pad.unread(because=…)."
                 )
-            object.__setattr__(self, "pad", Pad.fill(0))
+            legal = self.valid is None or self.valid[0] <= 0 <= self.valid[1]
+            object.__setattr__(self, "pad", Pad.fill(0 if legal or self.valid is None else self.valid[0]))
         elif self.pad.value is not None:
             self._check_number("pad", self.pad.value)
         elif self.valid is None and not self.dtype.is_floating_point and self.dtype != torch.bool:

@@ -6,6 +6,9 @@ Nothing of an object's class is run: no `__init__`, no property, no overridden `
 
 from __future__ import annotations
 
+import functools
+import gc
+import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict
@@ -75,7 +78,12 @@ def map_leaves(tree: Any, change: Callable[[Path, Any], Any], keep: Keep | None 
 
     What stands at two places is changed once and stands at both again.
     """
-    return _Mapping(change, keep).of(tree, Path(), ())
+    return _Mapping(lambda trail, leaf: change(_path_of(trail), leaf), keep).of(tree, None)
+
+
+def map_values(tree: Any, change: Callable[[Any], Any], keep: Keep | None = None) -> Any:
+    """As `map_leaves`, for a change that does not depend on the path: calls do this."""
+    return _Mapping(lambda _, leaf: change(leaf), keep).of(tree, None)
 
 
 def is_object(tree: Any) -> bool:
@@ -97,7 +105,7 @@ def reachable(tree: Any) -> Iterator[tuple[Path, Any]]:
         yield path, value
         if len(path) < _MAX_DEPTH and id(value) not in seen and not _is_leaf(value) and not _why_closed(value):
             seen.add(id(value))
-            found += [(path.to(step), part) for step, part in _parts(value, path, ())]
+            found += [(path.to(step), part) for step, part in _parts(value, path)]
 
 
 def put_at(tree: Any, path: Path, value: Any) -> None:
@@ -114,14 +122,17 @@ def put_at(tree: Any, path: Path, value: Any) -> None:
 class Noted:
     """Objects that were met, and are recognised when they are met again; held weakly where their class allows that."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds: bool) -> None:
+        self._holds = holds
+        """Whether objects that can't be held weakly are held, or not noted."""
         self._references: dict[int, Callable[[], Any]] = {}
 
     def add(self, met: Any) -> None:
         try:
             self._references[id(met)] = weakref.ref(met)
         except TypeError:
-            self._references[id(met)] = lambda: met
+            if self._holds:
+                self._references[id(met)] = lambda: met
 
     def __contains__(self, met: Any) -> bool:
         reference = self._references.get(id(met))
@@ -151,47 +162,82 @@ def _leaves(tree: Any, path: Path, keep: Keep | None, above: tuple[int, ...]) ->
     if kept is not None:
         yield path, kept
         return
-    parts = _parts(tree, path, above)
-    for step, value in parts:
+    if id(tree) in above:
+        raise _closed(tree, path, "holds itself")
+    for step, value in _parts(tree, path):
         yield from _leaves(value, path.to(step), keep, (*above, id(tree)))
 
 
-class _Mapping:
-    """One pass of `map_leaves`, which remembers what it has changed."""
+_Trail = tuple[Any, Any, bool] | None
+"""A path while it is walked, which costs nothing until it is shown: what is above, the step, whether it is an item."""
 
-    def __init__(self, change: Callable[[Path, Any], Any], keep: Keep | None) -> None:
+
+def _path_of(trail: _Trail) -> Path:
+    steps: list[str | Item] = []
+    while trail is not None:
+        trail, step, is_item = trail
+        steps.append(Item(step) if is_item else step)
+    return Path(reversed(steps))
+
+
+class _Mapping:
+    """One pass of `map_leaves` or `map_values`, which remembers what it has changed."""
+
+    def __init__(self, change: Callable[[_Trail, Any], Any], keep: Keep | None) -> None:
         self._change = change
         self._keep = keep
         self._done: dict[int, Any] = {}
+        self._open: set[int] = set()
 
-    def of(self, tree: Any, path: Path, above: tuple[int, ...]) -> Any:
+    def of(self, tree: Any, trail: _Trail) -> Any:
         if isinstance(tree, _CONSTANTS):
-            return self._change(path, tree)
-        if id(tree) not in self._done:  # the tree is held by the caller, so the identity is not given to another
-            self._done[id(tree)] = self._made(tree, path, above)
-        return self._done[id(tree)]
+            return self._change(trail, tree)
+        identity = id(tree)  # held by the caller, so it is not given to another
+        if identity not in self._done:
+            if identity in self._open:
+                raise _closed(tree, _path_of(trail), "holds itself")
+            self._open.add(identity)
+            self._done[identity] = self._made(tree, trail)
+            self._open.discard(identity)
+        return self._done[identity]
 
-    def _made(self, tree: Any, path: Path, above: tuple[int, ...]) -> Any:
+    def _made(self, tree: Any, trail: _Trail) -> Any:
+        kind = type(tree)
+        if kind is torch.Tensor:
+            return self._change(trail, tree)
+        if kind is tuple or kind is list:
+            return kind([self.of(value, (trail, index, True)) for index, value in enumerate(tree)])
+        if kind is dict:
+            return {key: self.of(value, (trail, key, True)) for key, value in tree.items()}
         if _is_leaf(tree):
-            return self._change(path, set(tree) if isinstance(tree, set) else tree)
-        kept = self._keep(path, tree) if self._keep is not None and not isinstance(tree, _ITEMS) else None
-        if kept is not None:
-            return self._change(path, kept)
-        parts = _parts(tree, path, above)
-        below = (*above, id(tree))
-        return _rebuilt(tree, [(step, self.of(value, path.to(step), below)) for step, value in parts], path)
+            return self._change(trail, set(tree) if isinstance(tree, set) else tree)
+        if self._keep is not None and not isinstance(tree, _ITEMS):
+            kept = self._keep(_path_of(trail), tree)
+            if kept is not None:
+                return self._change(trail, kept)
+        made: Parts = []
+        for step, value in _parts(tree, _path_of(trail)):
+            below = (trail, step.key, True) if isinstance(step, Item) else (trail, step, False)
+            made.append((step, self.of(value, below)))
+        return _rebuilt(tree, made)
 
 
 def _is_leaf(tree: Any) -> bool:
     if isinstance(tree, set | frozenset):
         return all(isinstance(element, _CONSTANTS) for element in tree)
-    return isinstance(tree, (torch.Tensor, Marker, *_CONSTANTS))
+    return isinstance(tree, (torch.Tensor, Marker, *_CONSTANTS)) or _is_atom(tree)
 
 
-def _parts(tree: Any, path: Path, above: tuple[int, ...]) -> Parts:
+def _is_atom(tree: Any) -> bool:
+    """Whether it is a value of the standard library that holds no other object: a date, a decimal."""
+    kind = type(tree)
+    if isinstance(tree, _ITEMS):
+        return False
+    return kind.__hash__ is not None and kind.__module__ in sys.stdlib_module_names and not gc.is_tracked(tree)
+
+
+def _parts(tree: Any, path: Path) -> Parts:
     """The parts of what can be opened; raises for what can't."""
-    if id(tree) in above:
-        raise _closed(tree, path, "holds itself")
     reason = _why_closed(tree)
     if reason:
         raise _closed(tree, path, reason)
@@ -230,23 +276,32 @@ def _why_closed(tree: Any) -> str:
         return "is used up after one call"
     if isinstance(tree, types.FunctionType | types.MethodType | types.BuiltinFunctionType | types.ModuleType):
         return "no copy can be made of"
-    bases = type(tree).__mro__[:-1]
-    has_attributes = _dict_of(tree) is not None or any(vars(base).get("__slots__") for base in bases)
-    # What a class written in C holds is not among its attributes.
-    if not has_attributes or not all(base.__flags__ & _HEAP_TYPE for base in bases):
+    kind: Any = type(tree)
+    if not _is_pythons(kind):
         return "keeps what it holds where nothing can reach it"
     return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_pythons(kind: Any) -> bool:
+    """Whether what an object holds is among its attributes; not so where a base is written in C."""
+    bases = kind.__mro__[:-1]
+    for base in bases:
+        if not base.__flags__ & _HEAP_TYPE or isinstance(vars(base).get("__new__"), types.BuiltinFunctionType):
+            return False
+    return bool(kind.__dictoffset__) or any(vars(base).get("__slots__") for base in bases)
 
 
 def _closed(tree: Any, path: Path, reason: str) -> OutputError:
     return OutputError(f"the output{f' {path}' if path else ''} is a {type(tree).__name__}, which {reason}", _INSTEAD)
 
 
-def _rebuilt(tree: Any, parts: Parts, path: Path) -> Any:
+def _rebuilt(tree: Any, parts: Parts) -> Any:
     """An object like `tree` of these parts, without running code of its class."""
     items = [value for step, value in parts if isinstance(step, Item)]
     kind: Any = type(tree)
     base: Any
+    made: Any
     if isinstance(tree, tuple):
         return _rebuilt_tuple(tree, parts)
     if isinstance(tree, dict):
@@ -261,10 +316,7 @@ def _rebuilt(tree: Any, parts: Parts, path: Path) -> Any:
         list.extend(made, items)
     else:
         base = types.SimpleNamespace if isinstance(tree, types.SimpleNamespace) else object
-        try:
-            made = base.__new__(kind)
-        except TypeError:
-            raise _closed(tree, path, "can't be made anew") from None
+        made = base.__new__(kind)
     _put_attributes(made, [(step, value) for step, value in parts if not isinstance(step, Item)])
     return made
 

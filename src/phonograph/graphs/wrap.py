@@ -145,12 +145,12 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
 ) -> Graphed:
     """Serve calls of a function or module by recorded graphs.
 
-    The function is called with its slots by name; other arguments are passed on as they are. In a recording
-    they keep the value that the sample has, so a call with another value runs eagerly, unless the argument is
-    named `live`: only gaps and the tail read it. A `tail` takes the used rows of the function's outputs
-    and the live arguments, and is recorded only with `tail_captured`. `phase` picks the defaults of the plan (`full`
-    for decode, `breakable` for prefill). Functions that are given one `pool` share input buffers and graph memory, and
-    serve one call at a time. Nothing is recorded before `.capture()`.
+    A module is called as its users call it, with its hooks. The function is called with its slots by name; other
+    arguments are passed on as they are. In a recording they keep the value that the sample has, so a call with another
+    value runs eagerly, unless the argument is named `live`: only gaps and the tail read it. A `tail` takes the used
+    rows of the function's outputs and the live arguments, and is recorded only with `tail_captured`. `phase` picks the
+    defaults of the plan (`full` for decode, `breakable` for prefill). Functions that are given one `pool` share input
+    buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`.
 
     The other choices are those of `Phase` (preserve, admission, adopt, without, eager_without), of the plan (backend,
     max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
@@ -178,7 +178,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         bucketed=bucketed,
         body=lambda batch: call(**batch),
         sample=sample if sample is not None else sample_from(slots, on.torch_device),
-        dims=_all_of(Dim, dims, "dims"),
+        dims=(dims,) if isinstance(dims, Dim) else tuple(dims),
         tail=tail,
         tail_captured=tail_captured,
         plan=plan,

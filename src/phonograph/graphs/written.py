@@ -52,9 +52,11 @@ class EagerWrites:
         """By slot: the caller's tensor, and the copy that the body gets."""
         self._phase = phase
         self._versions = [copy._version for _, copy in copied.values()]
+        self._forms = [(copy.shape, copy.stride()) for _, copy in copied.values()]
 
     def write_back(self) -> None:
         """Bring what the body wrote to the caller's tensors."""
+        self._check_forms()
         pairs = zip(self._copied.values(), self._versions, strict=True)
         written = [(given, copy) for (given, copy), version in pairs if copy._version != version]
         for given, copy in written:
@@ -65,6 +67,16 @@ class EagerWrites:
                 raise LoadError(
                     f"running {self._phase}: the body writes an input in place, and what was given for {name!r} is "
                     "the same memory. Give a copy for one of them, or use eager_copies=False."
+                )
+
+    def _check_forms(self) -> None:
+        """Refuse a changed shape (`unsqueeze_`), and give the copy back the one that it keeps."""
+        for (name, (_, copy)), (shape, stride) in zip(self._copied.items(), self._forms, strict=True):
+            if copy.shape != shape or copy.stride() != stride:
+                copy.as_strided_(shape, stride)
+                raise LoadError(
+                    f"running {self._phase}: the body changes the shape of its input {name!r} in place. "
+                    "Use the form that returns a view (unsqueeze, not unsqueeze_), or eager_copies=False."
                 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phonograph.errors import BreakError, OutputError
-from phonograph.graphs.tree import Marker, Noted, Path, is_closed, leaves, map_leaves, put_at, reachable
+from phonograph.graphs.tree import Marker, Noted, Path, is_closed, leaves, map_leaves, map_values, put_at, reachable
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -73,15 +73,16 @@ class Arguments:
         """The arguments of one call."""
         if self.is_plain:
             return self.tree
-        tree: tuple[Args, Kwargs] = map_leaves(
-            self.tree, lambda _, leaf: leaf.now(self.gap) if isinstance(leaf, _Live) else leaf, _closed_as_it_is
-        )
+        tree: tuple[Args, Kwargs] = map_values(self.tree, self._of_now, _closed_as_it_is)
         return tree
+
+    def _of_now(self, leaf: Any) -> Any:
+        return leaf.now(self.gap) if isinstance(leaf, _Live) else leaf
 
 
 def note_objects(args: Args, kwargs: Kwargs) -> Noted:
     """The objects among and in a gap's arguments."""
-    noted = Noted()
+    noted = Noted(holds=True)
     for _, found in reachable((*args, *kwargs.values())):
         if not isinstance(found, torch.Tensor | dict | list | tuple | str | int | float | None):
             noted.add(found)

@@ -198,7 +198,7 @@ class BreakableBackend:
 
     def capture(self, key: ShapeKey, body: Body) -> Recording:
         with self._device.recorder(self._pool) as recorder:
-            breaker = _Capturing(self._device, self._pool, recorder, self._gaps[key])
+            breaker = _Capturing(self._device, self._pool, recorder, self._gaps.pop(key))
             recorder.begin()
             with _breaking(breaker):
                 outputs = body()
