@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import resource
@@ -151,6 +152,20 @@ def test_idle_connections_make_room_for_requests(guarded: Server) -> None:
     try:
         assert guarded.get("/health").status_code == 200
         assert any("connections are open, as many as can be" in line for line in guarded.lines)
+    finally:
+        for sock in flood:
+            sock.close()
+
+
+def test_bodies_on_their_way_make_room_too(guarded: Server) -> None:
+    flood = [connect(guarded) for _ in range(2 * FEW)]
+    try:
+        for sock in flood:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST)
+                sock.sendall(b"Content-Length: 1000\r\n\r\n{")
+        time.sleep(0.1)
+        assert guarded.get("/health").status_code == 200
     finally:
         for sock in flood:
             sock.close()

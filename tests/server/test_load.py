@@ -165,7 +165,7 @@ def test_who_never_reads_is_dropped(loop: Loop) -> None:
 def over(llm: AsyncLLM, options: ServerOptions) -> httpx.AsyncClient:
     """A client of another app over the same engine, without sockets."""
     transport = httpx.ASGITransport(create_app(llm, options))
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 def test_a_request_that_takes_too_long_is_ended(loop: Loop) -> None:

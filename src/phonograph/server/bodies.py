@@ -22,6 +22,7 @@ R = TypeVar("R")
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?([\w.\[\]]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 _MISSING = re.compile(r"missing required field `(.*?)`")
+_SMALL = 64 << 10
 _JSON = re.compile(r"application/([\w.-]+\+)?json *(;.*)?", re.IGNORECASE)
 
 
@@ -32,7 +33,7 @@ class OffLoop(Protocol):
 
 
 class Arrivals:
-    """Bytes of all bodies that are on their way; with too many, further ones are turned away."""
+    """Bytes of all large bodies that are on their way; with too many, further large ones are turned away."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -41,10 +42,13 @@ class Arrivals:
     @contextmanager
     def arriving(self) -> Iterator[Callable[[int], None]]:
         """Gives a function to be told of every piece; all are forgotten in the end."""
-        mine = 0
+        mine, total = 0, 0
 
         def add(size: int) -> None:
-            nonlocal mine
+            nonlocal mine, total
+            total += size
+            if total <= _SMALL:  # what nearly all requests have is never turned away
+                return
             if self._held + size > self._most:
                 message = f"bodies of {self._held:,} bytes are on their way already. Try again later."
                 raise ApiError(503, message, type=SERVER, code="busy", headers={"Retry-After": "1"})

@@ -47,7 +47,7 @@ def check_tokenize(ask: TokenizeAsk, bounds: ModelBounds) -> None:
 def check_detokenize(ask: DetokenizeAsk, bounds: ModelBounds) -> None:
     """Of /detokenize."""
     limits.LABEL_CHARS.check(len(ask.model or ""), "model")
-    bounds.prompt_tokens.check(len(ask.tokens), "tokens")
+    bounds.tokens.check(len(ask.tokens))
 
 
 def check_logprobs(params: SamplingParams, num_prompts: int, max_len: int) -> None:

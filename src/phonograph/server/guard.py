@@ -53,19 +53,28 @@ class Door:
     open: set[GuardedProtocol] = field(default_factory=set)
     idle: dict[GuardedProtocol, None] = field(default_factory=dict)
     """Connections without a request, the one that has been so longest first."""
+    receiving: dict[GuardedProtocol, None] = field(default_factory=dict)
+    """Connections whose request has a body that is still on its way, the oldest first."""
     _warned: float = -_WARN_EVERY
 
     def admit(self, one: GuardedProtocol, descriptor: int) -> bool:
-        """Take a connection in, for which the idlest one has to leave if there are too many; False if none can."""
+        """Take a connection in; if there are too many, one that runs nothing has to leave. False if none can."""
         is_full = len(self.open) >= self.max_connections or descriptor > self.max_descriptor
         if is_full:
             self.warn(f"{len(self.open)} connections are open, as many as can be; idle ones are closed for new ones")
-            if not self.idle:
+            leaving = next(iter(self.idle or self.receiving), None)
+            if leaving is None:
                 return False
-            next(iter(self.idle)).leave()
+            leaving.leave()
         self.open.add(one)
         self.idle[one] = None
         return True
+
+    def forget(self, one: GuardedProtocol) -> None:
+        """A connection is gone."""
+        self.open.discard(one)
+        self.idle.pop(one, None)
+        self.receiving.pop(one, None)
 
     def warn(self, problem: str) -> None:
         """Once a minute: who floods the server must not flood its log."""
@@ -104,14 +113,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self._door.open.discard(self)
-        self._door.idle.pop(self, None)
+        self._door.forget(self)
         super().connection_lost(exc)
 
     def leave(self) -> None:
-        """Close an idle connection at once."""
-        self._door.open.discard(self)
-        self._door.idle.pop(self, None)
+        """Close the connection at once."""
+        self._door.forget(self)
         self._is_over = True
         self.transport.abort()
 
@@ -204,6 +211,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._disarm()
         self._door.idle.pop(self, None)
+        self._door.receiving[self] = None
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             _end_with_connection(self.cycle)
@@ -217,6 +225,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._has_message, self._ended_now = False, True
         self._disarm()
+        self._door.receiving.pop(self, None)
         super().on_message_complete()
         if self.cycle.response_complete:  # the answer was there before the body was
             self._door.idle[self] = None

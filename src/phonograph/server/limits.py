@@ -67,7 +67,7 @@ FIXED = (
     *(GUIDED_CHOICE_SIZE, METADATA_SIZE, LABEL_CHARS),
 )
 
-MANY_TOKENS = 1 << 18
+MANY_TOKENS, MANY_TO_DECODE = 1 << 17, 1 << 15
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class ModelBounds:
     """Of one prompt, or of all messages. More can't fit: no token has more characters than the longest."""
     prompt_tokens: Bound
     """Of all prompts together."""
+    tokens: Bound
+    """To be made a text of."""
     values: Bound
     """Of one body: numbers, texts, lists and objects."""
 
@@ -90,6 +92,7 @@ class ModelBounds:
             Bound("prompt", max_prompts, "prompts"),
             Bound("prompt", fit if max_chars is None else min(fit, max_chars), "characters"),
             Bound("prompt", max(MANY_TOKENS, max_len), "tokens in all prompts"),
+            Bound("tokens", max(MANY_TO_DECODE, max_len), "token ids"),
             Bound("the body", 2 * max(MANY_TOKENS, max_len), "values"),
         )
 
@@ -99,7 +102,8 @@ DERIVED = (
     ("the body", f"the larger of {2 * MANY_TOKENS:,} and 2 × `--max-len`", "values"),
     ("prompt", "`--max-seqs` + `--max-queue`", "prompts"),
     ("prompt, messages", "`--max-len` × the longest token of the vocabulary, and `--max-prompt-chars`", "characters"),
-    ("prompt, tokens", f"the larger of {MANY_TOKENS:,} and `--max-len`", "tokens in all prompts"),
+    ("prompt", f"the larger of {MANY_TOKENS:,} and `--max-len`", "tokens in all prompts"),
+    ("tokens", f"the larger of {MANY_TO_DECODE:,} and `--max-len`", "token ids"),
 )
 
 

@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ log = logging.getLogger("phonograph")
 _BACKLOG = 2048
 _LAST_WORDS = 5
 """Seconds that answers have to reach their clients after the engine has finished."""
+_SWITCH = 0.0005
+"""Seconds for which a thread that works on a long text may keep the event loop waiting; ten times that is usual."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -95,6 +98,7 @@ async def run(
                 # What was loaded stays: collections of garbage need not look at it, which would hold everyone up.
                 gc.collect()
                 gc.freeze()
+                sys.setswitchinterval(_SWITCH)
                 on_ready()
                 told = await _told(llm, signals)
                 await _drained(llm, options.drain_timeout, told, signals)
