@@ -270,7 +270,8 @@ def test_a_rank_that_fails_meets_the_others_as_often(device: Device, after: int)
         result: torch.Tensor = batch["x"] * 2
         return result
 
-    for phase in ({}, {"preserve": lambda batch: nullcontext()}):
+    phases: list[dict[str, Any]] = [{}, {"preserve": lambda batch: nullcontext()}]
+    for phase in phases:
         runs.reset_mock()
         met.reset_mock()
         runner = make_runner(body, device, options=RunnerOptions(barrier=met), **phase)
