@@ -460,3 +460,72 @@ def test_a_log_in_a_gap_has_one_entry_for_each_call() -> None:
     assert held.n == 0
     outputs_of(made, (2, 3, 9))
     assert held.n == 3
+
+
+def test_running_statistics_are_written_by_calls_only() -> None:
+    """Batch norm writes them without its op's schema saying so."""
+    norm, eager = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+    made = made_from(norm)
+    made.capture(silent)
+    made.verify()
+    assert not norm.running_mean.any()
+    assert norm.num_batches_tracked == 0
+    outputs_of(made, (2, 4, 8, 2))
+    outputs_of(eager, (2, 4, 8, 2))
+    assert made.stats.replays.total() == 4
+    torch.testing.assert_close(dict(norm.named_buffers()), dict(eager.named_buffers()))
+
+
+def test_what_an_op_writes_without_a_word_is_put_back() -> None:
+    """A custom op that declares no writes, on memory that nothing but its arguments shows."""
+    with torch.library._scoped_library("phonograph_tests", "DEF") as library:
+        library.define("bump(Tensor x, Tensor state) -> Tensor")
+
+        def bump(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+            state.add_(1)
+            return x + state
+
+        library.impl("bump", bump, "CompositeExplicitAutograd")
+        state = torch.zeros(WIDTH)
+        made = made_from(lambda x: torch.ops.phonograph_tests.bump(x, state))
+        assert not made.capture(silent).failures
+        made.verify()
+        assert not state.any()
+        x = torch.randn(2, WIDTH)
+        torch.testing.assert_close(made(x), x + 1)
+        torch.testing.assert_close(made(x), x + 2)
+
+
+def test_state_of_every_shape_is_put_back() -> None:
+    held = {n: torch.zeros(WIDTH) for n in range(10)}
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held[x.shape[0]].add_(1)
+        return x * 2
+
+    made = made_from(body)
+    assert not made.capture(silent).failures
+    made.verify()
+    assert not any(bool(one.any()) for one in held.values())
+
+
+def test_constants_outlive_their_owner() -> None:
+    """A recording reads the table of its shape, which the body replaces with that of another."""
+    body = LastMemo()
+    made = made_from(body)
+    assert not made.capture(silent).failures
+    for key in made.runner.captured:
+        assert any(held.numel() == 4 * key.size for held in made.runner.recording(key).holds)  # bytes of a table
+
+
+def test_what_fails_leaves_nothing_that_it_made() -> None:
+    """A first call that takes another way than all later ones still takes it after a capture that made nothing."""
+    body = Plain(ready=False)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        body.ready = True
+        return x * x.sum().item()
+
+    made = made_from(run)
+    assert len(made.capture(silent).failures) == 4
+    assert body.ready is False
