@@ -26,9 +26,8 @@ def refusing_input_writes(inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
     def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         for tensor in written_tensors(func, args, kwargs):
-            start, end = _span(tensor)
-            name = next((name for name, (low, high) in spans.items() if start < high and low < end), None)
-            if name is not None and tensor.numel():
+            name = _overlapped(tensor, spans)
+            if name is not None:
                 op = str(func).removesuffix(".default")
                 raise InputWriteError(_problem(name, f"{op} writes"), _REMEDY, op=op, frame=user_frame())
         return func(*args, **kwargs)
@@ -78,6 +77,16 @@ class EagerWrites:
                     f"running {self._phase}: the body changes the shape of its input {name!r} in place. "
                     "Use the form that returns a view (unsqueeze, not unsqueeze_), or eager_copies=False."
                 )
+
+
+def _overlapped(tensor: torch.Tensor, spans: Mapping[str, tuple[int, int]]) -> str | None:
+    if not tensor.numel():
+        return None
+    try:
+        start, end = _span(tensor)
+    except RuntimeError:
+        return None  # a wrapper without memory; what it wraps is written by ops of its own
+    return next((name for name, (low, high) in spans.items() if start < high and low < end), None)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
