@@ -128,6 +128,10 @@ class Capture:
         """Warm-ups run for real: afterwards the model's own state is what it was before."""
         try:
             yield
+        except BaseException:
+            if self._warmups is not None:
+                self._warmups.forget()
+            raise
         finally:
             self._state.restore()
             if self._state.skipped_bytes:
@@ -159,6 +163,12 @@ class Capture:
                 self._attempt(key, self._first_run)
                 self._attempt(key, self._second_run)
             self._refuse_moved(keys)
+            if self._warmups.python.now.is_cut_short:
+                log.warning(
+                    "capturing %s: the body reaches too many Python objects to watch all of them for changes. "
+                    "Say what it writes with Phase(preserve=…).",
+                    self.phase.name,
+                )
         else:
             # The phase says what its body writes, so nobody need look; the largest brings workspaces to their size.
             for key in keys:

@@ -54,7 +54,8 @@ class PythonState:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Add the globals of all functions that are called in here for the first time."""
+        """Add the globals of all functions that are called in here for the first time: once for each shape is enough,
+        and every call in here costs."""
         before = sys.getprofile()
         if before is None:
             sys.setprofile(self._on_call)
@@ -68,8 +69,7 @@ class PythonState:
     def kept(self) -> Iterator[None]:
         """Put back all that is changed in here."""
         try:
-            with self.followed():
-                yield
+            yield
         finally:
             self.now.restore()
 

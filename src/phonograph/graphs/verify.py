@@ -206,9 +206,11 @@ class _Verification:
         """All memory from outside that the body writes, as bytes; found by runs whose effects are undone."""
         saved = SavedState(_MAX_STATE_BYTES)
         suspects = self._python.now.tensors.values() if self._python is not None else ()
+        followed = self._python.followed() if self._python is not None else nullcontext()
         try:
-            for padded in (True, False):
-                self._eager(padded=padded, watching=saved.watching(suspects))
+            with followed:
+                for padded in (True, False):
+                    self._eager(padded=padded, watching=saved.watching(suspects))
         finally:
             saved.restore()
         if saved.skipped_bytes:

@@ -68,7 +68,8 @@ class Warmups:
         self.python.refuse_iterators()
         before, self._first = self.python.now, None
         with self._undone_on_failure(before):
-            result, memory = self._run(bind)
+            with self.python.followed():
+                result, memory = self._run(bind)
             made = before.changes()
             if made:
                 self.python.now = self.python.taken()
@@ -99,13 +100,12 @@ class Warmups:
             self._refuse_made(first.made)
 
     def _run(self, bind: Bind, moves: Moves | None = None) -> tuple[Any, MemoryRun]:
-        with self.python.followed():
-            body = bind()
-            if moves is not None:
-                # Samples, computed slots and the plan are made anew for every call.
-                moves.note(moves.elsewhere)
-            with self.state.watching(self.python.now.tensors.values()) as memory:
-                result = body(moves)
+        body = bind()
+        if moves is not None:
+            # Samples, computed slots and the plan are made anew for every call.
+            moves.note(moves.elsewhere)
+        with self.state.watching(self.python.now.tensors.values()) as memory:
+            result = body(moves)
         if moves is not None:
             moves.note(moves.by_body)
         return result, memory
