@@ -229,7 +229,7 @@ class TestCopies:
         assert seen.names.count("copy_") == 1
         assert counted(made) == (1, 0, 0)
         assert view["computed"].tolist() == [2, 3, 4, -1]
-        assert view["absent"].tolist() == [2.0] * 4
+        assert view["absent"].tolist() == [2.0, 2.0, 2.0, 0.0]
         assert view["scale"].tolist() == [0.5, 1.5, 2.5, 0.0]
 
     def test_device_values_go_in_one_grouped_copy(self, device: Device) -> None:
@@ -435,6 +435,15 @@ class TestSharing:
         assert first.counts.transfers == before + 1
         assert ["shared=False" in line for line in pool.report().private] == [True]
 
+    def test_a_new_size_writes_nothing_before_the_batch_is_read(self, device: Device) -> None:
+        """A value may lie in the buffer that the size's first load writes."""
+        unread = Slot("at", ("tokens", WIDE), torch.float32, pad=Pad.unread(because="nobody looks"), valid=(0, 9))
+        made = registry(device, unread)
+        view = made.load({"at": np.full((4, WIDE), 7, dtype=np.float32)}, tokens(4, 8)).batch["at"]
+        for padded in (6, 4):
+            view = made.load({"at": view[:3]}, tokens(3, padded)).batch["at"]
+            assert view[:3].tolist() == [[7.0] * WIDE] * 3
+
     def test_an_unread_tail_never_holds_what_only_another_runner_may_have(self, device: Device) -> None:
         unread = Pad.unread(because="nobody looks")
         narrow = ints("at", "tokens", place="host")
@@ -465,5 +474,5 @@ def test_pad_values_that_still_stand_are_not_mistaken_for_others() -> None:
         b: Any = generator.choice([np.arange(used), list(range(used)), torch.arange(used), None])
         view = registry.load({"a": a, "b": b}, Extent({"seqs": used}, {"seqs": padded})).batch
         assert view["a"].tolist() == [*range(used), *[7] * (padded - used)]
-        wanted = [*range(used), *[8] * (padded - used)] if b is not None else [-1] * padded
-        assert view["b"].tolist() == wanted
+        wanted = [*range(used)] if b is not None else [-1] * used
+        assert view["b"].tolist() == wanted + [8] * (padded - used)

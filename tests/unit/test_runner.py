@@ -296,6 +296,19 @@ def test_an_absent_input_acts_as_its_neutral_value(device: Device) -> None:
     assert runner.stats.replays.total() == 2
 
 
+def test_an_absent_input_is_neutral_in_used_rows_and_padding_in_the_others(device: Device) -> None:
+    """A body that counts rows by their mask counts the same in a replay as eagerly."""
+    slots = [x_slot(), Slot("mask", ("seqs",), torch.float32, absent=1.0)]
+    sample = sample_from(slots, device.torch_device)
+    runner = make_runner(
+        lambda batch: batch["mask"].sum()[None] + 0 * batch["x"].sum(), device, slots=slots, sample=sample
+    )
+    for count in (3, 5, 9):
+        equal(runner.run({"x": rows(device, count), "mask": None}), torch.tensor([float(count)]))
+    assert (runner.stats.replays.total(), runner.stats.eager.total()) == (2, 1)
+    assert verify(runner).ok
+
+
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_replay_and_the_eager_path_see_the_same_in_place_of_an_absent_input(device: Device, copies: bool) -> None:
     """The body does not ask for None, neither in a graph nor in a gap: a recording can't see it either."""

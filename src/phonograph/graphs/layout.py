@@ -160,10 +160,7 @@ class Layout:
             return Cell(values, view, arrays, span)
         if adopted is not None:
             return Cell(values, adopted[tuple(slice(0, size) for size in shape)] if shape else adopted)
-        view = memory.flat(slot, num_elements(slot, self.padded)).view(shape)
-        if slot.is_unread:
-            view.fill_(slot.filler)  # loads leave the tail alone: what it holds is legal from the start
-        return Cell(values, view)
+        return Cell(values, memory.flat(slot, num_elements(slot, self.padded)).view(shape))
 
     def steps(self, used: Mapping[str, int], key: tuple[int, ...], without: frozenset[str]) -> Steps:
         """What to do for these used sizes, of which `key` is the tuple; made once and kept."""

@@ -208,12 +208,14 @@ class Load:
         if slot.keyed:
             self.absent.append(fit.path)
             self.exposed[fit.path] = None
-        elif fit.packed:
-            fit.cell.arrays[self._ring()][...] = fit.values.absent
+            return
+        assert slot.absent is not None
+        if fit.packed:
+            fit.arrays[self._ring()][...] = fit.values.absent
             self._padded.append(fit)
-        else:
-            assert slot.absent is not None
-            self._copies.fills.append((fit.cell.view, slot.absent))
+        elif not fit.empty:
+            self._copies.fills.append((fit.used, slot.absent))
+        self._pad(fit)
 
     def _pad(self, fit: Fit) -> None:
         if not fit.tails:
