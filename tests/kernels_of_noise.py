@@ -11,7 +11,7 @@ from phonograph.engine.kernels.triton.picking import _row_hash, hashed, noise_of
 
 @triton.jit
 def _of_rows(seeds_ptr, positions_ptr, bits_ptr, noise_ptr, count, block: tl.constexpr, precise: tl.constexpr):
-    row, token = tl.program_id(0), tl.arange(0, block)
+    row, token = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
     first, second = _row_hash(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     bits = hashed(first, second, token)
     tl.store(bits_ptr + row * count + token, bits.to(tl.int64), mask=token < count)
@@ -29,8 +29,8 @@ def of_rows(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> tuple[t
     """(hashes, noise) of the tokens of these rows."""
     bits = torch.empty((len(seeds), vocab), dtype=torch.int64, device=seeds.device)
     noise = torch.empty((len(seeds), vocab), device=seeds.device)
-    block, precise = triton.next_power_of_2(vocab), seeds.device.type != "cpu"
-    _of_rows[(len(seeds),)](seeds, positions, bits, noise, vocab, block=block, precise=precise)
+    grid, precise = (len(seeds), triton.cdiv(vocab, 1024)), seeds.device.type != "cpu"
+    _of_rows[grid](seeds, positions, bits, noise, vocab, block=1024, precise=precise)
     return bits, noise
 
 

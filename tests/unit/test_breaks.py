@@ -154,7 +154,7 @@ def test_an_object_that_the_body_makes_is_seen_as_it_was_at_the_call(device: Dev
 
 
 def test_an_object_from_outside_is_live_in_a_gap(device: Device) -> None:
-    box = Box(torch.full((1,), 5.0), 2.0)
+    box = Box(torch.full((1,), 5.0, device=device.torch_device), 2.0)
 
     def body(batch: dict[str, Any]) -> torch.Tensor:
         return batch["x"] + read(box)
