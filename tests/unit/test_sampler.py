@@ -216,6 +216,29 @@ def test_all_keep_what_torch_keeps(name: str, row: str) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("kind", ["random", "few steps", "all in one place", "mostly forbidden", "flat"])
+def test_the_k_highest_of_a_large_vocabulary(name: str, kind: str) -> None:
+    """Few of many chunks: whether the highest are spread over them or stand together, equal or not."""
+    vocab, cuts = 20_500, [(1, 1.0), (3, 0.5), (11, 0.9), (11, 1.0), (12, 0.2), (2000, 0.7)]
+    logits = torch.randn(len(cuts), vocab, generator=torch.Generator().manual_seed(5)).to(DEVICE) * 3
+    if kind == "few steps":
+        logits = logits.round()
+    elif kind == "all in one place":
+        logits[:, 4100:4140] += 30
+    elif kind == "mostly forbidden":
+        logits[:, 5000:] = -INF
+    elif kind == "flat":
+        logits[:] = 1.5
+    asked = [rows(1, top_k=k, top_p=p, min_p=0.01 if k == 12 else 0.0) for k, p in cuts]
+    columns = [torch.cat(column) for column in zip(*(vars(each).values() for each in asked), strict=True)]
+    for shift in range(1 if name == "triton" and DEVICE.type == "cpu" else 3):
+        drawn = SamplingRows(*columns[:-2], columns[-2] + shift, columns[-1] + 7 * shift)
+        found, wanted = (SAMPLERS[n].pick(logits, drawn, Sampling.TRUNCATED) for n in (name, "torch"))
+        assert torch.equal(found, wanted)
+
+
 LEVELS = (Sampling.GREEDY, Sampling.SAMPLED, Sampling.TRUNCATED)
 
 

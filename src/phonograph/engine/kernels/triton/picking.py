@@ -211,16 +211,22 @@ def _drawn_ahead(logits_ptr, top, divisor, row_hash, pivot_scaled, pivot, vocab,
 
 
 @triton.jit
-def _write_down(logits_ptr, kept_ptr, top, divisor, pivot_scaled, pivot, vocab):
-    """Write down the tokens before the pivot, in the order of their numbers."""
+def _write_down(logits_ptr, kept_ptr, top, divisor, pivot_scaled, pivot, vocab, kept: tl.constexpr):
+    """Write down the tokens before the pivot, in the order of their numbers, as many as there is room for.
+
+    Returns how many there are.
+    """
     written = 0
     for start in range(0, vocab, _TILE):
         token = start + tl.arange(0, _TILE)
         scaled = _scaled(logits_ptr, token, token < vocab, top, divisor)
         ahead = _is_ahead(scaled, token, pivot_scaled, pivot) & (token < vocab)
-        place = written + tl.cumsum(ahead.to(tl.int32), 0) - 1
-        tl.store(kept_ptr + place, token, mask=ahead)
-        written += tl.sum(ahead.to(tl.int32), 0)
+        num_found = tl.sum(ahead.to(tl.int32), 0)
+        if num_found > 0:  # most tiles have none
+            place = written + tl.cumsum(ahead.to(tl.int32), 0) - 1
+            tl.store(kept_ptr + place, token, mask=ahead & (place < kept))
+            written += num_found
+    return written
 
 
 @triton.jit
@@ -231,16 +237,38 @@ def _is_allowed(above, mass, scaled, whole, top_k, top_p, min_p):
 
 
 @triton.jit
+def _top_k_mass_of(scaled, whole, top_k):
+    """As `_top_k_mass`, of tokens in registers, among which are all of the highest."""
+    low, high = -1, _INFINITY_BITS + 0
+    count = -1
+    while (high - low > 1) & (count != top_k):
+        middle = low + (high - low) // 2
+        within = -scaled <= middle.to(tl.float32, bitcast=True)
+        num_found = tl.sum(within.to(tl.int32), 0)
+        enough = num_found >= top_k
+        count = tl.where(enough, num_found, count)
+        whole = tl.where(enough, tl.sum(tl.where(within, tl.exp(scaled), 0.0), 0), whole)
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle)
+    return whole
+
+
+@triton.jit
 def _settled(
-    logits_ptr, kept_ptr, num_kept, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab,
+    logits_ptr, kept_ptr, num_kept, has_top_k, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab,
     kept: tl.constexpr, precise: tl.constexpr,
 ):  # fmt: skip
-    """The draw among the tokens that were written down, which are all that stand before the last one refused."""
+    """The draw among the tokens that were written down, outside of which truncation keeps none.
+
+    Where the `top_k` highest are among them, what these weigh is found here.
+    """
     place = tl.arange(0, kept)
     left = place < num_kept
     token = tl.load(kept_ptr + place, mask=left, other=0)
     scaled = _scaled(logits_ptr, token, left, top, divisor)
     score = tl.where(left, scaled + _noise(row_hash, token, precise), float("-inf"))
+    if has_top_k & (top_p < 1):
+        whole = _top_k_mass_of(scaled, whole, top_k)
     is_settled = False
     drawn = 0
     while not is_settled:
@@ -263,15 +291,17 @@ def _first_kept(
     above, count, mass = _tally(logits_ptr, top, divisor, pivot, drawn, vocab)
     # What top-k leaves weighs at least as much as the draw and all before it, which is mostly all one needs to know.
     is_open = (above >= top_k) | (mass >= top_p * (mass + tl.exp(pivot)))
-    if is_open & (top_k > 0) & (top_k < vocab) & (top_p < 1):
+    has_top_k = (top_k > 0) & (above >= top_k) & (count <= kept)
+    if is_open & (top_k > 0) & (top_k < vocab) & (top_p < 1) & (not has_top_k):
         whole = _top_k_mass(logits_ptr, top, divisor, whole, top_k, vocab)
     is_settled = _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
     while not is_settled:
         if count <= kept:
-            _write_down(logits_ptr, kept_ptr, top, divisor, pivot, drawn, vocab)
+            _write_down(logits_ptr, kept_ptr, top, divisor, pivot, drawn, vocab, kept)
             tl.debug_barrier()  # what one thread wrote, others read
             drawn = _settled(
-                logits_ptr, kept_ptr, count, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab, kept, precise
+                logits_ptr, kept_ptr, count, has_top_k, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab,
+                kept, precise,
             )  # fmt: skip
             is_settled = True
         else:
@@ -280,6 +310,14 @@ def _first_kept(
             above, count, mass = _tally(logits_ptr, top, divisor, pivot, drawn, vocab)
             is_settled = _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
     return drawn
+
+
+@triton.jit
+def _kth_top(tops, top_k, chunk, num_chunks):
+    """The `top_k`-th highest of the chunks' highest logits: so many tokens at least are not below it."""
+    is_higher = (tops[None, :] > tops[:, None]) & (chunk < num_chunks)[None, :]
+    rank = tl.sum(is_higher.to(tl.int32), 1)
+    return tl.min(tl.where((rank < top_k) & (chunk < num_chunks), tops, float("inf")), 0)
 
 
 @kernel()
@@ -311,10 +349,22 @@ def settle(
             is_whole = ((top_k == 0) | (top_k >= vocab)) & (top_p >= 1) & (min_p <= 0)
             if not (is_whole | (temperature <= 0) | is_broken | (highest == float("-inf"))):
                 _, whole = _whole_mass(tops_ptr, masses_ptr, first, num_chunks, divisor, chunks)
-                drawn = _first_kept(
-                    logits_ptr, kept_ptr + row * kept, drawn, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab,
-                    kept, precise,
-                )  # fmt: skip
+                kept_ptr += row * kept
+                num_kept = kept + 1
+                if (top_k > 0) & (top_k <= num_chunks):
+                    floor = tl.div_rn(_kth_top(tops, top_k, chunk, num_chunks) - top, divisor)
+                    num_kept = _write_down(logits_ptr, kept_ptr, top, divisor, floor, -1, vocab, kept)
+                if num_kept <= kept:
+                    tl.debug_barrier()  # what one thread wrote, others read
+                    drawn = _settled(
+                        logits_ptr, kept_ptr, num_kept, True, top, divisor, row_hash, whole, top_k, top_p, min_p,
+                        vocab, kept, precise,
+                    )  # fmt: skip
+                else:
+                    drawn = _first_kept(
+                        logits_ptr, kept_ptr, drawn, top, divisor, row_hash, whole, top_k, top_p, min_p, vocab,
+                        kept, precise,
+                    )  # fmt: skip
     drawn = tl.where(highest == float("-inf"), _NOTHING_ALLOWED, drawn)
     tl.store(out_ptr + row, tl.where(is_broken, _NOT_FINITE, drawn).to(tl.int64))
 
