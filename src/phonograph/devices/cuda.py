@@ -17,7 +17,7 @@ from phonograph.devices.base import Capabilities, DeviceGraph, MemoryFigures, Me
 from phonograph.devices.capturing import said_to_capture
 from phonograph.devices.emulated import NoGraph
 from phonograph.devices.trace import forget_modes, refusing
-from phonograph.errors import DeviceError
+from phonograph.errors import CaptureError, DeviceError
 
 # Capture must not fail because of another thread's allocation or copy.
 _ERROR_MODE = "thread_local"
@@ -219,16 +219,19 @@ class _CudaRehearsal:
     def __init__(self, named: bool) -> None:
         self._named = named
         self._modes = ExitStack()
+        self._refused: list[CaptureError] = []
 
     def begin(self) -> None:
         self._modes.enter_context(said_to_capture())
         self._modes.enter_context(_waits_refused())
         if self._named:
             # Every op through Python: three times the host time of a pass.
-            self._modes.enter_context(refusing("cuda"))
+            self._refused = self._modes.enter_context(refusing("cuda"))
 
     def end(self) -> DeviceGraph:
         self._modes.close()
+        if self._refused:
+            raise self._refused[0]  # the body caught it, and a recording would hold what it does then
         return NoGraph()
 
     def abort(self) -> None:

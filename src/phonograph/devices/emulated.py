@@ -31,7 +31,7 @@ from phonograph.devices.trace import (
     uncompiled,
     written_tensors,
 )
-from phonograph.errors import DeviceError
+from phonograph.errors import CaptureError, DeviceError
 
 aten = torch.ops.aten
 
@@ -224,13 +224,16 @@ class _EmulatedRehearsal:
 
     def __init__(self) -> None:
         self._modes = ExitStack()
+        self._refused: list[CaptureError] = []
 
     def begin(self) -> None:
         self._modes.enter_context(said_to_capture())
-        self._modes.enter_context(refusing("cpu"))
+        self._refused = self._modes.enter_context(refusing("cpu"))
 
     def end(self) -> DeviceGraph:
         self._modes.close()
+        if self._refused:
+            raise self._refused[0]  # the body caught it, and a recording would hold what it does then
         return NoGraph()
 
     def abort(self) -> None:

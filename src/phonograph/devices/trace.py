@@ -118,10 +118,18 @@ class Refusals(TorchFunctionMode):
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self.device_type = device_type
+        self.raised: list[CaptureError] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
+        try:
+            return self._run(func, args, kwargs)
+        except CaptureError as error:
+            self.raised.append(error)
+            raise
+
+    def _run(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object] | None) -> Any:
         name = _HOST_METHODS.get(func)
         if name and isinstance(args[0], torch.Tensor) and args[0].device.type == self.device_type:
             raise _say(HostReadError, name, "reads the device from the host", _SLOT_OR_BREAK)
@@ -317,20 +325,25 @@ def forget_modes() -> None:
 
 
 @contextmanager
-def refusing(device_type: str) -> Iterator[None]:
-    """Runs everything, but what a graph can't hold raises its named error."""
+def refusing(device_type: str) -> Iterator[list[CaptureError]]:
+    """Runs everything, but what a graph can't hold raises its named error.
+
+    Gives all that were raised: a body may catch one, and go on with what it does then.
+    """
+    refusals = Refusals(device_type)
 
     def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         error = refusal(func, args, kwargs, device_type)
         if error is not None:
+            refusals.raised.append(error)
             raise error
         return func(*args, **kwargs)
 
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
-        stack.enter_context(Refusals(device_type))
+        stack.enter_context(refusals)
         stack.enter_context(OpWatch(run))
-        yield
+        yield refusals.raised
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class ModuleCall:
     """Calls a module as its users do, hooks and all; remembers the hooks that a recording was made with."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
+        self.module = self.__wrapped__ = module
         self._recorded: list[tuple[dict[int, Any], tuple[int, ...]]] = []
         self._num_registered = -1
 

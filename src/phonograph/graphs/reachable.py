@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from phonograph.graphs.breaks import GraphBreak
 from phonograph.graphs.places import PLAIN, STATEFUL, Items, Named, Place, Whole, class_names
 
 _MAX_PLACES = 500_000
@@ -231,7 +230,7 @@ _BY_TYPE: tuple[tuple[Any, _Visit], ...] = (
     (types.FunctionType, Snapshot._visit_function),
     (types.MethodType, Snapshot._visit_method),
     (functools.partial, Snapshot._visit_partial),
-    ((functools._lru_cache_wrapper, GraphBreak), Snapshot._visit_wrapper),
+    (functools._lru_cache_wrapper, Snapshot._visit_wrapper),
     (weakref.ref, Snapshot._visit_reference),
     (type, Snapshot._visit_class),
     ((staticmethod, classmethod, property, functools.cached_property), Snapshot._visit_descriptor),
@@ -246,6 +245,8 @@ def _visitor(kind: type) -> _Visit | None:
     for kinds, visit in _BY_TYPE:
         if issubclass(kind, kinds):
             return visit
+    if kind.__module__.startswith("phonograph."):
+        return Snapshot._visit_wrapper  # what stands around a user's function or module is ours, what is inside is not
     if _is_closed(kind.__module__):
         return Snapshot._visit_iterator if hasattr(kind, "__next__") else None
     return Snapshot._visit_object
