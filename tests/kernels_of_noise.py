@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.engine.kernels.triton.picking import _row_hash, hashed, noise_of
+from phonograph.engine.kernels.triton.noise import hashed, noise_of, row_hash_of
 
 
 @triton.jit
 def _of_rows(seeds_ptr, positions_ptr, bits_ptr, noise_ptr, count, block: tl.constexpr, precise: tl.constexpr):
     row, token = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
-    first, second = _row_hash(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    first, second = row_hash_of(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     bits = hashed(first, second, token)
     tl.store(bits_ptr + row * count + token, bits.to(tl.int64), mask=token < count)
     tl.store(noise_ptr + row * count + token, noise_of(bits, precise), mask=token < count)

@@ -234,7 +234,7 @@ def test_the_k_highest_of_a_large_vocabulary(name: str, kind: str) -> None:
     asked = [rows(1, top_k=k, top_p=p, min_p=0.01 if k == 12 else 0.0) for k, p in cuts]
     columns = [torch.cat(column) for column in zip(*(vars(each).values() for each in asked), strict=True)]
     for shift in range(1 if name == "triton" and DEVICE.type == "cpu" else 3):
-        drawn = SamplingRows(*columns[:-2], columns[-2] + shift, columns[-1] + 7 * shift)
+        drawn = SamplingRows(*[*columns[:-2], columns[-2] + shift, columns[-1] + 7 * shift])
         found, wanted = (SAMPLERS[n].pick(logits, drawn, Sampling.TRUNCATED) for n in (name, "torch"))
         assert torch.equal(found, wanted)
 

@@ -530,3 +530,70 @@ def test_what_fails_leaves_nothing_that_it_made() -> None:
     made = made_from(run)
     assert len(made.capture(silent).failures) == 4
     assert body.ready is False
+
+
+class CountingModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return x * self.n
+
+
+class InitialisedByData(nn.Module):
+    """Its first call is another than all later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = False
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.get_buffer("shift").copy_(-x.mean(0))
+            self.ready = True
+        return x + self.get_buffer("shift")
+
+
+class KeepingInAGap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+
+    @graph_break
+    def sum_up(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(x.sum())
+        return x + torch.stack(self.kept).sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sum_up(x * 2)
+
+
+@pytest.mark.parametrize("make", [CountingModule, InitialisedByData, KeepingInAGap])
+def test_a_module_is_looked_into_as_a_function_is(make: type[nn.Module]) -> None:
+    """Given to `graphed` itself, not in a function around it."""
+    slots = [Slot("x", ("seqs", WIDTH), torch.float32)]
+    made = graphed(make(), slots=slots, bucketed="seqs", buckets=[1, 2, 4, 8], device="emulated", backend="breakable")
+    made.capture(silent)
+    made.verify()
+    for found, wanted in zip(outputs_of(made), outputs_of(make()), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_host_read_that_the_body_catches_is_no_way_out() -> None:
+    """A recording would hold what the body does when the read fails, which it does in no eager call."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.abs() if bool((x < 0).any()) else x
+        except Exception:
+            return x
+
+    made = made_from(body)
+    report = made.capture(silent)
+    assert len(report.failures) == 4
+    assert "reads the device from the host" in str(report.failures[0].error)
+    x = -torch.ones(3, WIDTH)
+    torch.testing.assert_close(made(x), x.abs())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import linecache
 import logging
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,11 +13,10 @@ from typing import Any
 import torch
 
 from phonograph.devices import Device
-from phonograph.devices.trace import raising_frame
-from phonograph.errors import CaptureError, InputWriteError, PhonographError
+from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.backends import Backend, Body, Recording, WarmUp
 from phonograph.graphs.buffers import LoadMode, Registry
-from phonograph.graphs.capture_report import CaptureReport, CaptureRow
+from phonograph.graphs.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
@@ -29,7 +26,7 @@ from phonograph.graphs.phase import Phase
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.python_state import Moves, PythonState
 from phonograph.graphs.snapshots import snapshot
-from phonograph.graphs.state import SavedState
+from phonograph.graphs.state import SavedState, generators_restored
 from phonograph.graphs.tree import Path
 from phonograph.graphs.warmups import Settled, Warmups
 from phonograph.graphs.written import refusing_input_writes
@@ -38,7 +35,6 @@ log = logging.getLogger("phonograph")
 
 _CAPTURE_SEED = 0
 _MAX_STATE_BYTES = 1 << 30
-_LOOK = "Run the body eagerly under a debugger; a call that no graph can hold needs @graph_break, backend='breakable'"
 
 
 @dataclass(frozen=True)
@@ -361,30 +357,6 @@ class Capture:
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         recording.holds = self._settled.get(key, Settled()).holds
         return recording
-
-
-def as_capture_error(error: Exception, key: ShapeKey) -> CaptureError:
-    """The error with the shape it belongs to; its frames are let go, since they hold the body's tensors."""
-    if isinstance(error, CaptureError):
-        error.shape = str(key)
-        found = error
-    else:
-        frame = raising_frame(error.__traceback__)
-        line = linecache.getline(frame.file, frame.line).strip() if frame else ""
-        what = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
-        problem = what if isinstance(error, PhonographError) else f"{type(error).__name__}: {what}"
-        at = f", at `{line}`" if line else ""
-        found = CaptureError(f"{problem}{at}", _LOOK, op=line, frame=frame, shape=str(key))
-    traceback.clear_frames(error.__traceback__)
-    return found.with_traceback(None)
-
-
-def generators_restored(device: Device) -> AbstractContextManager[None]:
-    """Random numbers drawn inside are not missing outside."""
-    on = device.torch_device
-    if on.type == "cpu":
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([on], device_type=on.type)
 
 
 @contextmanager

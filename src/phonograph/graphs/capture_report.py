@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from dataclasses import dataclass
 
-from phonograph.errors import CaptureError
+from phonograph.devices.trace import raising_frame
+from phonograph.errors import CaptureError, PhonographError
 from phonograph.graphs.decisions import ShapeKey
+
+_LOOK = "Run the body eagerly under a debugger; a call that no graph can hold needs @graph_break, backend='breakable'"
 
 
 @dataclass(frozen=True)
@@ -45,3 +50,19 @@ class CaptureReport:
             f"{self.seconds:>9.4f} {total:>14,}  (warm-up {self.warm_seconds:.4f} s of it)"
         )
         return "\n".join(lines)
+
+
+def as_capture_error(error: Exception, key: ShapeKey) -> CaptureError:
+    """The error with the shape it belongs to; its frames are let go, since they hold the body's tensors."""
+    if isinstance(error, CaptureError):
+        error.shape = str(key)
+        found = error
+    else:
+        frame = raising_frame(error.__traceback__)
+        line = linecache.getline(frame.file, frame.line).strip() if frame else ""
+        what = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+        problem = what if isinstance(error, PhonographError) else f"{type(error).__name__}: {what}"
+        at = f", at `{line}`" if line else ""
+        found = CaptureError(f"{problem}{at}", _LOOK, op=line, frame=frame, shape=str(key))
+    traceback.clear_frames(error.__traceback__)
+    return found.with_traceback(None)

@@ -39,6 +39,11 @@ class ShapeKey:
         found: int = self._hash  # type: ignore[attr-defined]
         return found
 
+    @property
+    def in_table_order(self) -> tuple[str, list[str], int]:
+        """What tables sort recordings by."""
+        return self.variant, sorted(self.absent), self.size
+
     def __str__(self) -> str:
         parts = [f"{self.dim}={self.size}"]
         if self.variant:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from phonograph.devices import Device, MemoryPool
 from phonograph.errors import CoverageError, DeclarationError, LoadError, OutputError
 from phonograph.graphs.backends import BACKENDS, DebugBackend, Recording
-from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.buffers import LoadMode, Registry
 from phonograph.graphs.capture import Capture, Captured
 from phonograph.graphs.capture_report import CaptureReport
@@ -27,36 +26,14 @@ from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.profiling import profiled
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.resolve import PhasePlan
+from phonograph.graphs.runner_options import Outputs, RunnerOptions, buckets_for
 from phonograph.graphs.tree import Keep, Path, is_object, leaves
 from phonograph.graphs.written import EagerWrites
 
-Outputs = Literal["own", "view"]
+__all__ = ["Outputs", "Runner", "RunnerOptions", "buckets_for"]
+
 _NOTHING: Mapping[str, Any] = {}
 _PLAIN: tuple[str, frozenset[str]] = ("", frozenset())
-
-
-@dataclass(frozen=True)
-class RunnerOptions:
-    """What a runner does beyond its phase and plan."""
-
-    outputs: Outputs = "own"
-    """`own`: a call returns objects and tensors of its own; `view`: the graph's, valid until the next call."""
-    strict: bool = False
-    """A call that no graph can serve is an error."""
-    debug: bool = False
-    """Run everything eagerly through the capture path."""
-    collect_garbage: bool = False
-    """Let the garbage collector run during capture."""
-    eager_copies: bool = True
-    """Whether the eager path copies its inputs into buffers; without, device values are used as they are."""
-    barrier: Callable[[], None] | None = None
-    """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
-    profile: str | None = None
-    """A folder for traces of warm-ups and captures."""
-
-    def __post_init__(self) -> None:
-        if self.outputs not in ("own", "view"):
-            raise DeclarationError(f"outputs is {self.outputs!r}; expected 'own' or 'view'.")
 
 
 @dataclass(frozen=True)
@@ -410,7 +387,7 @@ class Runner:
         lines = [f"{self.phase.name}: backend {self.plan.backend} on {on}, {len(self._entries)} recordings"]
         if self._entries:
             lines.append(f"  {'recording':<28} {'graphs':>6} {'replays':>9} {'padding':>8}")
-            for key, entry in sorted(self._entries.items(), key=_in_table_order):
+            for key, entry in sorted(self._entries.items(), key=lambda item: item[0].in_table_order):
                 num_graphs = len(entry.recording.graphs)
                 lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
         for row in self.report.failures if self.report else ():
@@ -420,18 +397,3 @@ class Runner:
             lines.append(f"    {count} {reason.value}: {stats.details[reason]}")
         lines.append(f"  buffers: {self.pool.report()}")
         return "\n".join(lines)
-
-
-def _in_table_order(item: tuple[ShapeKey, Entry]) -> tuple[str, list[str], int]:
-    key = item[0]
-    return key.variant, sorted(key.absent), key.size
-
-
-def buckets_for(plan: PhasePlan, bucketed: str) -> Buckets | None:
-    """The buckets that a plan asks for; generated up to its limit where it names none."""
-    if plan.buckets is not None:
-        return Buckets(plan.buckets, plan.exact)
-    if plan.limit is None:
-        return None
-    ladder = Buckets.tokens_up_to if bucketed == "tokens" else Buckets.up_to
-    return Buckets(ladder(plan.limit).sizes, plan.exact)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from phonograph.devices import Device
 from phonograph.devices.trace import tensors_in, watching_ops, written_tensors
 from phonograph.errors import CaptureError
 
@@ -172,6 +173,14 @@ class SavedState:
         self._saved = [
             (memory, before if memory.untyped_storage()._cdata == number else was) for memory, was in self._saved
         ]
+
+
+def generators_restored(device: Device) -> AbstractContextManager[None]:
+    """Random numbers drawn inside are not missing outside."""
+    on = device.torch_device
+    if on.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([on], device_type=on.type)
 
 
 def _is_gone(reference: StorageWeakRef) -> bool:

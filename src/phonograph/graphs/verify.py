@@ -11,7 +11,6 @@ import torch
 
 from phonograph.errors import VerifyError
 from phonograph.graphs.buffers import LoadMode
-from phonograph.graphs.capture import generators_restored
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
@@ -19,7 +18,7 @@ from phonograph.graphs.fields import fields_of
 from phonograph.graphs.phase import Sample
 from phonograph.graphs.python_state import PythonState
 from phonograph.graphs.runner import Runner
-from phonograph.graphs.state import SavedState
+from phonograph.graphs.state import SavedState, generators_restored
 from phonograph.graphs.tree import Path
 
 _MAX_STATE_BYTES = 1 << 30

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from phonograph.engine.kernels.triton.kernel import kernel
+from phonograph.engine.kernels.triton.noise import noise, row_hash_of
 from phonograph.engine.step import NOT_FINITE, NOTHING_ALLOWED
 
 CHUNK = 2048
@@ -26,59 +26,6 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 _NOTHING_ALLOWED = tl.constexpr(NOTHING_ALLOWED)
-
-
-@triton.jit
-def _log(x, precise: tl.constexpr):
-    """The logarithm; on a GPU the precise one, since near 1 the fast one has the wrong sign."""
-    return libdevice.log(x) if precise else tl.log(x)
-
-
-@triton.jit
-def _log1p(x, precise: tl.constexpr):
-    """log(1 + x) with all bits where x is small; without a library by what 1 + x was rounded to."""
-    if precise:
-        return libdevice.log1p(x)
-    rounded = 1.0 + x
-    return tl.where(rounded == 1.0, x, tl.log(rounded) * (x / tl.where(rounded == 1.0, 1.0, rounded - 1.0)))
-
-
-@triton.jit
-def _mixed(x):
-    """A hash of 32 bits that can be undone."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _row_hash(seed, position):
-    """The 64 bits of the hash that the tokens of a row share."""
-    low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    low = _mixed(low ^ _mixed(high + 0x9E3779B9))
-    high = _mixed(high ^ _mixed(low + 0x7F4A7C15))
-    first = _mixed(low + (position & 0xFFFFFFFF).to(tl.uint32) * 0x9E3779B9)
-    return first, _mixed(high ^ first)
-
-
-@triton.jit
-def hashed(first, second, token):
-    """32 bits of (seed, position, token)."""
-    return _mixed(_mixed((token.to(tl.uint32) * 0x85EBCA6B) ^ first) + second)
-
-
-@triton.jit
-def noise_of(bits, precise: tl.constexpr):
-    """Gumbel noise of a hash, by the distance of its place in (0, 1) from the nearer end: finite for every hash."""
-    is_low = bits < 0x80000000
-    distance = (tl.where(is_low, bits, bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    return -_log(-tl.where(is_low, _log(distance, precise), _log1p(-distance, precise)), precise)
-
-
-@triton.jit
-def _noise(row_hash, token, precise: tl.constexpr):
-    """Gumbel noise of (seed, position, token)."""
-    return noise_of(hashed(row_hash[0], row_hash[1], token), precise)
 
 
 @triton.jit
@@ -132,8 +79,8 @@ def survey(
     if not is_greedy:
         temperature = tl.load(temperature_ptr + row)
         scaled = tl.div_rn(logits - tl.maximum(top, _LOWEST), _divisor(temperature))
-        noise = _noise(_row_hash(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)), token, precise)
-        score = scaled + tl.where(temperature > 0, noise, 0.0)
+        added = noise(row_hash_of(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)), token, precise)
+        score = scaled + tl.where(temperature > 0, added, 0.0)
         if with_mass:
             tl.store(masses_ptr + at, tl.sum(tl.exp(scaled), 0))
     best = _first_best(score, token, vocab)
@@ -204,7 +151,7 @@ def _drawn_ahead(logits_ptr, top, divisor, row_hash, pivot_scaled, pivot, vocab,
         token = start + tl.arange(0, _TILE)
         scaled = _scaled(logits_ptr, token, token < vocab, top, divisor)
         ahead = _is_ahead(scaled, token, pivot_scaled, pivot) & (token < vocab)
-        score = tl.where(ahead, scaled + _noise(row_hash, token, precise), float("-inf"))
+        score = tl.where(ahead, scaled + noise(row_hash, token, precise), float("-inf"))
         chosen = tl.where(score > best, token, chosen)
         best = tl.maximum(best, score)
     return _first_best(best, chosen, vocab)
@@ -266,7 +213,7 @@ def _settled(
     left = place < num_kept
     token = tl.load(kept_ptr + place, mask=left, other=0)
     scaled = _scaled(logits_ptr, token, left, top, divisor)
-    score = tl.where(left, scaled + _noise(row_hash, token, precise), float("-inf"))
+    score = tl.where(left, scaled + noise(row_hash, token, precise), float("-inf"))
     if has_top_k & (top_p < 1):
         whole = _top_k_mass_of(scaled, whole, top_k)
     is_settled = False
@@ -339,11 +286,11 @@ def settle(
         top = tl.maximum(highest, _LOWEST)
         temperature = tl.load(temperature_ptr + row)
         divisor = _divisor(temperature)
-        row_hash = _row_hash(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        row_hash = row_hash_of(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         inside = (chunk < num_chunks) & (tokens >= 0)
         scaled = _scaled(logits_ptr, tokens, inside, top, divisor)
-        noise = tl.where(temperature > 0, _noise(row_hash, tokens, precise), 0.0)
-        drawn = _first_best(tl.where(inside, scaled + noise, float("-inf")), tokens, vocab)
+        added = tl.where(temperature > 0, noise(row_hash, tokens, precise), 0.0)
+        drawn = _first_best(tl.where(inside, scaled + added, float("-inf")), tokens, vocab)
         if truncated:
             top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
             is_whole = ((top_k == 0) | (top_k >= vocab)) & (top_p >= 1) & (min_p <= 0)
