@@ -6,8 +6,9 @@ import copy
 import gc
 import logging
 import pickle
+import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -97,6 +98,39 @@ def test_other_arguments_are_passed_on_and_frozen_in_a_recording(device: Device)
     equal(run(x=x, factor=5.0), x * 5)  # eager: as given
     run.capture(silent)
     equal(run(x=x), x * 2)
+
+
+class Slotted:
+    __slots__ = ("mode", "x")
+
+    def __init__(self, x: torch.Tensor, mode: str) -> None:
+        self.x, self.mode = x, mode
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+    mode: str
+
+
+@pytest.mark.parametrize("holder", [dict, types.SimpleNamespace, Slotted, Named])
+def test_what_lies_beside_a_dotted_slot_is_compared_too(device: Device, holder: Any) -> None:
+    def scaled(d: Any) -> torch.Tensor:
+        x, mode = (d["x"], d["mode"]) if isinstance(d, dict) else (d.x, d.mode)
+        out: torch.Tensor = x * (2 if mode == "a" else 3)
+        return out
+
+    def make(count: int, mode: str) -> Any:
+        return holder(x=torch.ones(count, 16, device=device.torch_device), mode=mode)
+
+    run = graphed(
+        scaled, slots=[Slot("x", ("seqs", 16), torch.float32, source="d.x")], bucketed="seqs", buckets=Buckets.of(4, 8),
+        sample=lambda extent, seed: {"d": make(extent.used["seqs"], "a")}, device=device,
+    )  # fmt: skip
+    run.capture(silent)
+    assert float(run(d=make(5, "a"))[0, 0]) == 2
+    assert run.stats.replays.total() == 1
+    assert float(run(d=make(5, "b"))[0, 0]) == 3
+    assert run.stats.eager == {Reason.FEATURE_NOT_CAPTURED: 1}
 
 
 def test_the_functions_name_is_in_the_keys(device: Device) -> None:

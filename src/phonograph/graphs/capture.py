@@ -28,7 +28,7 @@ from phonograph.graphs.outputs import OutputBuffers, Run, trimmed_axes
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.python_state import Moves, PythonState
-from phonograph.graphs.snapshots import snapshot
+from phonograph.graphs.snapshots import snapshots_beside
 from phonograph.graphs.state import SavedState
 from phonograph.graphs.tree import Path
 from phonograph.graphs.warmups import Settled, Warmups
@@ -355,8 +355,7 @@ class Capture:
         with self._kept(key):
             bound = self._bind(key, Stage.CAPTURING)
             if isinstance(bound.batch, dict):
-                slots = {slot.path[0] for slot in self.phase.slots}
-                self._carried[key] = {name: snapshot(value) for name, value in bound.batch.items() if name not in slots}
+                self._carried[key] = snapshots_beside(bound.batch, {slot.path for slot in self.phase.slots})
             with entering(bound.now), self._preserved(bound.batch):
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         recording.holds = self._settled.get(key, Settled()).holds

@@ -28,7 +28,7 @@ from phonograph.graphs.resolve import Plan, resolve
 from phonograph.graphs.rules import Facts
 from phonograph.graphs.runner import Outputs, Runner, RunnerOptions
 from phonograph.graphs.slots import Slot
-from phonograph.graphs.snapshots import snapshot
+from phonograph.graphs.snapshots import snapshots_beside
 from phonograph.graphs.verify import VerifyReport, verify
 
 log = logging.getLogger("phonograph")
@@ -234,18 +234,19 @@ def _has_value(parameter: inspect.Parameter) -> bool:
 
 
 class _Others:
-    """The arguments that are no slots: a recording has them frozen in, so a call with others runs eagerly.
+    """The arguments, and what lies in them, that are no slots: a recording has them frozen in, so a call with others
+    runs eagerly.
 
     Only those named `live`, which just gaps and the tail read, may change.
     """
 
     def __init__(self, signature: inspect.Signature, slots: Sequence[Slot], live: Collection[str]) -> None:
-        self._left_out = {slot.path[0] for slot in slots} | set(live)
-        self._defaults = {
-            name: snapshot(parameter.default)
-            for name, parameter in signature.parameters.items()
-            if name not in self._left_out and parameter.default is not inspect.Parameter.empty
-        }
+        self._live = frozenset(live)
+        self._left_out = {slot.path for slot in slots} | {(name,) for name in live}
+        self._whole = {path[0] for path in self._left_out if len(path) == 1}
+        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+        given = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
+        self._defaults = snapshots_beside(given, self._left_out)
         self.carried: Callable[[], Callable[[ShapeKey], Mapping[str, Any]] | None] = lambda: None
         """A weak reference to the runner's method: the runner holds this."""
 
@@ -255,10 +256,10 @@ class _Others:
         if carried_by is None:
             return None
         carried = carried_by(key)
-        if not carried and batch.keys() <= self._left_out:
+        if not carried and batch.keys() <= self._whole:
             return None  # nothing but defaults, then and now
-        given = self._defaults | {name: snapshot(v) for name, v in batch.items() if name not in self._left_out}
-        recorded = self._defaults | {name: v for name, v in carried.items() if name not in self._left_out}
+        given = self._defaults | snapshots_beside(batch, self._left_out)
+        recorded = self._defaults | {name: value for name, value in carried.items() if name not in self._live}
         for name in given.keys() | recorded.keys():
             if name not in given or name not in recorded or given[name] != recorded[name]:
                 detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
