@@ -269,6 +269,65 @@ class TestHooks:
         assert (run.stats.replays.total(), run.stats.eager.total()) == (2, 2)
 
 
+@graph_break
+def times(x: torch.Tensor, factors: list[float]) -> torch.Tensor:
+    return x * factors[0]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_gap_is_passed_the_live_argument_of_each_call(device: Device, debug: bool) -> None:
+    def scaled(x: torch.Tensor, factor: float = 2.0, d: Any = None) -> torch.Tensor:
+        return times(times(x + 1, [factor]), [d["inner"]])
+
+    run = graphed(
+        scaled, slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(4), backend="breakable", debug=debug,
+        sample=lambda extent, seed: {"x": inputs(device, extent.used["seqs"])["x"], "d": {"inner": 1.0}},
+        live=["factor", "d.inner"], device=device,
+    )  # fmt: skip
+    assert not run.capture(silent).failures
+    x = inputs(device, 3)["x"]
+    equal(run(x=x, factor=5.0, d={"inner": 3.0}), (x + 1) * 15)
+    equal(run(x=x, d={"inner": 4.0}), (x + 1) * 8)
+    assert isinstance(run.runner.last, Replay)
+    run.verify().raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, k: x * k,
+        lambda x, k: k * x,
+        lambda x, k: x[:k] + x if k > 3 else x,
+        torch.full_like,
+        lambda x, k: x + (1 if isinstance(k, int) else 2),
+        lambda x, k: x if {3: 1}.get(k) else -x,
+        lambda x, k: x + k.real,
+        lambda x, k: x + float(f"{k}"),
+        lambda x, k: times(x, [k]),  # recorded with the rest: full has no gaps
+        lambda x, k: {"x": x, "k": k},
+    ],
+)
+def test_a_body_that_reads_a_live_argument_is_refused(device: Device, read: Any) -> None:
+    run = graphed(
+        lambda x, k=3: read(x, k), slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(4), live=["k"], device=device
+    )
+    assert "the live argument 'k'" in str(run.capture(silent).failures[0].error)
+
+
+def test_a_captured_tail_that_reads_a_live_argument_is_refused(device: Device) -> None:
+    run = graphed(
+        lambda x, k=3: x + 1, slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(4), live=["k"], device=device,
+        tail=lambda outputs, batch: outputs * batch["k"], tail_captured=True,
+    )  # fmt: skip
+    assert "reads the live argument 'k'" in str(run.capture(silent).failures[0].error)
+
+
+@pytest.mark.parametrize(("live", "said"), [("typo", "no argument"), ("x", "holds the slot 'x'")])
+def test_live_names_are_checked(live: str, said: str) -> None:
+    with pytest.raises(DeclarationError, match=said):
+        graphed(lambda x, k=3: x, slots=SLOTS[:1], bucketed="seqs", buckets=[4], live=[live], device="emulated")
+
+
 def test_only_a_module_can_be_installed(device: Device) -> None:
     with pytest.raises(DeclarationError, match=r"only a torch\.nn\.Module"), captured(device).installed():
         pass

@@ -355,7 +355,8 @@ class Capture:
         with self._kept(key):
             bound = self._bind(key, Stage.CAPTURING)
             if isinstance(bound.batch, dict):
-                self._carried[key] = snapshots_beside(bound.batch, {slot.path for slot in self.phase.slots})
+                left_out = {slot.path for slot in self.phase.slots} | {one.path for one in self.phase.live}
+                self._carried[key] = snapshots_beside(bound.batch, left_out)
             with entering(bound.now), self._preserved(bound.batch):
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         recording.holds = self._settled.get(key, Settled()).holds

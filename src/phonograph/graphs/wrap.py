@@ -20,6 +20,8 @@ from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.config import Ask, ask
 from phonograph.graphs.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.extent import Dim, Extent
+from phonograph.graphs.fields import path_of
+from phonograph.graphs.live import Live
 from phonograph.graphs.modules import ModuleCall
 from phonograph.graphs.phase import Admission, Phase, Preserve, Sampler, sample_from
 from phonograph.graphs.pool import BufferPool
@@ -147,7 +149,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
 
     A module is called as its users call it, with its hooks. The function is called with its slots by name; other
     arguments are passed on as they are. In a recording they keep the value that the sample has, so a call with another
-    value runs eagerly, unless the argument is named `live`: only gaps and the tail read it. A `tail` takes the used
+    value runs eagerly, unless the argument is named `live` (`"a"`, or `"a.b"` for a field of one): a gap that is passed
+    it, and a tail that is not recorded, get the value of each call; capture refuses a body that reads it anywhere else.
+    What no capture can see is `is`: don't ask whether a live argument is None outside of a gap. A `tail` takes the used
     rows of the function's outputs and the live arguments, and is recorded only with `tail_captured`. `phase` picks the
     defaults of the plan (`full` for decode, `breakable` for prefill). Functions that are given one `pool` share input
     buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`.
@@ -171,7 +175,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     resolved = resolve(_asks(phase, buckets, asked), facts_of(on))
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
-    others = _Others(signature, slots, live)
+    lives = _lives(signature, slots, live, _name_of(function))
+    others = _Others(signature, slots, lives)
     declared = Phase(
         name=_name_of(function),
         slots=tuple(slots),
@@ -187,6 +192,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         without=frozenset(_all_of(str, without, "without")),
         eager_without=frozenset(_all_of(str, eager_without, "eager_without")),
         adopt=adopt or {},
+        live=lives,
     )
     options = RunnerOptions(
         outputs=outputs,
@@ -237,12 +243,11 @@ class _Others:
     """The arguments, and what lies in them, that are no slots: a recording has them frozen in, so a call with others
     runs eagerly.
 
-    Only those named `live`, which just gaps and the tail read, may change.
+    Only those named `live`, which a recording can't read, may change.
     """
 
-    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot], live: Collection[str]) -> None:
-        self._live = frozenset(live)
-        self._left_out = {slot.path for slot in slots} | {(name,) for name in live}
+    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[Live]) -> None:
+        self._left_out = {slot.path for slot in slots} | {one.path for one in live}
         self._whole = {path[0] for path in self._left_out if len(path) == 1}
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         given = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
@@ -259,7 +264,7 @@ class _Others:
         if not carried and batch.keys() <= self._whole:
             return None  # nothing but defaults, then and now
         given = self._defaults | snapshots_beside(batch, self._left_out)
-        recorded = self._defaults | {name: value for name, value in carried.items() if name not in self._live}
+        recorded = {**self._defaults, **carried}
         for name in given.keys() | recorded.keys():
             if name not in given or name not in recorded or given[name] != recorded[name]:
                 detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
@@ -293,6 +298,26 @@ def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: 
                 f"slot {slot.name!r} is no argument of {name}{signature}. "
                 "Rename it, or give source= the argument's name."
             )
+
+
+def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[str], name: str) -> tuple[Live, ...]:
+    """The live arguments with their defaults; refused where the function can't be called with one."""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    lives: list[Live] = []
+    for field in live:
+        path = path_of(field)
+        parameter = signature.parameters.get(path[0])
+        if parameter is None and not takes_all:
+            raise DeclarationError(f"live={field!r} is no argument of {name}{signature}. Correct the name.")
+        held = next((slot for slot in slots if slot.path[: len(path)] == path), None)
+        if held is not None:
+            raise DeclarationError(
+                f"live={field!r} is or holds the slot {held.name!r}, which every replay loads. Name what is live "
+                f"in it: live=['{path[0]}.field'], or leave it out."
+            )
+        given = parameter is not None and parameter.default is not parameter.empty and len(path) == 1
+        lives.append(Live(field, parameter.default) if parameter is not None and given else Live(field))
+    return tuple(lives)
 
 
 def facts_of(device: Device) -> Facts:
