@@ -212,6 +212,32 @@ def test_installation_is_undone_after_an_exception_and_nests(device: Device) -> 
     assert "_compiled_call_impl" not in outer.stack.__dict__
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("same", [False, True])
+def test_installations_are_undone_in_any_order(device: Device, order: tuple[int, int], same: bool) -> None:
+    outer = Outer(device)
+    first, second = (
+        graphed(outer.stack, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4, 8), device=device)
+        for _ in range(2)
+    )
+    runs = (first, first if same else second)
+    hidden = torch.randn(7, 16, device=device.torch_device)
+    wanted = outer(hidden, [3, 4])
+    installed = [run.installed() for run in runs]
+    for one in installed:
+        one.__enter__()
+    for run in runs:
+        run.capture(silent)
+    equal(outer(hidden, [3, 4]), wanted)
+    assert runs[1].stats.replays.total() == 1
+    installed[order[0]].__exit__(None, None, None)
+    equal(outer(hidden, [3, 4]), wanted)  # the one that is left serves
+    assert runs[order[1]].stats.replays.total() == (2 if same or order == (0, 1) else 1)
+    installed[order[1]].__exit__(None, None, None)
+    assert "_compiled_call_impl" not in outer.stack.__dict__
+    equal(outer(hidden, [3, 4]), wanted)
+
+
 class TestHooks:
     """A module is called, not its forward: hooks are part of the pass, on every path."""
 

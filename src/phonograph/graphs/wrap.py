@@ -7,8 +7,9 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -104,6 +105,7 @@ class Graphed:
         """Serve calls of the module that was graphed, while the code around it runs eagerly; undone at the end.
 
         Its hooks are part of what is recorded, and are not run a second time. Calls of its `forward` are not served.
+        Where several are installed on one module, the latest serves; they may be undone in any order.
         """
         module = self._function
         if not isinstance(module, torch.nn.Module):
@@ -111,8 +113,41 @@ class Graphed:
                 f"installing {_name_of(module)!r}: only a torch.nn.Module can be installed. "
                 "Pass the module to graphed()."
             )
-        with ModuleCall(module).replaced_by(self):
+        installation = _installations.get(module) or _Installation(module)
+        installation.add(self)
+        try:
             yield self
+        finally:
+            installation.remove(self)
+
+
+class _Installation:
+    """Stands in the place of a module's call, from the first that is installed there until the last is removed."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._installed: list[Graphed] = []
+        self._place = ExitStack()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._installed[-1](*args, **kwargs)
+
+    def add(self, run: Graphed) -> None:
+        if not self._installed:
+            self._place.enter_context(ModuleCall(self._module).replaced_by(self))
+            _installations[self._module] = self
+        self._installed.append(run)
+
+    def remove(self, run: Graphed) -> None:
+        last = max(index for index, one in enumerate(self._installed) if one is run)
+        del self._installed[last]
+        if not self._installed:
+            del _installations[self._module]
+            self._place.close()
+
+
+_installations: WeakKeyDictionary[torch.nn.Module, _Installation] = WeakKeyDictionary()
+"""What stands in the place of each module's call now."""
 
 
 def graphed(  # noqa: PLR0913 - the front door names every choice
