@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from phonograph import BreakError, Device, EmulatedDevice, Runner, Stage, break_graph, current, graph_break
+from phonograph.graphs.runner import RunnerOptions
 from runners import WIDTH, equal, make_runner, rows
 
 
@@ -348,6 +350,18 @@ def test_an_exception_in_a_gap_surfaces_as_itself(device: Device) -> None:
     assert current().phase is None
     fails = False
     equal(runner.run({"x": rows(device, 3)}), rows(device, 3) * 2)
+
+
+@pytest.mark.parametrize("options", [RunnerOptions(), RunnerOptions(debug=True)])
+def test_a_gap_inside_a_gap_is_not_said_to_be_recorded(
+    device: Device, options: RunnerOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    outer = graph_break(lambda x: negate(x) * 2)
+    with caplog.at_level(logging.WARNING, logger="phonograph"):
+        make_runner(lambda batch: outer(batch["x"]) + 1, device, backend="breakable", options=options)
+        assert not caplog.records
+        make_runner(lambda batch: outer(batch["x"]) + 1, device, backend="full")
+    assert "is marked @graph_break, but this recording has no breaks" in caplog.text
 
 
 def test_nested_breaks_are_one_gap(device: Device) -> None:

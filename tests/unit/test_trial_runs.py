@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import linecache
 import logging
 import random
 from collections import defaultdict, deque
@@ -426,6 +428,21 @@ def test_python_state_is_refused_by_name_and_left_as_it_was(name: str) -> None:
         assert place in str(row.error), row.error
     equal(outputs_of(made), wanted)
     assert made.stats.replays.total() == 0
+
+
+def test_a_change_that_a_library_makes_is_named_by_the_line_that_calls_it() -> None:
+    calls = collections.Counter[str]()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        calls["missing"] += 0
+        calls.update(["n"])
+        return x * calls["n"]
+
+    error = made_from(body).capture(silent).failures[0].error
+    assert error is not None
+    assert error.frame is not None
+    assert (error.frame.file, error.frame.function) == (__file__, "body")
+    assert linecache.getline(__file__, error.frame.line).strip() == 'calls.update(["n"])'
 
 
 @pytest.mark.parametrize("name", RECORDED)

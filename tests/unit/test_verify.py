@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph import Device, EmulatedDevice, Extent, Pad, Slot, VerifyError, current, graph_break, verify
+from phonograph import (
+    DeclarationError,
+    Device,
+    EmulatedDevice,
+    Extent,
+    Pad,
+    Slot,
+    VerifyError,
+    current,
+    graph_break,
+    verify,
+)
 from phonograph.graphs.phase import sample_from
 from runners import WIDTH, equal, make_runner, rows, sample_x, x_slot
 
@@ -17,6 +29,7 @@ def test_a_right_recording_passes_every_check(device: Device, backend: str) -> N
     runner = make_runner(lambda batch: batch["x"].softmax(-1), device, backend=backend)
     report = verify(runner, batches=3)
     assert report.ok
+    assert report
     assert {check.name for check in report.checks} == {"poison", "same view, state", "unpadded"}
     assert {check.key for check in report.checks} == set(runner.captured)
     assert {check.used for check in report.checks} == {1, 2, 3, 4, 5, 6, 8}
@@ -27,8 +40,18 @@ def test_padding_that_leaks_into_used_rows_is_found(device: Device) -> None:
     runner = make_runner(lambda batch: batch["x"] - batch["x"].mean(0), device)
     report = verify(runner)
     assert {check.name for check in report.failures} == {"unpadded"}
+    assert not report  # `assert run.verify()` says so
     with pytest.raises(VerifyError, match=r"unpadded: output .* differs by up to"):
         report.raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batches": n} for n in (0, -1, 1.5, True)] + [{"tolerance": t} for t in (-1e-3, math.nan, math.inf)]
+)
+def test_arguments_that_check_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    runner = make_runner(lambda batch: batch["x"] * 2, EmulatedDevice())
+    with pytest.raises(DeclarationError, match=r"verify\(\w+=.*Give a"):
+        verify(runner, **wrong)
 
 
 def test_a_false_claim_that_padding_is_unread_is_found(device: Device) -> None:

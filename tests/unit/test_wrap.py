@@ -6,8 +6,9 @@ import copy
 import gc
 import logging
 import pickle
+import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -99,6 +100,39 @@ def test_other_arguments_are_passed_on_and_frozen_in_a_recording(device: Device)
     equal(run(x=x), x * 2)
 
 
+class Slotted:
+    __slots__ = ("mode", "x")
+
+    def __init__(self, x: torch.Tensor, mode: str) -> None:
+        self.x, self.mode = x, mode
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+    mode: str
+
+
+@pytest.mark.parametrize("holder", [dict, types.SimpleNamespace, Slotted, Named])
+def test_what_lies_beside_a_dotted_slot_is_compared_too(device: Device, holder: Any) -> None:
+    def scaled(d: Any) -> torch.Tensor:
+        x, mode = (d["x"], d["mode"]) if isinstance(d, dict) else (d.x, d.mode)
+        out: torch.Tensor = x * (2 if mode == "a" else 3)
+        return out
+
+    def make(count: int, mode: str) -> Any:
+        return holder(x=torch.ones(count, 16, device=device.torch_device), mode=mode)
+
+    run = graphed(
+        scaled, slots=[Slot("x", ("seqs", 16), torch.float32, source="d.x")], bucketed="seqs", buckets=Buckets.of(4, 8),
+        sample=lambda extent, seed: {"d": make(extent.used["seqs"], "a")}, device=device,
+    )  # fmt: skip
+    run.capture(silent)
+    assert float(run(d=make(5, "a"))[0, 0]) == 2
+    assert run.stats.replays.total() == 1
+    assert float(run(d=make(5, "b"))[0, 0]) == 3
+    assert run.stats.eager == {Reason.FEATURE_NOT_CAPTURED: 1}
+
+
 def test_the_functions_name_is_in_the_keys(device: Device) -> None:
     run = captured(device)
     assert str(run.runner.captured[0]) == "step[seqs=8]"
@@ -178,6 +212,32 @@ def test_installation_is_undone_after_an_exception_and_nests(device: Device) -> 
     assert "_compiled_call_impl" not in outer.stack.__dict__
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("same", [False, True])
+def test_installations_are_undone_in_any_order(device: Device, order: tuple[int, int], same: bool) -> None:
+    outer = Outer(device)
+    first, second = (
+        graphed(outer.stack, slots=stack_slots(), bucketed="tokens", buckets=Buckets.of(4, 8), device=device)
+        for _ in range(2)
+    )
+    runs = (first, first if same else second)
+    hidden = torch.randn(7, 16, device=device.torch_device)
+    wanted = outer(hidden, [3, 4])
+    installed = [run.installed() for run in runs]
+    for one in installed:
+        one.__enter__()
+    for run in runs:
+        run.capture(silent)
+    equal(outer(hidden, [3, 4]), wanted)
+    assert runs[1].stats.replays.total() == 1
+    installed[order[0]].__exit__(None, None, None)
+    equal(outer(hidden, [3, 4]), wanted)  # the one that is left serves
+    assert runs[order[1]].stats.replays.total() == (2 if same or order == (0, 1) else 1)
+    installed[order[1]].__exit__(None, None, None)
+    assert "_compiled_call_impl" not in outer.stack.__dict__
+    equal(outer(hidden, [3, 4]), wanted)
+
+
 class TestHooks:
     """A module is called, not its forward: hooks are part of the pass, on every path."""
 
@@ -233,6 +293,65 @@ class TestHooks:
         handle.remove()
         equal(run(hidden), stack(hidden=hidden))
         assert (run.stats.replays.total(), run.stats.eager.total()) == (2, 2)
+
+
+@graph_break
+def times(x: torch.Tensor, factors: list[float]) -> torch.Tensor:
+    return x * factors[0]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_gap_is_passed_the_live_argument_of_each_call(device: Device, debug: bool) -> None:
+    def scaled(x: torch.Tensor, factor: float = 2.0, d: Any = None) -> torch.Tensor:
+        return times(times(x + 1, [factor]), [d["inner"]])
+
+    run = graphed(
+        scaled, slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(4), backend="breakable", debug=debug,
+        sample=lambda extent, seed: {"x": inputs(device, extent.used["seqs"])["x"], "d": {"inner": 1.0}},
+        live=["factor", "d.inner"], device=device,
+    )  # fmt: skip
+    assert not run.capture(silent).failures
+    x = inputs(device, 3)["x"]
+    equal(run(x=x, factor=5.0, d={"inner": 3.0}), (x + 1) * 15)
+    equal(run(x=x, d={"inner": 4.0}), (x + 1) * 8)
+    assert isinstance(run.runner.last, Replay)
+    run.verify().raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, k: x * k,
+        lambda x, k: k * x,
+        lambda x, k: x[:k] + x if k > 3 else x,
+        torch.full_like,
+        lambda x, k: x + (1 if isinstance(k, int) else 2),
+        lambda x, k: x if {3: 1}.get(k) else -x,
+        lambda x, k: x + k.real,
+        lambda x, k: x + float(f"{k}"),
+        lambda x, k: times(x, [k]),  # recorded with the rest: full has no gaps
+        lambda x, k: {"x": x, "k": k},
+    ],
+)
+def test_a_body_that_reads_a_live_argument_is_refused(device: Device, read: Any) -> None:
+    run = graphed(
+        lambda x, k=3: read(x, k), slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(4), live=["k"], device=device
+    )
+    assert "the live argument 'k'" in str(run.capture(silent).failures[0].error)
+
+
+def test_a_captured_tail_that_reads_a_live_argument_is_refused(device: Device) -> None:
+    run = graphed(
+        lambda x, k=3: x + 1, slots=SLOTS[:1], bucketed="seqs", buckets=Buckets.of(4), live=["k"], device=device,
+        tail=lambda outputs, batch: outputs * batch["k"], tail_captured=True,
+    )  # fmt: skip
+    assert "reads the live argument 'k'" in str(run.capture(silent).failures[0].error)
+
+
+@pytest.mark.parametrize(("live", "said"), [("typo", "no argument"), ("x", "holds the slot 'x'")])
+def test_live_names_are_checked(live: str, said: str) -> None:
+    with pytest.raises(DeclarationError, match=said):
+        graphed(lambda x, k=3: x, slots=SLOTS[:1], bucketed="seqs", buckets=[4], live=[live], device="emulated")
 
 
 def test_only_a_module_can_be_installed(device: Device) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from phonograph.graphs.context import Stage, current
+from phonograph.graphs.live import shown
 
 log = logging.getLogger("phonograph")
 
@@ -26,7 +27,10 @@ class GraphBreak(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         breaker, stage = current().breaker, current().stage
         if breaker is None:
-            if stage is Stage.CAPTURING:
+            if current().backend == "breakable":  # inside another gap, or in a run of the whole body at once
+                if stage is not Stage.EAGER:
+                    args, kwargs = shown((args, kwargs))
+            elif stage is Stage.CAPTURING:
                 log.warning(
                     "%s is marked @graph_break, but this recording has no breaks: it is recorded with the rest, for "
                     "the batch of now. Use backend='breakable', or call %s.inline",
@@ -51,9 +55,10 @@ def graph_break(function: Callable[..., Any] | None = None, *, enabled: bool = T
 
     At replay it is called with the tensors that it was captured with; containers, and objects that the
     body makes, hold what they held at this call, plain values keep the value they had at capture, and
-    objects from outside are live. What changes from step to step is in `current().batch`. Its outputs
-    are copied to where the next graph reads them: what that should see must be returned. With
-    `enabled=False` the mark does nothing; at one call site, `f.inline(...)` does the same.
+    objects from outside are live, and so is a live argument. What changes from step to step is in
+    `current().batch`. Its outputs are copied to where the next graph reads them: what that should see
+    must be returned. With `enabled=False` the mark does nothing; at one call site, `f.inline(...)` does
+    the same.
     """
     if function is None:
         return functools.partial(graph_break, enabled=enabled)

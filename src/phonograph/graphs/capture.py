@@ -25,7 +25,7 @@ from phonograph.graphs.outputs import OutputBuffers, Run, trimmed_axes
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.python_state import Moves, PythonState
-from phonograph.graphs.snapshots import snapshot
+from phonograph.graphs.snapshots import snapshots_beside
 from phonograph.graphs.state import SavedState, generators_restored
 from phonograph.graphs.tree import Path
 from phonograph.graphs.warmups import Settled, Warmups
@@ -351,8 +351,8 @@ class Capture:
         with self._kept(key):
             bound = self._bind(key, Stage.CAPTURING)
             if isinstance(bound.batch, dict):
-                slots = {slot.path[0] for slot in self.phase.slots}
-                self._carried[key] = {name: snapshot(value) for name, value in bound.batch.items() if name not in slots}
+                left_out = {slot.path for slot in self.phase.slots} | {one.path for one in self.phase.live}
+                self._carried[key] = snapshots_beside(bound.batch, left_out)
             with entering(bound.now), self._preserved(bound.batch):
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         recording.holds = self._settled.get(key, Settled()).holds

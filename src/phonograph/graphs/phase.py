@@ -13,9 +13,11 @@ import torch
 
 from phonograph.errors import DeclarationError
 from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.context import Stage, current
 from phonograph.graphs.decisions import RunEagerly, ShapeKey
 from phonograph.graphs.extent import Dim, Extent, check_dims, padded_sizes
 from phonograph.graphs.fields import Path, expose, fetch
+from phonograph.graphs.live import Live, hidden, refuse_returned
 from phonograph.graphs.slots import Slot, check_slots, collect_dims
 
 Sampler = Callable[[Extent, int], Any]
@@ -74,6 +76,8 @@ class Phase:
     body writes is found by running it, copied and put back."""
     adopt: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Existing tensors to use as buffers."""
+    live: Sequence[Live] = ()
+    """Fields that a recording does not hold: gaps are passed the value of each call, other readers are refused."""
 
     def __post_init__(self) -> None:
         check_slots(self.slots)
@@ -137,9 +141,14 @@ class Phase:
 
     def forward(self, batch: Any, beside: Mapping[str, Any]) -> Any:
         """The part of the pass that is recorded."""
+        is_recorded = bool(self.live) and current().stage is not Stage.EAGER
+        if is_recorded:
+            batch = hidden(batch, self.live)
         outputs = self.body(batch, **beside)
         if self.tail is not None and self.tail_captured:
-            return self.tail(outputs, batch)
+            outputs = self.tail(outputs, batch)
+        if is_recorded:
+            refuse_returned(outputs)
         return outputs
 
 

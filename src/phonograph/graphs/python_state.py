@@ -121,10 +121,32 @@ def _identity(change: Change) -> tuple[int, type, Any]:
     return id(change.place.holder), type(change.place), change.key
 
 
+def _callers_line(frame: FrameType, outside: FrameType) -> Frame:
+    """The innermost line of a run that is in no library; in no standard library, where it all is in packages."""
+    stack: list[FrameType] = []
+    above: FrameType | None = frame
+    while above is not None and above is not outside:
+        if is_users(above.f_code.co_filename):
+            stack.append(above)
+        above = above.f_back
+    found = min(stack, key=lambda one: _library_rank(one.f_code.co_filename))  # the first of equals
+    return Frame(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+
+
+def _library_rank(file: str) -> int:
+    if file.startswith(_PACKAGES):
+        return 1
+    return 2 if file.startswith(_LIBRARY) else 0
+
+
 def line_of(change: Change, run: Callable[[], object]) -> Frame | None:
-    """The line that makes a change, found by a run that is traced; None where a debugger has the trace."""
+    """The line that makes a change, found by a run that is traced; None where a debugger has the trace.
+
+    Where a library makes it, that is the line that calls the library.
+    """
     if sys.gettrace() is not None:
         return None
+    outside = sys._getframe()
     last, found = change.place.get(change.key), list[Frame]()
     line: Frame | None = None
 
@@ -136,7 +158,7 @@ def line_of(change: Change, run: Callable[[], object]) -> Frame | None:
             found.append(line)
             return None
         if event != "return":
-            line = Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            line = _callers_line(frame, outside)
         return trace
 
     sys.settrace(trace)

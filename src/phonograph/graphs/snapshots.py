@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from phonograph.graphs.fields import Path
+from phonograph.graphs.tree import attributes
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -28,3 +32,21 @@ def snapshot(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return (type(value), sorted(repr(item) for item in value))
     return Same(value)
+
+
+def snapshots_beside(fields: Mapping[Any, Any], left_out: Collection[Path]) -> dict[Any, Any]:
+    """A snapshot of every field, less what lies at the paths left out: what holds one is looked into."""
+    taken: dict[Any, Any] = {}
+    for name, value in fields.items():
+        below = [path[1:] for path in left_out if path[0] == name]
+        if () not in below:
+            taken[name] = _holder(value, below) if below else snapshot(value)
+    return taken
+
+
+def _holder(value: Any, left_out: Collection[Path]) -> Any:
+    if isinstance(value, Mapping):
+        fields: Mapping[Any, Any] = value
+    else:
+        fields = value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else dict(attributes(value))
+    return (type(value), snapshots_beside(fields, left_out)) if fields else snapshot(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phonograph.errors import VerifyError
+from phonograph.errors import DeclarationError, VerifyError
 from phonograph.graphs.buffers import LoadMode
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
@@ -48,6 +49,9 @@ class VerifyReport:
     def ok(self) -> bool:
         return all(check.passed for check in self.checks)
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     @property
     def failures(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if not check.passed)
@@ -85,6 +89,7 @@ def verify(
     as it was. Name what only custom kernels write in `state`. Where padding writes, a note says so: it is right if
     nobody uses that place.
     """
+    _check_arguments(batches, tolerance)
     checks: list[Check] = []
     python = PythonState(runner.phase.code) if runner.phase.preserve is None else None
     notes, padding_writes = list(_notes(runner)), ""
@@ -101,6 +106,16 @@ def verify(
             "place: keep a null row for pad values."
         )
     return VerifyReport(tuple(checks), tuple(notes))
+
+
+def _check_arguments(batches: int, tolerance: float | None) -> None:
+    if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
+        raise DeclarationError(f"verify(batches={batches!r}) checks nothing. Give a whole number from 1 on.")
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise DeclarationError(
+            f"verify(tolerance={tolerance!r}) tells no right output from a wrong one. Give a relative difference such "
+            "as 1e-3, or None."
+        )
 
 
 def _used_sizes(runner: Runner, key: ShapeKey, batches: int) -> list[int]:

@@ -7,8 +7,9 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,6 +21,8 @@ from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.config import Ask, ask
 from phonograph.graphs.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.extent import Dim, Extent
+from phonograph.graphs.fields import path_of
+from phonograph.graphs.live import Live
 from phonograph.graphs.modules import ModuleCall
 from phonograph.graphs.phase import Admission, Phase, Preserve, Sampler, sample_from
 from phonograph.graphs.pool import BufferPool
@@ -28,7 +31,7 @@ from phonograph.graphs.resolve import Plan, resolve
 from phonograph.graphs.rules import Facts
 from phonograph.graphs.runner import Outputs, Runner, RunnerOptions
 from phonograph.graphs.slots import Slot
-from phonograph.graphs.snapshots import snapshot
+from phonograph.graphs.snapshots import snapshots_beside
 from phonograph.graphs.verify import VerifyReport, verify
 
 log = logging.getLogger("phonograph")
@@ -102,6 +105,7 @@ class Graphed:
         """Serve calls of the module that was graphed, while the code around it runs eagerly; undone at the end.
 
         Its hooks are part of what is recorded, and are not run a second time. Calls of its `forward` are not served.
+        Where several are installed on one module, the latest serves; they may be undone in any order.
         """
         module = self._function
         if not isinstance(module, torch.nn.Module):
@@ -109,8 +113,41 @@ class Graphed:
                 f"installing {_name_of(module)!r}: only a torch.nn.Module can be installed. "
                 "Pass the module to graphed()."
             )
-        with ModuleCall(module).replaced_by(self):
+        installation = _installations.get(module) or _Installation(module)
+        installation.add(self)
+        try:
             yield self
+        finally:
+            installation.remove(self)
+
+
+class _Installation:
+    """Stands in the place of a module's call, from the first that is installed there until the last is removed."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._installed: list[Graphed] = []
+        self._place = ExitStack()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._installed[-1](*args, **kwargs)
+
+    def add(self, run: Graphed) -> None:
+        if not self._installed:
+            self._place.enter_context(ModuleCall(self._module).replaced_by(self))
+            _installations[self._module] = self
+        self._installed.append(run)
+
+    def remove(self, run: Graphed) -> None:
+        last = max(index for index, one in enumerate(self._installed) if one is run)
+        del self._installed[last]
+        if not self._installed:
+            del _installations[self._module]
+            self._place.close()
+
+
+_installations: WeakKeyDictionary[torch.nn.Module, _Installation] = WeakKeyDictionary()
+"""What stands in the place of each module's call now."""
 
 
 def graphed(  # noqa: PLR0913 - the front door names every choice
@@ -147,7 +184,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
 
     A module is called as its users call it, with its hooks. The function is called with its slots by name; other
     arguments are passed on as they are. In a recording they keep the value that the sample has, so a call with another
-    value runs eagerly, unless the argument is named `live`: only gaps and the tail read it. A `tail` takes the used
+    value runs eagerly, unless the argument is named `live` (`"a"`, or `"a.b"` for a field of one): a gap that is passed
+    it, and a tail that is not recorded, get the value of each call; capture refuses a body that reads it anywhere else.
+    What no capture can see is `is`: don't ask whether a live argument is None outside of a gap. A `tail` takes the used
     rows of the function's outputs and the live arguments, and is recorded only with `tail_captured`. `phase` picks the
     defaults of the plan (`full` for decode, `breakable` for prefill). Functions that are given one `pool` share input
     buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`.
@@ -171,7 +210,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     resolved = resolve(_asks(phase, buckets, asked), facts_of(on))
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
-    others = _Others(signature, slots, live)
+    lives = _lives(signature, slots, live, _name_of(function))
+    others = _Others(signature, slots, lives)
     declared = Phase(
         name=_name_of(function),
         slots=tuple(slots),
@@ -187,6 +227,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         without=frozenset(_all_of(str, without, "without")),
         eager_without=frozenset(_all_of(str, eager_without, "eager_without")),
         adopt=adopt or {},
+        live=lives,
     )
     options = RunnerOptions(
         outputs=outputs,
@@ -234,18 +275,18 @@ def _has_value(parameter: inspect.Parameter) -> bool:
 
 
 class _Others:
-    """The arguments that are no slots: a recording has them frozen in, so a call with others runs eagerly.
+    """The arguments, and what lies in them, that are no slots: a recording has them frozen in, so a call with others
+    runs eagerly.
 
-    Only those named `live`, which just gaps and the tail read, may change.
+    Only those named `live`, which a recording can't read, may change.
     """
 
-    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot], live: Collection[str]) -> None:
-        self._left_out = {slot.path[0] for slot in slots} | set(live)
-        self._defaults = {
-            name: snapshot(parameter.default)
-            for name, parameter in signature.parameters.items()
-            if name not in self._left_out and parameter.default is not inspect.Parameter.empty
-        }
+    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[Live]) -> None:
+        self._left_out = {slot.path for slot in slots} | {one.path for one in live}
+        self._whole = {path[0] for path in self._left_out if len(path) == 1}
+        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+        given = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
+        self._defaults = snapshots_beside(given, self._left_out)
         self.carried: Callable[[], Callable[[ShapeKey], Mapping[str, Any]] | None] = lambda: None
         """A weak reference to the runner's method: the runner holds this."""
 
@@ -255,10 +296,10 @@ class _Others:
         if carried_by is None:
             return None
         carried = carried_by(key)
-        if not carried and batch.keys() <= self._left_out:
+        if not carried and batch.keys() <= self._whole:
             return None  # nothing but defaults, then and now
-        given = self._defaults | {name: snapshot(v) for name, v in batch.items() if name not in self._left_out}
-        recorded = self._defaults | {name: v for name, v in carried.items() if name not in self._left_out}
+        given = self._defaults | snapshots_beside(batch, self._left_out)
+        recorded = {**self._defaults, **carried}
         for name in given.keys() | recorded.keys():
             if name not in given or name not in recorded or given[name] != recorded[name]:
                 detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
@@ -292,6 +333,26 @@ def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: 
                 f"slot {slot.name!r} is no argument of {name}{signature}. "
                 "Rename it, or give source= the argument's name."
             )
+
+
+def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[str], name: str) -> tuple[Live, ...]:
+    """The live arguments with their defaults; refused where the function can't be called with one."""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    lives: list[Live] = []
+    for field in live:
+        path = path_of(field)
+        parameter = signature.parameters.get(path[0])
+        if parameter is None and not takes_all:
+            raise DeclarationError(f"live={field!r} is no argument of {name}{signature}. Correct the name.")
+        held = next((slot for slot in slots if slot.path[: len(path)] == path), None)
+        if held is not None:
+            raise DeclarationError(
+                f"live={field!r} is or holds the slot {held.name!r}, which every replay loads. Name what is live "
+                f"in it: live=['{path[0]}.field'], or leave it out."
+            )
+        given = parameter is not None and parameter.default is not parameter.empty and len(path) == 1
+        lives.append(Live(field, parameter.default) if parameter is not None and given else Live(field))
+    return tuple(lives)
 
 
 def facts_of(device: Device) -> Facts:

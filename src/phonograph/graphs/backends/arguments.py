@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from phonograph.errors import BreakError, OutputError
+from phonograph.graphs.live import value_now
 from phonograph.graphs.tree import Marker, Noted, Path, is_closed, leaves, map_leaves, map_values, put_at, reachable
 
 Args = tuple[Any, ...]
@@ -77,7 +78,7 @@ class Arguments:
         return tree
 
     def _of_now(self, leaf: Any) -> Any:
-        return leaf.now(self.gap) if isinstance(leaf, _Live) else leaf
+        return leaf.now(self.gap) if isinstance(leaf, _Live) else value_now(leaf)
 
 
 def note_objects(args: Args, kwargs: Kwargs) -> Noted:

@@ -15,6 +15,7 @@ from phonograph.graphs.backends.arguments import Args, Arguments, Kwargs, argume
 from phonograph.graphs.backends.base import Body, Recording, Step, WarmUp
 from phonograph.graphs.context import current, entering, unbroken
 from phonograph.graphs.decisions import ShapeKey
+from phonograph.graphs.live import shown
 from phonograph.graphs.tree import Marker, Noted, Path, leaves, map_leaves, reachable
 
 
@@ -55,7 +56,8 @@ class _Rehearsing:
             self._recorder.end()
         objects = note_objects(args, kwargs)
         with unbroken():
-            result = function(*args, **kwargs)
+            now, named = shown((args, kwargs))
+            result = function(*now, **named)
         self.gaps.append(_GapSpec(_name(function), _described(result, args, kwargs, _name(function)), objects))
         if self._active:
             self._recorder.begin()
