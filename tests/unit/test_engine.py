@@ -18,7 +18,9 @@ from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import FinishReason, Request, SamplingParams
+from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.step import Step
+from phonograph.engine.text import TextReader
 from phonograph.graphs.config import ask
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -431,6 +433,33 @@ def test_an_interrupt_ends_what_ran_and_nothing_else(monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     assert llm.core.is_idle
+    assert tokens(llm) == wanted
+
+
+@pytest.mark.parametrize("place", ["after the core took the request", "while its reader is made", "before the run"])
+def test_an_interrupt_while_requests_are_submitted_leaves_none(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    llm = make("cpu")
+    wanted, calls = tokens(llm), list[object]()
+    owner, name, nth = {
+        "after the core took the request": (Scheduler, "add", 3),
+        "while its reader is made": (TextReader, "__init__", 4),
+        "before the run": (LLM, "_submit", 1),
+    }[place]
+    original = getattr(owner, name)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        done = original(*args, **options)
+        calls.append(done)
+        if len(calls) == nth:
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, replace(GREEDY, n=2))
+    monkeypatch.undo()
+    assert llm.core.is_idle
+    llm.core.scheduler.integrity()
     assert tokens(llm) == wanted
 
 

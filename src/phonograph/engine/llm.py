@@ -140,6 +140,8 @@ class LLM:
         self.core = EngineCore(scheduler, self.executor, grammars)
         self._numbers = itertools.count()
         self._turn = threading.Lock()
+        self._submitted: list[str] = []
+        """Requests of the caller whose turn it is, each noted before the core knows it."""
 
     def _decoder(self, attention: Attention, max_len: int, progress: Progress) -> Decoder:
         """The model with its weights, in the precision that was found."""
@@ -187,7 +189,8 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One caller at a time: what a second one's steps bring would be lost for the first."""
+        """One caller at a time: what a second one's steps bring would be lost for the first. It leaves nothing behind,
+        however it ends, by a Ctrl-C too."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is generating for somebody else, a stream that is open or another thread. Finish or close "
@@ -196,7 +199,18 @@ class LLM:
         try:
             yield
         finally:
-            self._turn.release()
+            try:
+                self._give_up()
+            finally:
+                self._turn.release()
+
+    def _give_up(self) -> None:
+        """Cancel what is left of the caller's requests, and wait until the core has let go of them."""
+        while self._submitted:
+            self.core.cancel(self._submitted[-1])
+            self._submitted.pop()
+        while not self.core.is_idle:
+            self.core.step()
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -235,15 +249,11 @@ class LLM:
     ) -> dict[Sequence, _Reader]:
         """With `continues` an answer goes on where its prompt ended: a leading space belongs to it."""
         params, readers = params.resolved(self.sampling), dict[Sequence, _Reader]()
-        try:
-            for prompt in prompts:
-                request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
-                for sequence in self.core.add(request):
-                    readers[sequence] = _Reader(sequence, self.tokenizer, continues=continues)
-        except Exception:
-            for sequence in readers:
-                self.core.cancel(sequence.request.id)
-            raise
+        for prompt in prompts:
+            request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
+            self._submitted.append(request.id)
+            for sequence in self.core.add(request):
+                readers[sequence] = _Reader(sequence, self.tokenizer, continues=continues)
         return readers
 
     def _run(self, readers: dict[Sequence, _Reader]) -> Generator[tuple[Sequence, str], None, None]:
@@ -261,7 +271,4 @@ class LLM:
                         left.discard(sequence)
                     yield sequence, text
         finally:
-            for sequence in left:
-                self.core.cancel(sequence.request.id)
-            while not self.core.is_idle:
-                self.core.step()
+            self._give_up()
