@@ -259,6 +259,25 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
         make("cpu").generate([[1, 999]], GREEDY)
 
 
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+def test_a_parameter_with_a_token_outside_the_vocabulary_is_refused(field: str) -> None:
+    llm, inside = make("cpu"), penalised(logit_bias={255: 1.0}, stop_token_ids=(255,))
+    value: Any = {256: 1.0} if field == "logit_bias" else (3, 256)
+    with pytest.raises(RequestError, match=f"token 256 of {field} is not in the vocabulary of 256") as error:
+        llm.generate([[1]], replace(inside, **{field: value}))
+    assert error.value.field == field
+    assert llm.generate([[1]], inside)[0].finish is not FinishReason.ERROR
+
+
+@pytest.mark.parametrize("wrong", [1.0, True, "1", None, [1], np.float32(1), np.bool_(True), torch.tensor(0.5)])
+def test_what_is_no_token_id_is_refused(wrong: Any) -> None:
+    llm = make("cpu")
+    for call in (lambda: llm.generate([[5, wrong]]), lambda: list(llm.stream([5, wrong]))):
+        with pytest.raises(RequestError, match=r"holds whole numbers; found .*\(\w+\)") as error:
+            call()
+        assert error.value.field == "prompt"
+
+
 def penalised(**changes: Any) -> SamplingParams:
     return SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **changes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import reprlib
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -92,6 +93,24 @@ def _as_prompts(prompts: object) -> list[Any]:
                 f"[[1, 2, 3]]; found {type(prompt).__name__} where a prompt belongs."
             )
     return many
+
+
+def _as_token_ids(prompt: Many[int]) -> tuple[int, ...]:
+    """Token ids as Python's own integers; numpy's and torch's are taken too."""
+    return tuple([token if type(token) is int else _as_token_id(token) for token in prompt])
+
+
+def _as_token_id(token: Any) -> int:
+    try:
+        if not isinstance(token, bool):  # it has an index; as a token it is a slip
+            return operator.index(token)
+    except TypeError:
+        pass
+    raise RequestError(
+        f"a prompt of token ids holds whole numbers; found {reprlib.repr(token)} ({type(token).__name__}). "
+        "Give a text, or the ids that the model's tokenizer makes of it.",
+        field="prompt",
+    )
 
 
 class LLM:
@@ -218,7 +237,7 @@ class LLM:
         return self.tokenizer
 
     def _encoded(self, prompt: str | Many[int]) -> tuple[int, ...]:
-        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else tuple(map(operator.index, prompt))
+        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else _as_token_ids(prompt)
 
     def chat_length(self, messages: Many[Message]) -> int:
         """How many tokens a conversation has, as the model gets it."""
