@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph import Device, EmulatedDevice, PlanError, RequestError, verify
+from phonograph import Device, DeviceError, EmulatedDevice, PlanError, RequestError, verify
 from phonograph.engine.attention.base import Queries, Span
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.executor import Executor, Launched
@@ -499,6 +499,32 @@ def test_a_top_k_beyond_every_vocabulary_cuts_nothing() -> None:
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
     wanted = tokens(llm, params=params)
     assert tokens(llm, params=replace(params, top_k=3_000_000_000)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_seqs": 10**15}, r"allocating a KV cache of 96,[0,]+ tokens: .*\. Lower cache_tokens, or max_seqs if"),
+        (
+            {"max_seqs": 10**15, "cache_tokens": 96},
+            r"allocating request tables for 1,.* sequences: .*\. Lower max_seqs",
+        ),
+        ({"cache_tokens": 10**18}, r"allocating a KV cache of 1,.* tokens: .*\. Lower cache_tokens"),
+    ],
+    ids=str,
+)
+def test_what_memory_has_no_room_for_is_told_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(DeviceError, match=said):
+        make("cpu", **options)
+
+
+def test_wide_tables_that_memory_has_no_room_for_are_told_by_name() -> None:
+    passes = make("cpu").executor.passes
+    passes.limits = replace(passes.limits, max_seqs=10**15, max_tokens=10**15)
+    with pytest.raises(DeviceError, match=r"allocating penalty tables for 1,.* sequences: .*\. Lower max_seqs"):
+        _ = passes.penalties
+    with pytest.raises(DeviceError, match="allocating grammar masks for 1,"):
+        _ = passes.masks
 
 
 @pytest.mark.parametrize(
