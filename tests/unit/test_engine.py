@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph import Device, EmulatedDevice, PlanError, RequestError, verify
+from phonograph import Device, DeviceError, EmulatedDevice, PlanError, RequestError, verify
 from phonograph.engine.attention.base import Queries, Span
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.executor import Executor, Launched
@@ -18,7 +18,9 @@ from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import FinishReason, Request, SamplingParams
+from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.step import Step
+from phonograph.engine.text import TextReader
 from phonograph.graphs.config import ask
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -257,6 +259,25 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
         make("cpu").generate([[1, 999]], GREEDY)
 
 
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+def test_a_parameter_with_a_token_outside_the_vocabulary_is_refused(field: str) -> None:
+    llm, inside = make("cpu"), penalised(logit_bias={255: 1.0}, stop_token_ids=(255,))
+    value: Any = {256: 1.0} if field == "logit_bias" else (3, 256)
+    with pytest.raises(RequestError, match=f"token 256 of {field} is not in the vocabulary of 256") as error:
+        llm.generate([[1]], replace(inside, **{field: value}))
+    assert error.value.field == field
+    assert llm.generate([[1]], inside)[0].finish is not FinishReason.ERROR
+
+
+@pytest.mark.parametrize("wrong", [1.0, True, "1", None, [1], np.float32(1), np.bool_(True), torch.tensor(0.5)])
+def test_what_is_no_token_id_is_refused(wrong: Any) -> None:
+    llm = make("cpu")
+    for call in (lambda: llm.generate([[5, wrong]]), lambda: list(llm.stream([5, wrong]))):
+        with pytest.raises(RequestError, match=r"holds whole numbers; found .*\(\w+\)") as error:
+            call()
+        assert error.value.field == "prompt"
+
+
 def penalised(**changes: Any) -> SamplingParams:
     return SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **changes)
 
@@ -434,6 +455,33 @@ def test_an_interrupt_ends_what_ran_and_nothing_else(monkeypatch: pytest.MonkeyP
     assert tokens(llm) == wanted
 
 
+@pytest.mark.parametrize("place", ["after the core took the request", "while its reader is made", "before the run"])
+def test_an_interrupt_while_requests_are_submitted_leaves_none(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    llm = make("cpu")
+    wanted, calls = tokens(llm), list[object]()
+    owner, name, nth = {
+        "after the core took the request": (Scheduler, "add", 3),
+        "while its reader is made": (TextReader, "__init__", 4),
+        "before the run": (LLM, "_submit", 1),
+    }[place]
+    original = getattr(owner, name)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        done = original(*args, **options)
+        calls.append(done)
+        if len(calls) == nth:
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, replace(GREEDY, n=2))
+    monkeypatch.undo()
+    assert llm.core.is_idle
+    llm.core.scheduler.integrity()
+    assert tokens(llm) == wanted
+
+
 def test_a_second_caller_is_refused_and_the_first_loses_nothing() -> None:
     llm = make("cpu")
     wanted = llm.generate([PROMPTS[0]], GREEDY)[0].tokens
@@ -451,6 +499,32 @@ def test_a_top_k_beyond_every_vocabulary_cuts_nothing() -> None:
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
     wanted = tokens(llm, params=params)
     assert tokens(llm, params=replace(params, top_k=3_000_000_000)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_seqs": 10**15}, r"allocating a KV cache of 96,[0,]+ tokens: .*\. Lower cache_tokens, or max_seqs if"),
+        (
+            {"max_seqs": 10**15, "cache_tokens": 96},
+            r"allocating request tables for 1,.* sequences: .*\. Lower max_seqs",
+        ),
+        ({"cache_tokens": 10**18}, r"allocating a KV cache of 1,.* tokens: .*\. Lower cache_tokens"),
+    ],
+    ids=str,
+)
+def test_what_memory_has_no_room_for_is_told_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(DeviceError, match=said):
+        make("cpu", **options)
+
+
+def test_wide_tables_that_memory_has_no_room_for_are_told_by_name() -> None:
+    passes = make("cpu").executor.passes
+    passes.limits = replace(passes.limits, max_seqs=10**15, max_tokens=10**15)
+    with pytest.raises(DeviceError, match=r"allocating penalty tables for 1,.* sequences: .*\. Lower max_seqs"):
+        _ = passes.penalties
+    with pytest.raises(DeviceError, match="allocating grammar masks for 1,"):
+        _ = passes.masks
 
 
 @pytest.mark.parametrize(

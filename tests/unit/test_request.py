@@ -72,6 +72,7 @@ class TestWhatIsLeftOpen:
         ("seed", 1.0),
         ("n", 0),
         ("n", True),
+        ("n", 1025),
         ("logprobs", -1),
         ("logprobs", True),
         ("ignore_eos", 1),

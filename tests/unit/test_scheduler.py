@@ -549,6 +549,27 @@ def test_a_prompt_that_is_shared_counts_once_and_its_lookups_each_time() -> None
     assert counts.prefill_tokens == 27 - 16
 
 
+@pytest.mark.parametrize("num_prompt", [3, 9])
+def test_cancelling_many_choices_takes_time_that_grows_with_their_number(num_prompt: int) -> None:
+    scheduler, num_calls = Scheduler(limits()), 0
+    sequences = scheduler.add(request("a", num_prompt, n=1024))
+    committed(scheduler, launched(scheduler))
+
+    def count(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        updates = scheduler.cancel("a")
+    finally:
+        sys.setprofile(before)
+    assert len(updates) == len(sequences)
+    assert num_calls < 100 * len(sequences)
+    assert drained(scheduler) == 0
+
+
 def test_the_torch_free_half_imports_no_torch() -> None:
     program = f"""
 import sys, types

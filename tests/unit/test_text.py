@@ -251,6 +251,81 @@ class TestFolders:
         assert tokenizer.decode(ids) == "x<a b>y"
 
 
+MAP = "special_tokens_map.json"
+SIDE_FILES: dict[str, dict[str, dict[str, object]]] = {
+    "listed in the configuration": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {
+                "256": {"content": "<im>", "special": True, "lstrip": True},
+                "257": {"content": "<think>", "normalized": False, "special": False},
+                "258": {"content": "<end>"},
+            },
+            "eos_token": "<end>",
+            "extra_special_tokens": {"image_token": "<im>", "video_token": "<vid>"},
+        },
+        MAP: {"eos_token": "<im>", "bos_token": "<think>"},
+        "added_tokens.json": {"<not read>": 256},
+    },
+    "of their own file": {
+        "tokenizer_config.json": {"additional_special_tokens": ["<im>"]},
+        "added_tokens.json": {"<im>": 256, "<think>": 257, "<end>": 258},
+        MAP: {"eos_token": {"content": "<end>", "lstrip": False, "normalized": False}},
+    },
+    "in the map alone": {MAP: {"bos_token": "<im>", "eos_token": {"content": "<end>"}, "pad_token": None}},
+    "in a map that disagrees": {
+        "tokenizer_config.json": {"bos_token": "<think>", "eos_token": "<im>", "image_token": "<im>"},
+        MAP: {"eos_token": "<end>", "bos_token": None, "additional_special_tokens": ["<think>"]},
+    },
+}
+
+
+def with_side_files(folder: Path, files: dict[str, dict[str, object]]) -> Path:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(ALPHABET)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    save(folder, backend, tokenizer_class="PreTrainedTokenizerFast")
+    for name, fields in files.items():
+        more = {"tokenizer_class": "PreTrainedTokenizerFast"} if name == "tokenizer_config.json" else {}
+        (folder / name).write_text(json.dumps(more | fields))
+    return folder
+
+
+class TestSideFiles:
+    @pytest.mark.parametrize("case", SIDE_FILES)
+    def test_they_say_what_transformers_reads(self, tmp_path: Path, case: str) -> None:
+        transformers = pytest.importorskip("transformers")
+        folder = with_side_files(tmp_path, SIDE_FILES[case])
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        ours = Tokenizer.from_folder(folder)
+        assert theirs.eos_token == "<end>"
+        assert ours.special_tokens == theirs.special_tokens_map
+        assert (ours.bos_id, ours.eos_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
+        ids = ours.encode("a <im>b<think> c<vid><end>")
+        assert ids == theirs.encode("a <im>b<think> c<vid><end>")
+        assert ours.token_id("<end>") in ids
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+        template = "{{ bos_token }}|{{ eos_token }}|{{ image_token }}"
+        (folder / "chat_template.jinja").write_text(template)
+        rendered = theirs.apply_chat_template(HI, chat_template=template, tokenize=False)
+        assert ChatTemplate.from_folder(folder).render(HI) == rendered
+
+    @pytest.mark.parametrize(
+        ("name", "fields", "match"),
+        [
+            ("added_tokens.json", {"<im>": 300}, r"added_tokens.json: the token '<im>' should have the id 300.* 256"),
+            ("added_tokens.json", {"a": 3}, "the token 'a' should have the id 3"),
+            ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}, "'x' is no token id"),
+            ("tokenizer_config.json", {"added_tokens_decoder": {"256": "<im>"}}, "256 is '<im>'; expected an object"),
+            ("tokenizer_config.json", {"extra_special_tokens": [3]}, "extra_special_tokens: 0 is 3; expected a string"),
+            (MAP, {"eos_token": 3}, "special_tokens_map.json: eos_token is 3; expected a string"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, tmp_path: Path, name: str, fields: Any, match: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            Tokenizer.from_folder(with_side_files(tmp_path, {name: fields}))
+
+
 class TestDetokenizer:
     def test_a_character_is_held_back_until_it_is_whole(self) -> None:
         tokenizer = made()

@@ -23,15 +23,18 @@ def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence
 
 
 def refuse_unknown_tokens(request: Request, vocab: int) -> None:
-    """Refuse ids that are no row of the embedding table: on a device they would read whatever lies there."""
-    highest = max(request.prompt, default=0)
-    outside = [token for token in (highest, *request.params.logit_bias) if token >= vocab]
-    if outside:
-        raise RequestError(
-            f"request {request.id}: token {outside[0]} is not in the vocabulary of {vocab}. "
-            "Encode the text with the model's own tokenizer.",
-            field="prompt" if outside[0] == highest else "logit_bias",
-        )
+    """Refuse ids that are no row of the embedding table: on a device they would read whatever lies there, or, as the
+    end of an answer, never come."""
+    params = request.params
+    named = {"prompt": request.prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    for field, tokens in named.items():
+        if (highest := max(tokens, default=0)) >= vocab:
+            what = "" if field == "prompt" else f" of {field}"
+            raise RequestError(
+                f"request {request.id}: token {highest}{what} is not in the vocabulary of {vocab}. "
+                "Encode the text with the model's own tokenizer.",
+                field=field,
+            )
 
 
 def refuse_misfits(request: Request, limits: Limits) -> None:

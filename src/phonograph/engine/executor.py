@@ -19,7 +19,7 @@ from phonograph.engine.penalties import is_penalised
 from phonograph.engine.readback import Pending, Picked, Readback, Sampled
 from phonograph.engine.sampler import Sampler
 from phonograph.engine.step import Step
-from phonograph.engine.tables import TableUpdates
+from phonograph.engine.tables import TableUpdates, allocating
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase
@@ -60,7 +60,10 @@ class Executor:
         self.limits = limits
         self.model = model
         self.vocab = model.config.vocab
-        self.cache = new_cache(model, limits.num_pages, limits.page_size, device)
+        with allocating(
+            f"a KV cache of {limits.capacity:,} tokens", "Lower cache_tokens, or max_seqs if it is not set."
+        ):
+            self.cache = new_cache(model, limits.num_pages, limits.page_size, device)
         self.passes = Passes(model, sampler, device, limits, self.cache)
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
@@ -87,7 +90,8 @@ class Executor:
         }
         self._batches = BatchBuilder(limits)
         depth = limits.max_ahead + 2
-        self._readback = Readback(device, limits.max_seqs, depth)
+        with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
+            self._readback = Readback(device, limits.max_seqs, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
 

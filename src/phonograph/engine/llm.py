@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import reprlib
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -94,6 +95,24 @@ def _as_prompts(prompts: object) -> list[Any]:
     return many
 
 
+def _as_token_ids(prompt: Many[int]) -> tuple[int, ...]:
+    """Token ids as Python's own integers; numpy's and torch's are taken too."""
+    return tuple([token if type(token) is int else _as_token_id(token) for token in prompt])
+
+
+def _as_token_id(token: Any) -> int:
+    try:
+        if not isinstance(token, bool):  # it has an index; as a token it is a slip
+            return operator.index(token)
+    except TypeError:
+        pass
+    raise RequestError(
+        f"a prompt of token ids holds whole numbers; found {reprlib.repr(token)} ({type(token).__name__}). "
+        "Give a text, or the ids that the model's tokenizer makes of it.",
+        field="prompt",
+    )
+
+
 class LLM:
     """`LLM().generate("…")`: the embedded default model, or a folder or GGUF file."""
 
@@ -140,6 +159,8 @@ class LLM:
         self.core = EngineCore(scheduler, self.executor, grammars)
         self._numbers = itertools.count()
         self._turn = threading.Lock()
+        self._submitted: list[str] = []
+        """Requests of the caller whose turn it is, each noted before the core knows it."""
 
     def _decoder(self, attention: Attention, max_len: int, progress: Progress) -> Decoder:
         """The model with its weights, in the precision that was found."""
@@ -187,7 +208,8 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One caller at a time: what a second one's steps bring would be lost for the first."""
+        """One caller at a time: what a second one's steps bring would be lost for the first. It leaves nothing behind,
+        however it ends, by a Ctrl-C too."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is generating for somebody else, a stream that is open or another thread. Finish or close "
@@ -196,7 +218,18 @@ class LLM:
         try:
             yield
         finally:
-            self._turn.release()
+            try:
+                self._give_up()
+            finally:
+                self._turn.release()
+
+    def _give_up(self) -> None:
+        """Cancel what is left of the caller's requests, and wait until the core has let go of them."""
+        while self._submitted:
+            self.core.cancel(self._submitted[-1])
+            self._submitted.pop()
+        while not self.core.is_idle:
+            self.core.step()
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -204,7 +237,7 @@ class LLM:
         return self.tokenizer
 
     def _encoded(self, prompt: str | Many[int]) -> tuple[int, ...]:
-        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else tuple(map(operator.index, prompt))
+        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else _as_token_ids(prompt)
 
     def chat_length(self, messages: Many[Message]) -> int:
         """How many tokens a conversation has, as the model gets it."""
@@ -235,15 +268,11 @@ class LLM:
     ) -> dict[Sequence, _Reader]:
         """With `continues` an answer goes on where its prompt ended: a leading space belongs to it."""
         params, readers = params.resolved(self.sampling), dict[Sequence, _Reader]()
-        try:
-            for prompt in prompts:
-                request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
-                for sequence in self.core.add(request):
-                    readers[sequence] = _Reader(sequence, self.tokenizer, continues=continues)
-        except Exception:
-            for sequence in readers:
-                self.core.cancel(sequence.request.id)
-            raise
+        for prompt in prompts:
+            request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
+            self._submitted.append(request.id)
+            for sequence in self.core.add(request):
+                readers[sequence] = _Reader(sequence, self.tokenizer, continues=continues)
         return readers
 
     def _run(self, readers: dict[Sequence, _Reader]) -> Generator[tuple[Sequence, str], None, None]:
@@ -261,7 +290,4 @@ class LLM:
                         left.discard(sequence)
                     yield sequence, text
         finally:
-            for sequence in left:
-                self.core.cancel(sequence.request.id)
-            while not self.core.is_idle:
-                self.core.step()
+            self._give_up()

@@ -21,7 +21,7 @@ from phonograph.engine.penalties import PenaltyTables
 from phonograph.engine.readback import Picked
 from phonograph.engine.request import MAX_LOGPROBS
 from phonograph.engine.sampler import Sampler, Sampling, few_threads, penalise
-from phonograph.engine.tables import RequestTables
+from phonograph.engine.tables import RequestTables, allocating
 from phonograph.engine.trials import Trials
 from phonograph.graphs.breaks import graph_break
 from phonograph.graphs.context import Stage, current
@@ -99,7 +99,8 @@ class Passes:
         self.limits = limits
         self.cache = cache
         self.vocab = model.config.vocab
-        self.tables = RequestTables(device, limits.max_seqs, -(-limits.max_len // limits.page_size))
+        with self._allocating("request tables"):
+            self.tables = RequestTables(device, limits.max_seqs, -(-limits.max_len // limits.page_size))
         self._device = device
         self._decoder = model
         self._sampler = sampler
@@ -115,12 +116,17 @@ class Passes:
     @cached_property
     def penalties(self) -> PenaltyTables:
         """As wide as the vocabulary: made when recordings need them, or for the first request that asks."""
-        return PenaltyTables(self.limits.max_seqs, self.vocab, self._device.torch_device)
+        with self._allocating("penalty tables"):
+            return PenaltyTables(self.limits.max_seqs, self.vocab, self._device.torch_device)
 
     @cached_property
     def masks(self) -> MaskTable:
         """As wide as the vocabulary, in bits."""
-        return MaskTable(self.limits.max_seqs, self.vocab, self._device.torch_device)
+        with self._allocating("grammar masks"):
+            return MaskTable(self.limits.max_seqs, self.vocab, self._device.torch_device)
+
+    def _allocating(self, what: str) -> AbstractContextManager[None]:
+        return allocating(f"{what} for {self.limits.max_seqs:,} sequences", "Lower max_seqs.")
 
     @property
     def has_penalties(self) -> bool:

@@ -14,6 +14,8 @@ from phonograph.errors import RequestError
 
 MAX_BIASED = 300
 MAX_LOGPROBS = 20
+MAX_CHOICES = 1024
+"""Of one prompt: each is a sequence that the scheduler keeps from the start."""
 _MAX_WHOLE = 2**63 - 1
 """What fits into the numbers of a message and of a device."""
 _MAX_TOKEN_ID = 2**31 - 1
@@ -105,7 +107,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
-    """How many sequences to generate from the prompt."""
+    """How many sequences to generate from the prompt, up to 1024."""
     logprobs: int | None = None
     """How many alternatives to report for each token, besides its own; None reports nothing."""
     grammar: GrammarSpec | None = None
@@ -114,7 +116,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, least=1)
         _whole("top_k", self.top_k, least=0)
-        _whole("n", self.n, least=1)
+        _whole("n", self.n, least=1, most=MAX_CHOICES)
         _float32("temperature", self.temperature, 0, math.inf)
         _float32("top_p", self.top_p, 0, 1, open_below=True)
         _float32("min_p", self.min_p, 0, 1)

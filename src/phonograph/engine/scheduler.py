@@ -144,7 +144,10 @@ class Scheduler:
         if sequence.row:
             self.rows.leave(sequence, self._committed)
         siblings = self._live[sequence.request.id]
-        if all(sibling.finish is not None for sibling in siblings):
+        # From the end, each once: to look at all siblings whenever one ends is quadratic in n.
+        while siblings and siblings[-1].finish is not None:
+            siblings.pop()
+        if not siblings:
             del self._live[sequence.request.id]
 
     def _queue_followers(self, sequence: Sequence) -> None:

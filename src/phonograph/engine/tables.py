@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from phonograph.devices import Device
 from phonograph.engine.request import SamplingParams
 from phonograph.engine.sampler import SamplingRows
+from phonograph.errors import DeviceError
 from phonograph.graphs.buffers import LoadMode, Registry
 from phonograph.graphs.extent import Dim, Extent
 from phonograph.graphs.slots import Pad, Slot
@@ -20,6 +22,16 @@ _FLOATS = ("temperature", "top_p", "min_p")
 _INTS = ("top_k",)
 _LARGEST = 2**31 - 1
 """More than any vocabulary has."""
+
+
+@contextmanager
+def allocating(what: str, remedy: str) -> Iterator[None]:
+    """A block that does nothing but allocate: where there is no room, says for what, and what to lower."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # what torch raises depends on the size
+        why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise DeviceError(f"allocating {what}: {why}. {remedy}") from error
 
 
 @dataclass

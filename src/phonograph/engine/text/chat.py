@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phonograph.engine.models.fields import Fields
-from phonograph.engine.text.tokenizer import read_special_tokens
+from phonograph.engine.text.side_files import SideFiles
 from phonograph.errors import CheckpointError, RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -44,7 +44,7 @@ class ChatTemplate:
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
         """From chat_template.jinja, or from tokenizer_config.json, of a Hugging Face folder."""
-        return cls(_read_template(folder), read_special_tokens(folder), str(folder))
+        return cls(_read_template(folder), SideFiles.read(folder).special_tokens, str(folder))
 
     @property
     def is_present(self) -> bool:

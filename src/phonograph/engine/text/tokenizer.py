@@ -8,14 +8,13 @@ from pathlib import Path
 
 import tokenizers
 
-from phonograph.engine.models.fields import Fields
 from phonograph.engine.text import gguf_vocabulary
 from phonograph.engine.text.pieces import Spelling
+from phonograph.engine.text.side_files import SideFiles
 from phonograph.errors import CheckpointError, RequestError
 
 _SHORT = 1024
 """Characters that are encoded faster than a batch is begun."""
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -46,7 +45,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, eos_ids: Iterable[int] = ()) -> Tokenizer:
-        """From the tokenizer.json and tokenizer_config.json of a Hugging Face folder."""
+        """From the tokenizer.json of a Hugging Face folder, and the files beside it."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -57,7 +56,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # what the library raises has no class of its own
             raise CheckpointError(f"reading {path}: not a tokenizer ({error}). Get the file again.") from None
-        return cls(backend, read_special_tokens(folder), eos_ids, str(folder))
+        beside = SideFiles.read(folder)
+        beside.add_to(backend)
+        return cls(backend, beside.special_tokens, eos_ids, str(folder))
 
     @classmethod
     def from_gguf(
@@ -121,20 +122,6 @@ class Tokenizer:
 
     def _id_of(self, role: str) -> int | None:
         return self.token_id(self.special_tokens[role]) if role in self.special_tokens else None
-
-
-def read_special_tokens(folder: Path) -> dict[str, str]:
-    """The tokens with a role that a tokenizer_config.json names, if it is there."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    fields = Fields.from_json(path)
-    found: dict[str, str] = {}
-    for role in _ROLES:
-        if role in fields:
-            is_section = isinstance(fields.values[role], dict)
-            found[role] = fields.section(role).text("content") if is_section else fields.text(role)
-    return found
 
 
 def _unencodable(text: object) -> str:
