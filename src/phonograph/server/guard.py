@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import time
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ log = logging.getLogger("phonograph")
 
 _RESERVE = 32
 """Descriptors that connections don't take, at most a quarter of all: for the core's restart, for files, for others."""
+_LINGERING = 8
+"""Refused connections, of the reserve, that may wait for their client to read why."""
 _MANY = 65536
 _LINGER = 2.0
 """Seconds for which a refused client may go on sending, so that it reads the refusal and not a reset."""
@@ -31,15 +34,15 @@ _PIECES = 2048
 """Chunks of a body that may lie in what is read at once: more are too small to be worth their time."""
 
 
-def last_descriptor() -> int:
-    """The highest descriptor that a connection may have; takes as many as this process is allowed to."""
+def room_for_connections() -> int:
+    """How many connections this process has descriptors for; takes as many as it is allowed to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MANY if hard == resource.RLIM_INFINITY else min(hard, _MANY)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     limit = _MANY if soft == resource.RLIM_INFINITY else soft
-    return limit - min(_RESERVE, limit // 4)
+    return max(1, limit - min(_RESERVE, limit // 4) - len(os.listdir("/dev/fd")))
 
 
 @dataclass
@@ -48,19 +51,18 @@ class Door:
 
     max_connections: int
     head_timeout: float
-    max_descriptor: int
-    """A connection whose descriptor is higher than that takes one of the last."""
     open: set[GuardedProtocol] = field(default_factory=set)
     idle: dict[GuardedProtocol, None] = field(default_factory=dict)
     """Connections without a request, the one that has been so longest first."""
     receiving: dict[GuardedProtocol, None] = field(default_factory=dict)
     """Connections whose request has a body that is still on its way, the oldest first."""
+    lingering: dict[GuardedProtocol, None] = field(default_factory=dict)
+    """Connections that were refused and are not closed yet, the oldest first; they are not among the open ones."""
     _warned: float = -_WARN_EVERY
 
-    def admit(self, one: GuardedProtocol, descriptor: int) -> bool:
+    def admit(self, one: GuardedProtocol) -> bool:
         """Take a connection in; if there are too many, one that runs nothing has to leave. False if none can."""
-        is_full = len(self.open) >= self.max_connections or descriptor > self.max_descriptor
-        if is_full:
+        if len(self.open) >= self.max_connections:
             self.warn(f"{len(self.open)} connections are open, as many as can be; idle ones are closed for new ones")
             leaving = next(iter(self.idle or self.receiving), None)
             if leaving is None:
@@ -75,6 +77,14 @@ class Door:
         self.open.discard(one)
         self.idle.pop(one, None)
         self.receiving.pop(one, None)
+        self.lingering.pop(one, None)
+
+    def linger(self, one: GuardedProtocol) -> None:
+        """A connection is refused, and stays until its client has read why, or until too many others do."""
+        self.forget(one)
+        self.lingering[one] = None
+        if len(self.lingering) > _LINGERING:
+            next(iter(self.lingering)).leave()
 
     def warn(self, problem: str) -> None:
         """Once a minute: who floods the server must not flood its log."""
@@ -104,8 +114,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        sock = transport.get_extra_info("socket")
-        if not self._door.admit(self, sock.fileno() if sock is not None else 0):
+        if not self._door.admit(self):
             busy = "all connections are taken by requests that run. Try again later."
             self._refuse(ApiError(503, busy, type=SERVER, code="busy", headers={"Retry-After": "1"}))
             return
@@ -171,7 +180,6 @@ class GuardedProtocol(HttpToolsProtocol):
         """Answer, if that does not fall into another answer, and end the connection."""
         self._disarm()
         self._is_over = True
-        self._door.idle.pop(self, None)
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
@@ -183,6 +191,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.write(_written(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
+        self._door.linger(self)
         self.loop.call_later(_LINGER, self.transport.close)
 
     # -- what the parser finds ---------------------------------------------------------------------------------------
