@@ -180,6 +180,28 @@ def test_pipelined_requests_are_answered_up_to_a_number(guarded: Server) -> None
     assert found.count(b"HTTP/1.1 200 OK") == 17  # one runs, the others wait
 
 
+@pytest.mark.parametrize("size", [1, 50, 100_000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_request_that_would_speak_http_2_keeps_its_body(guarded: Server, size: int, is_chunked: bool) -> None:
+    body = json.dumps({"prompt": "abc", **GREEDY}).encode()
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST + upgrade
+    if is_chunked:
+        request = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    else:
+        request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    data = request + request + b"GET /health HTTP/1.1\r\n" + HOST + b"Connection: close, upgrade\r\nUpgrade: x\r\n\r\n"
+    with connect(guarded) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), size):
+            sock.sendall(data[start : start + size])
+        found = b""
+        while piece := sock.recv(65536):
+            found += piece
+    assert found.count(b"HTTP/1.1 200 OK") == 3, found
+    assert found.count(b'"text":') == 2
+
+
 def test_a_stream_over_http_1_0_has_no_chunks(guarded: Server) -> None:
     body = json.dumps({"prompt": "abc", **GREEDY, "stream": True}).encode()
     with connect(guarded) as sock:

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -30,6 +31,7 @@ _MANY = 65536
 _LINGER = 2.0
 """Seconds for which a refused client may go on sending, so that it reads the refusal and not a reset."""
 _WARN_EVERY = 60.0
+_UPGRADE_HEADERS = frozenset((b"upgrade", b"http2-settings"))
 _PIECES = 2048
 """Chunks of a body that may lie in what is read at once: more are too small to be worth their time."""
 
@@ -108,6 +110,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Between the first byte of a request and its last."""
         self._in_head = False
         self._ended_now = False
+        self._asks_upgrade = False
         self._head_bytes = self._line_bytes = self._pieces = 0
 
     # -- the connection ---------------------------------------------------------------------------------------------
@@ -139,9 +142,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._arm(self._door.head_timeout)
         self._ended_now, self._pieces = False, 0
         try:
-            self.parser.feed_data(data)
+            self._parse(data)
         except httptools.HttpParserUpgrade:
-            # Nothing else is spoken here: the request is answered as it is, and what follows is not HTTP.
+            # CONNECT: the request is answered as it is, and what follows is not HTTP.
             self.cycle.keep_alive, self._is_over = False, True
             return
         except httptools.HttpParserError:
@@ -155,6 +158,22 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > HEADERS.most:
                 self._refuse(HEADERS.refusal(f"{self._head_bytes:,} or more", HEADERS.field, 431))
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser; a request to speak something else is read again without that wish, as HTTP/1.1 has it.
+
+        The parser takes what follows the headers of such a request to be in the other language, a body included.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as found:
+            if not self._asks_upgrade:
+                raise
+            self._asks_upgrade = False
+            head = _plain_head(self.parser, self.url, self.headers)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            self._parse(head + data[found.args[0] :])
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
@@ -217,6 +236,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stop(HEADERS.refusal(f"{self._line_bytes:,} or more", HEADERS.field, 431))
 
     def on_headers_complete(self) -> None:
+        self._asks_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._asks_upgrade:
+            return
         self._in_head = False
         self._disarm()
         self._door.idle.pop(self, None)
@@ -232,6 +254,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_upgrade:
+            return
         self._has_message, self._ended_now = False, True
         self._disarm()
         self._door.receiving.pop(self, None)
@@ -257,6 +281,18 @@ class GuardedProtocol(HttpToolsProtocol):
 
 class _RefusedError(Exception):
     """Out of the parser, which makes an error of its own of it."""
+
+
+def _plain_head(parser: httptools.HttpRequestParser, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The head of a request, without what asks for another protocol."""
+    lines = [b"%s %s HTTP/%s" % (parser.get_method(), url, parser.get_http_version().encode())]
+    for name, value in headers:
+        if name == b"connection":
+            kept = [option for option in value.split(b",") if option.strip().lower() not in _UPGRADE_HEADERS]
+            lines.append(name + b": " + b",".join(kept))
+        elif name not in _UPGRADE_HEADERS:
+            lines.append(name + b": " + value)
+    return b"\r\n".join([*lines, b"", b""])
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:
