@@ -180,6 +180,28 @@ def test_pipelined_requests_are_answered_up_to_a_number(guarded: Server) -> None
     assert found.count(b"HTTP/1.1 200 OK") == 17  # one runs, the others wait
 
 
+@pytest.mark.parametrize("size", [1, 50, 100_000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_request_that_would_speak_http_2_keeps_its_body(guarded: Server, size: int, is_chunked: bool) -> None:
+    body = json.dumps({"prompt": "abc", **GREEDY}).encode()
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST + upgrade
+    if is_chunked:
+        request = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    else:
+        request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    data = request + request + b"GET /health HTTP/1.1\r\n" + HOST + b"Connection: close, upgrade\r\nUpgrade: x\r\n\r\n"
+    with connect(guarded) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), size):
+            sock.sendall(data[start : start + size])
+        found = b""
+        while piece := sock.recv(65536):
+            found += piece
+    assert found.count(b"HTTP/1.1 200 OK") == 3, found
+    assert found.count(b'"text":') == 2
+
+
 def test_a_stream_over_http_1_0_has_no_chunks(guarded: Server) -> None:
     body = json.dumps({"prompt": "abc", **GREEDY, "stream": True}).encode()
     with connect(guarded) as sock:
@@ -263,6 +285,11 @@ def test_which_hosts_are_let_in(options: ServerOptions, hosts: set[str]) -> None
     assert set(options.hosts) == hosts
 
 
+def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")
+    assert serve._keys(tmp_path / "keys") == ["first", "second"]
+
+
 @pytest.mark.parametrize("content", ["", "\n \n", "# only a comment\n"])
 def test_a_key_file_without_a_key_opens_nothing(
     tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
@@ -285,10 +312,17 @@ def test_a_server_without_descriptors_still_answers_and_says_so(tiny_model: Path
     )
     command = [sys.executable, "-c", code, "serve", "--model", str(tiny_model), *TINY_FLAGS]
     with serving(command=command) as server:
-        flood = [connect(server) for _ in range(120)]
+        flood = [connect(server) for _ in range(150)]
         try:
             for _ in range(3):
                 assert server.get("/health").status_code == 200
+            flood += [connect(server) for _ in range(150)]
+            assert server.get("/health").status_code == 200
+            for sock in flood[-40:]:  # what is refused lingers, and must not take the last descriptors either
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(b"no HTTP\r\n\r\n")
+            flood += [connect(server) for _ in range(40)]
+            assert server.get("/health").status_code == 200
             assert any("connections are open" in line for line in server.lines)
         finally:
             for sock in flood:
@@ -296,13 +330,29 @@ def test_a_server_without_descriptors_still_answers_and_says_so(tiny_model: Path
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
 
 
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "2>&-", ">&-"])
+def test_standard_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
+    """What is written goes nowhere, and above all not into a file that was opened since."""
+    code = (
+        "import os, sys; from phonograph.cli.main import main; "
+        "assert main(['serve', '--shape', 'tiny', '--api-key-file', sys.argv[1]]) == 2; "
+        "other = os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY); assert other > 2, other; "
+        "[stream.flush() for stream in (sys.stdout, sys.stderr)]; [os.fstat(n) for n in range(3)]"
+    )
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code]
+    missing, other = tmp_path / "missing", tmp_path / "other"
+    assert subprocess.run([*command, str(missing), str(other)], check=False, timeout=60).returncode == 0
+    assert other.read_bytes() == b""
+
+
 @pytest.mark.slow
-def test_a_full_disk_ends_what_is_written_and_not_the_server(tiny_model: Path) -> None:
+@pytest.mark.parametrize("streams", [">/dev/full 2>/dev/full", "2>&- >/dev/full", ">&- 2>/dev/full"])
+def test_a_full_disk_or_a_closed_stream_ends_what_is_written_and_not_the_server(tiny_model: Path, streams: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     flags = ["--model", str(tiny_model), "--device", "cpu", "--max-seqs", "2", "--port", str(port)]
     command = [sys.executable, "-m", "phonograph.cli.main", "serve", *flags]
-    with open("/dev/full", "w") as full, subprocess.Popen(command, stdout=full, stderr=full) as process:
+    with subprocess.Popen(["sh", "-c", f'exec "$@" {streams}', "sh", *command]) as process:
         try:
             url, end = f"http://127.0.0.1:{port}", time.monotonic() + 60
             while True:

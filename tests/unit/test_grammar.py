@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from phonograph import LLM, Device, EngineOptions, RequestError, SamplingParams
 from phonograph.engine.checkpoints.default import default_model
@@ -79,6 +81,45 @@ def test_a_pattern_and_a_choice_are_followed(llm: LLM) -> None:
     assert re.fullmatch(pattern, done.text)
     done = llm.generate("Is water wet?", with_grammar("choice", '["maybe so", "never ever"]'))[0]
     assert done.text in ("maybe so", "never ever")
+
+
+SPELLED = [
+    ("choice", '["a<|im_end|>b"]', "a<|im_end|>b"),
+    ("choice", '["<filename>"]', "<filename>"),
+    ("json_schema", '{"enum": ["<|im_end|>"]}', '"<|im_end|>"'),
+    ("json_schema", '{"const": "x<|im_start|>"}', '"x<|im_start|>"'),
+    ("regex", r"a<\|im_end\|><empty_output>b", "a<|im_end|><empty_output>b"),
+    ("lark", 'start: "<|endoftext|>"', "<|endoftext|>"),
+]
+
+
+@pytest.mark.parametrize(("kind", "grammar", "text"), SPELLED)
+def test_the_name_of_a_special_token_is_spelled_with_others(llm: LLM, kind: str, grammar: str, text: str) -> None:
+    done = llm.generate("Say it:", with_grammar(kind, grammar))[0]
+    assert done.text == text
+    assert done.finish is FinishReason.STOP
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("text", ["a<|end|>b", " a  b", "Zürich 🎉", "e\u0301"])
+def test_a_forced_text_is_spelled_whatever_the_vocabulary(tmp_path: Path, text: str, is_special: bool) -> None:
+    """With a vocabulary that puts a space in front of texts, composes characters, and ends with any token."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "<", "e"]
+    backend = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_tokens([AddedToken("<|end|>", special=is_special, normalized=False)])
+    tokenizer = Tokenizer(backend, {"eos_token": "<|end|>"})
+    (guided,) = Guidance(tokenizer).start(GrammarSpec("choice", json.dumps([text])))
+    spelled: list[int] = []
+    while (token := int(np.unpackbits(guided.mask().view(np.uint8), bitorder="little").argmax())) != tokenizer.eos_ids[
+        0
+    ]:
+        guided.accept(token)
+        spelled.append(token)
+    assert b"".join(map(tokenizer.token_bytes, spelled)).decode() == text
 
 
 class Alternating:

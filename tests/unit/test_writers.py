@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from phonograph.engine.generation import Delta, Usage
 from phonograph.engine.request import FinishReason
 from phonograph.engine.sequence import TokenLogprob as Logprob
+from phonograph.engine.text import Tokenizer
 from phonograph.server.answers import FunctionCall
 from phonograph.server.logprobs import LogprobWriter
 from phonograph.server.tool_calls import ToolCallReader, for_template
 from phonograph.server.writers import ChatWriter, CompletionWriter, Head
+from server import tiny
 
 HEAD = Head("chatcmpl-abc", 7, "tiny")
 USAGE = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
@@ -152,3 +155,17 @@ def test_logprobs_of_both_kinds() -> None:
     (token,) = chat["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["logprob"], bytes(token["bytes"])) == ("token_id:3", -0.5, b"token_id:3")
     assert [top["token"] for top in token["top_logprobs"]] == ["token_id:3", "token_id:4"]
+
+
+def test_offsets_are_places_in_the_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(tiny.write(tmp_path / "tiny"))
+    text, whole = "a日b\ufffdcé", "a日b".encode() + b"\xe6" + "cé".encode()
+    tokens = [token for byte in whole for token in range(256) if tokenizer.token_bytes(token) == bytes([byte])]
+    tokens.insert(5, tokenizer.eos_ids[0])  # special tokens are no text, and have no entry
+    writer = CompletionWriter(HEAD, LogprobWriter(tokenizer))
+    deltas = [Delta(0, "", [token], [Logprob(token, -1.0, ())]) for token in tokens]
+    found = [
+        place for event in events(writer.events(deltas)) for place in event["choices"][0]["logprobs"]["text_offset"]
+    ]
+    assert tokenizer.decode(tokens) == text
+    assert found == [0, 1, 1, 1, 2, 3, 4, 5, 5]

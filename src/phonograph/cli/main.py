@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ COMMANDS = {"generate": generate, "chat": chat, "serve": serve, "explain": expla
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    _open_closed_streams()
     args = _parser().parse_args(argv)
     try:
         status: int = args.run(args)
@@ -23,6 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that the caller closed: else the next file or socket gets their descriptor and output."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # Python's sign of a closed descriptor
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
 def _parser() -> argparse.ArgumentParser:

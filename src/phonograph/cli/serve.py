@@ -157,7 +157,7 @@ def _keys(path: Path) -> list[str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"reading {path}: {error}.") from None
 

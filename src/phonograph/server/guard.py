@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -23,23 +25,26 @@ log = logging.getLogger("phonograph")
 
 _RESERVE = 32
 """Descriptors that connections don't take, at most a quarter of all: for the core's restart, for files, for others."""
+_LINGERING = 8
+"""Refused connections, of the reserve, that may wait for their client to read why."""
 _MANY = 65536
 _LINGER = 2.0
 """Seconds for which a refused client may go on sending, so that it reads the refusal and not a reset."""
 _WARN_EVERY = 60.0
+_UPGRADE_HEADERS = frozenset((b"upgrade", b"http2-settings"))
 _PIECES = 2048
 """Chunks of a body that may lie in what is read at once: more are too small to be worth their time."""
 
 
-def last_descriptor() -> int:
-    """The highest descriptor that a connection may have; takes as many as this process is allowed to."""
+def room_for_connections() -> int:
+    """How many connections this process has descriptors for; takes as many as it is allowed to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MANY if hard == resource.RLIM_INFINITY else min(hard, _MANY)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     limit = _MANY if soft == resource.RLIM_INFINITY else soft
-    return limit - min(_RESERVE, limit // 4)
+    return max(1, limit - min(_RESERVE, limit // 4) - len(os.listdir("/dev/fd")))
 
 
 @dataclass
@@ -48,19 +53,18 @@ class Door:
 
     max_connections: int
     head_timeout: float
-    max_descriptor: int
-    """A connection whose descriptor is higher than that takes one of the last."""
     open: set[GuardedProtocol] = field(default_factory=set)
     idle: dict[GuardedProtocol, None] = field(default_factory=dict)
     """Connections without a request, the one that has been so longest first."""
     receiving: dict[GuardedProtocol, None] = field(default_factory=dict)
     """Connections whose request has a body that is still on its way, the oldest first."""
+    lingering: dict[GuardedProtocol, None] = field(default_factory=dict)
+    """Connections that were refused and are not closed yet, the oldest first; they are not among the open ones."""
     _warned: float = -_WARN_EVERY
 
-    def admit(self, one: GuardedProtocol, descriptor: int) -> bool:
+    def admit(self, one: GuardedProtocol) -> bool:
         """Take a connection in; if there are too many, one that runs nothing has to leave. False if none can."""
-        is_full = len(self.open) >= self.max_connections or descriptor > self.max_descriptor
-        if is_full:
+        if len(self.open) >= self.max_connections:
             self.warn(f"{len(self.open)} connections are open, as many as can be; idle ones are closed for new ones")
             leaving = next(iter(self.idle or self.receiving), None)
             if leaving is None:
@@ -75,6 +79,14 @@ class Door:
         self.open.discard(one)
         self.idle.pop(one, None)
         self.receiving.pop(one, None)
+        self.lingering.pop(one, None)
+
+    def linger(self, one: GuardedProtocol) -> None:
+        """A connection is refused, and stays until its client has read why, or until too many others do."""
+        self.forget(one)
+        self.lingering[one] = None
+        if len(self.lingering) > _LINGERING:
+            next(iter(self.lingering)).leave()
 
     def warn(self, problem: str) -> None:
         """Once a minute: who floods the server must not flood its log."""
@@ -98,14 +110,14 @@ class GuardedProtocol(HttpToolsProtocol):
         """Between the first byte of a request and its last."""
         self._in_head = False
         self._ended_now = False
+        self._asks_upgrade = False
         self._head_bytes = self._line_bytes = self._pieces = 0
 
     # -- the connection ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        sock = transport.get_extra_info("socket")
-        if not self._door.admit(self, sock.fileno() if sock is not None else 0):
+        if not self._door.admit(self):
             busy = "all connections are taken by requests that run. Try again later."
             self._refuse(ApiError(503, busy, type=SERVER, code="busy", headers={"Retry-After": "1"}))
             return
@@ -130,9 +142,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._arm(self._door.head_timeout)
         self._ended_now, self._pieces = False, 0
         try:
-            self.parser.feed_data(data)
+            self._parse(data)
         except httptools.HttpParserUpgrade:
-            # Nothing else is spoken here: the request is answered as it is, and what follows is not HTTP.
+            # CONNECT: the request is answered as it is, and what follows is not HTTP.
             self.cycle.keep_alive, self._is_over = False, True
             return
         except httptools.HttpParserError:
@@ -146,6 +158,22 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > HEADERS.most:
                 self._refuse(HEADERS.refusal(f"{self._head_bytes:,} or more", HEADERS.field, 431))
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser; a request to speak something else is read again without that wish, as HTTP/1.1 has it.
+
+        The parser takes what follows the headers of such a request to be in the other language, a body included.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as found:
+            if not self._asks_upgrade:
+                raise
+            self._asks_upgrade = False
+            head = _plain_head(self.parser, self.url, self.headers)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            self._parse(head + data[found.args[0] :])
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
@@ -171,7 +199,6 @@ class GuardedProtocol(HttpToolsProtocol):
         """Answer, if that does not fall into another answer, and end the connection."""
         self._disarm()
         self._is_over = True
-        self._door.idle.pop(self, None)
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
@@ -183,6 +210,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.write(_written(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
+        self._door.linger(self)
         self.loop.call_later(_LINGER, self.transport.close)
 
     # -- what the parser finds ---------------------------------------------------------------------------------------
@@ -208,6 +236,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stop(HEADERS.refusal(f"{self._line_bytes:,} or more", HEADERS.field, 431))
 
     def on_headers_complete(self) -> None:
+        self._asks_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._asks_upgrade:
+            return
         self._in_head = False
         self._disarm()
         self._door.idle.pop(self, None)
@@ -223,6 +254,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_upgrade:
+            return
         self._has_message, self._ended_now = False, True
         self._disarm()
         self._door.receiving.pop(self, None)
@@ -248,6 +281,18 @@ class GuardedProtocol(HttpToolsProtocol):
 
 class _RefusedError(Exception):
     """Out of the parser, which makes an error of its own of it."""
+
+
+def _plain_head(parser: httptools.HttpRequestParser, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The head of a request, without what asks for another protocol."""
+    lines = [b"%s %s HTTP/%s" % (parser.get_method(), url, parser.get_http_version().encode())]
+    for name, value in headers:
+        if name == b"connection":
+            kept = [option for option in value.split(b",") if option.strip().lower() not in _UPGRADE_HEADERS]
+            lines.append(name + b": " + b",".join(kept))
+        elif name not in _UPGRADE_HEADERS:
+            lines.append(name + b": " + value)
+    return b"\r\n".join([*lines, b"", b""])
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:

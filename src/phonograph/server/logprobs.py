@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from phonograph.engine.sequence import TokenLogprob as Told
 from phonograph.engine.text import Tokenizer
 from phonograph.server.answers import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
+
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TextOffsets:
+    """Where the tokens of one answer begin in its text: those that make up one character all where it is."""
+
+    def __init__(self) -> None:
+        self._decoder = _utf8_decoder("replace")
+        self._end = 0
+
+    def after(self, token: bytes) -> int:
+        """Take in the bytes of the next token; where it begins."""
+        if token and token[0] & 0xC0 != 0x80:  # it begins a character: one that is not whole stays so, as U+FFFD
+            self._end += len(self._decoder.decode(b"", final=True))
+        begin = self._end
+        self._end += len(self._decoder.decode(token))
+        return begin
 
 
 class LogprobWriter:
@@ -19,16 +38,16 @@ class LogprobWriter:
         """For /v1/chat/completions."""
         return ChatLogprobs([self._token(one) for one in self._said(found)])
 
-    def text(self, found: Sequence[Told], offset: int) -> tuple[TextLogprobs, int]:
-        """For /v1/completions, and the offset in the answer's text after these tokens."""
+    def text(self, found: Sequence[Told], offsets: TextOffsets) -> TextLogprobs:
+        """For /v1/completions; `offsets` are those of the answer, which these tokens continue."""
         found = self._said(found)
-        tokens = [self._shown(one.token) for one in found]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
         top = [{self._shown(token): logprob for token, logprob in one.top} for one in found]
-        return TextLogprobs(tokens, [one.logprob for one in found], top, offsets), offset
+        return TextLogprobs(
+            [self._shown(one.token) for one in found],
+            [one.logprob for one in found],
+            top,
+            [offsets.after(self._bytes(one.token)) for one in found],
+        )
 
     def _said(self, found: Sequence[Told]) -> list[Told]:
         """Without the tokens that are no text, as the one that ends an answer: they are not in it."""

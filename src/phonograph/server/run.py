@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.errors import CoreError, PlanError
 from phonograph.graphs.progress import Progress, silent
-from phonograph.server.guard import Door, GuardedProtocol, last_descriptor
+from phonograph.server.guard import Door, GuardedProtocol, room_for_connections
 from phonograph.server.options import ServerOptions
 
 log = logging.getLogger("phonograph")
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
     """uvicorn with guarded connections; leaves signals to us, since it would stop listening before all is finished."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        door = Door(options.max_connections, options.head_timeout, last_descriptor())
+        door = Door(min(options.max_connections, room_for_connections()), options.head_timeout)
         config = uvicorn.Config(
             app,
             http=partial(GuardedProtocol, door),  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from phonograph.server.answers import (
     ToolCallDelta,
     Usage,
 )
-from phonograph.server.logprobs import LogprobWriter
+from phonograph.server.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.tool_calls import ToolCallReader
 
 _encode = msgspec.json.Encoder().encode
@@ -77,7 +77,7 @@ class CompletionWriter:
         self.id = head.id
         self._head = head
         self._logprobs = logprobs
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         shown = (delta for delta in deltas if delta.text or delta.finish is not None or delta.logprobs)
@@ -92,8 +92,8 @@ class CompletionWriter:
     def _choice(self, delta: Delta) -> TextChoice:
         logprobs: TextLogprobs | None = None
         if self._logprobs is not None:
-            logprobs, end = self._logprobs.text(delta.logprobs, self._offsets.get(delta.choice, 0))
-            self._offsets[delta.choice] = end
+            offsets = self._offsets.setdefault(delta.choice, TextOffsets())
+            logprobs = self._logprobs.text(delta.logprobs, offsets)
         return TextChoice(delta.choice, delta.text, logprobs, _FINISH[delta.finish])
 
     def _answer(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> Completion:

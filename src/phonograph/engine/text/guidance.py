@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from phonograph.engine.request import GrammarSpec
 from phonograph.engine.text.tokenizer import Tokenizer
@@ -34,9 +36,8 @@ class Guidance:
     def _vocabulary(self, library: Any) -> Any:
         with self._making:
             if self._made is None:
-                eos = list(self._tokenizer.eos_ids)
                 try:
-                    self._made = library.LLTokenizer(self._tokenizer.to_json(), eos_token=eos)
+                    self._made = _Vocabulary(self._tokenizer).for_library(library)
                 except ValueError as error:
                     problem = f"this model's vocabulary can't follow a grammar: {error}"
                     raise RequestError(f"{problem}. Leave the grammar out.", field="grammar") from None
@@ -55,6 +56,56 @@ class Guidance:
             problem = f"the {spec.kind} grammar can't be followed: {why}. Correct it, or leave it out."
             raise RequestError(problem, field=spec.field) from None
         return [first, *(first.again() for _ in range(count - 1))]
+
+
+class _Vocabulary:
+    """A model's tokens, and texts as tokens, in the form that `llguidance` takes.
+
+    Special tokens and those that end an answer are never part of a text: one that has the characters of `<|im_end|>`
+    in it is spelled with other tokens.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+        self._backend.encode_special_tokens = True
+        self._bytes = tokenizer.token_bytes
+        self._greedy: Callable[[str], list[int]] = lambda text: []
+        size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.eos_ids = list(tokenizer.eos_ids)
+        if not self.eos_ids:
+            raise ValueError("no token ends an answer")
+        if max(self.eos_ids) >= size:
+            raise ValueError(f"token {max(self.eos_ids)} ends an answer, and the vocabulary has {size}")
+        self.eos_token_id = self.eos_ids[0]
+        self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
+        self.special_token_ids = sorted(tokenizer.special_ids.union(self.eos_ids))
+        self._special = frozenset(self.special_token_ids)
+
+    def for_library(self, library: Any) -> Any:
+        made = library.LLTokenizer(self, eos_token=self.eos_ids)
+        self._greedy = made.greedy_tokenize
+        return made
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens whose bytes are exactly those of a text."""
+        wanted = text.encode()
+        for before in ("", "\n"):  # some vocabularies put a space in front of a text, unless something is there
+            found = self._ending(self._backend.encode(before + text, add_special_tokens=False).ids, wanted)
+            if found is not None and self._special.isdisjoint(found):
+                return found
+        return self._greedy(text)  # as where the vocabulary composes characters, and so changes the bytes
+
+    def _ending(self, tokens: list[int], wanted: bytes) -> list[int] | None:
+        """The last of the tokens, as many as are these bytes."""
+        found = b""
+        for place in reversed(range(len(tokens))):
+            found = self._bytes(tokens[place]) + found
+            if len(found) >= len(wanted):
+                return tokens[place:] if found == wanted else None
+        return None
 
 
 class _DeadEndError(Exception):
