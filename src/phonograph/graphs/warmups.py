@@ -18,6 +18,10 @@ from phonograph.graphs.state import MemoryRun, SavedState
 from phonograph.graphs.tree import leaves
 
 _AS_TENSOR = "Keep it in a tensor that the body writes in place, pass it in a slot, or change it in a @graph_break"
+_ONLY_IN_GAPS = (
+    "If only gaps read it, keep it in a tensor that they write in place, or save it and put it back with preserve=; "
+    "else pass it in a slot"
+)
 
 Body = Callable[[Moves | None], Any]
 """Runs the body once, and tells the moves where its gaps are."""
@@ -85,18 +89,23 @@ class Warmups:
             if moves.by_body:
                 self._refuse(list(moves.by_body.values()), bind)
             if first.made and self.may_rerun:
-                self._compare(first, bind)
+                self._compare(first, bind, list(moves.elsewhere.values()))
             made = self._without(first, list(moves.elsewhere.values()))
             self._all_made += made
             return Settled(made, list(memory.uses.values()))
 
-    def _compare(self, first: _First, bind: Bind) -> None:
-        """Refuse if what the first run made changes the outputs: then it is no constant."""
+    def _compare(self, first: _First, bind: Bind, elsewhere: Sequence[Change]) -> None:
+        """Refuse if what the first run made changes the outputs: then it is no constant.
+
+        What gaps change counts too, since the body may read it: if it does not, only the user can know.
+        """
         self.state.restore()
         with self.python.kept():
             result, _ = self._run(bind)
         if not near(first.outputs, result):
-            self._refuse_made(first.made)
+            origins = {self._origin(first.before, change) for change in elsewhere}
+            by_body = [change for change in first.made if _identity(change.place, change.key) not in origins]
+            self._refuse_made(by_body or first.made, in_gaps=not by_body)
 
     def _run(self, bind: Bind, moves: Moves | None = None) -> tuple[Any, MemoryRun]:
         body = bind()
@@ -164,13 +173,20 @@ class Warmups:
         self.moved = self.moved or CaptureError(problem, _AS_TENSOR, frame=frame)
         raise CaptureError(problem, _AS_TENSOR, frame=frame)
 
-    def _refuse_made(self, made: Sequence[Change]) -> None:
+    def _refuse_made(self, made: Sequence[Change], *, in_gaps: bool) -> None:
         change = min(made, key=lambda one: len(one.name))
-        problem = (
-            f"the body gives other outputs once it has changed {change.name}, and a recording has only one of both"
-        )
-        self.moved = self.moved or CaptureError(problem, _AS_TENSOR)
-        raise CaptureError(problem, _AS_TENSOR)
+        if in_gaps:
+            problem = (
+                f"the outputs are others once a @graph_break, the plan or the sample has changed {change.name}, and "
+                "trial runs can't tell whether the body reads it too, which a replay would not"
+            )
+        else:
+            problem = (
+                f"the body gives other outputs once it has changed {change.name}, and a recording has only one of both"
+            )
+        remedy = _ONLY_IN_GAPS if in_gaps else _AS_TENSOR
+        self.moved = self.moved or CaptureError(problem, remedy)
+        raise CaptureError(problem, remedy)
 
 
 def _identity(place: Place, key: Any) -> tuple[int, Any]:
