@@ -343,6 +343,18 @@ class TestCopies:
         assert watched.log == []
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("mode", LoadMode)
+@pytest.mark.parametrize("wide", [4, WIDE])
+def test_a_sparse_tensor_is_refused_by_the_slots_name(device: Device, place: Any, mode: LoadMode, wide: int) -> None:
+    made = registry(device, floats("x", "tokens", wide, place=place))
+    for on in (device.torch_device, torch.device("cpu")):
+        for value in (torch.ones(3, wide, device=on).to_sparse(), torch.ones(3, wide, device=on).to_sparse_csr()):
+            with pytest.raises(LoadError, match=r"slot 'x' is a dense tensor, the batch has a sparse_\w+ one"):
+                made.load({"x": value}, tokens(3, 8 if mode is LoadMode.GRAPH else 3), mode=mode)
+
+
 class TestNoCopy:
     def test_gives_what_eager_gives_and_carries_device_values(self, device: Device) -> None:
         slots = [

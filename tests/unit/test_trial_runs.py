@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import linecache
@@ -396,12 +397,14 @@ RECORDED: dict[str, Callable[[], Body]] = {
 }
 
 
-def made_from(body: Body) -> Graphed:
+def made_from(body: Body, **more: Any) -> Graphed:
     def call(x: torch.Tensor) -> torch.Tensor:
         return body(x)
 
     slots = [Slot("x", ("seqs", WIDTH), torch.float32)]
-    return graphed(call, slots=slots, bucketed="seqs", buckets=[1, 2, 4, 8], device="emulated", backend="breakable")
+    return graphed(
+        call, slots=slots, bucketed="seqs", buckets=[1, 2, 4, 8], device="emulated", backend="breakable", **more
+    )
 
 
 def outputs_of(call: Body, sizes: tuple[int, ...] = SIZES) -> list[torch.Tensor]:
@@ -477,6 +480,44 @@ def test_a_log_in_a_gap_has_one_entry_for_each_call() -> None:
     assert held.n == 0
     outputs_of(made, (2, 3, 9))
     assert held.n == 3
+
+
+class Attention:
+    """Keeps what it has seen in a list, which only its gap reads."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    @graph_break
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        self.seen.append(q.sum(0))
+        return q + torch.stack(self.seen).sum(0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attend(x + 1) * 2
+
+    @contextlib.contextmanager
+    def kept(self, batch: Any) -> Iterator[None]:
+        before = list(self.seen)
+        try:
+            yield
+        finally:
+            self.seen[:] = before
+
+
+def test_a_list_that_a_gap_moves_is_refused_with_the_way_out_which_works() -> None:
+    attention = Attention()
+    error = str(made_from(attention).capture(silent).failures[0].error)
+    assert "a @graph_break, the plan or the sample has changed" in error
+    assert "Attention.seen" in error
+    assert "preserve=" in error
+    assert not attention.seen
+    made = made_from(attention, preserve=attention.kept)
+    assert not made.capture(silent).failures
+    assert not attention.seen
+    sizes = (2, 4, 1, 8)  # the gap sees padded rows too
+    equal(outputs_of(made, sizes), outputs_of(Attention(), sizes))
+    assert made.stats.replays.total() == 4
 
 
 def test_running_statistics_are_written_by_calls_only() -> None:

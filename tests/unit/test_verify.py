@@ -54,6 +54,40 @@ def test_arguments_that_check_nothing_are_refused(wrong: dict[str, Any]) -> None
         verify(runner, **wrong)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.uint16])
+def test_dtypes_that_torch_hardly_computes_with_are_compared(dtype: torch.dtype) -> None:
+    slot = Slot("x", ("seqs", WIDTH), dtype, pad=Pad.fill(0))
+    wide = dtype if dtype.is_complex else torch.float32
+    factor = 2.0
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        return {"x": torch.ones(extent.used["seqs"], WIDTH).to(dtype)}
+
+    def body(batch: Any) -> torch.Tensor:
+        out: torch.Tensor = (batch["x"].to(wide) * factor).to(dtype)
+        return out
+
+    runner = make_runner(body, EmulatedDevice(), slots=[slot], sample=sample)
+    assert verify(runner)
+    factor = 3.0
+    assert "differs by up to 1" in str(verify(runner))
+
+
+def test_an_infinite_output_hides_no_wrong_one_beside_it(device: Device) -> None:
+    """Masked logits are infinite, and are no scale to measure the others by; NaN is no zero."""
+
+    def body(batch: Any) -> torch.Tensor:
+        x = batch["x"] - batch["x"].mean(0)
+        x[:, 0] = -torch.inf
+        return x
+
+    assert {check.name for check in verify(make_runner(body, device)).failures} == {"unpadded"}
+    value = 0.0
+    runner = make_runner(lambda batch: batch["x"] * 0 + value, device)
+    value = math.nan
+    assert {check.name for check in verify(runner).failures} == {"same view", "unpadded"}
+
+
 def test_a_false_claim_that_padding_is_unread_is_found(device: Device) -> None:
     slot = Slot("x", ("seqs", WIDTH), torch.float32, pad=Pad.unread(because="rows are independent"))
     honest = make_runner(lambda batch: batch["x"] * 2, device, slots=[slot])

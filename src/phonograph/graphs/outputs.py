@@ -231,3 +231,34 @@ def own(tree: Any, keep: Keep | None = None) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree.clone()
     return map_values(tree, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, keep)
+
+
+# Padding changes the kernel that is picked, and so the order of additions.
+_NEAR = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def is_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float | None = None) -> bool:
+    """Whether two tensors of one shape and dtype are the same but for rounding; at a tolerance of 0, the same.
+
+    The tolerance is relative to the largest finite value; without one, it is the dtype's.
+    """
+    near = tolerance if tolerance is not None else _NEAR.get(wanted.dtype, 1e-1)
+    one, other = _computed_with(found), _computed_with(wanted)
+    if near == 0.0 or not other.is_floating_point():
+        zeros = (tensor.nan_to_num(0.0, torch.inf, -torch.inf) for tensor in (one, other))  # NaN equals nothing
+        return torch.equal(one.isnan(), other.isnan()) and torch.equal(*zeros)
+    finite = other[other.isfinite()]  # an infinite scale would let everything pass
+    scale = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
+    return torch.allclose(one, other, rtol=near, atol=near * scale, equal_nan=True)
+
+
+def largest_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference between two values in one place."""
+    one, other = _computed_with(found), _computed_with(wanted)
+    wide = torch.complex128 if other.is_complex() else torch.float64
+    return float((one.to(wide) - other.to(wide)).abs().max().item())
+
+
+def _computed_with(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that torch computes with: it only stores those of one byte."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

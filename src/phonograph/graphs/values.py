@@ -86,6 +86,7 @@ class SlotValues:
 
         The range of integers is checked on the host only: the device would have to be waited for.
         """
+        self._check_strided(tensor)
         if tensor.shape != shape:
             raise self.wrong_shape(tuple(tensor.shape), shape)
         if tensor.dtype != self.slot.dtype:
@@ -112,7 +113,16 @@ class SlotValues:
             "Give it the used rows."
         )
 
+    def _check_strided(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            found = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise LoadError(
+                f"{self._who} is a dense tensor, the batch has a {found} one. Make it dense (to_dense(), or "
+                "to_padded_tensor() of a nested one), or pass its indices and values in slots of their own."
+            )
+
     def _tensor_array(self, value: torch.Tensor) -> Array:
+        self._check_strided(value)
         same = value.dtype == self.slot.dtype
         if not same:
             self._check_cast(value)

@@ -16,6 +16,7 @@ from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.fields import fields_of
+from phonograph.graphs.outputs import is_near, largest_difference
 from phonograph.graphs.phase import Sample
 from phonograph.graphs.python_state import PythonState
 from phonograph.graphs.runner import Runner
@@ -23,8 +24,6 @@ from phonograph.graphs.state import SavedState, generators_restored
 from phonograph.graphs.tree import Path
 
 _MAX_STATE_BYTES = 1 << 30
-# Padding changes the kernel that is picked, and so the order of additions.
-_NEAR = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
@@ -321,16 +320,11 @@ class _Verification:
             return ""
         if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
             return f"has shape {tuple(getattr(found, 'shape', ()))}, expected {tuple(wanted.shape)}"
-        if tolerance == 0.0 or not wanted.dtype.is_floating_point:
-            if torch.equal(torch.nan_to_num(found), torch.nan_to_num(wanted)):
-                return ""
-        else:
-            near = self._tolerance if self._tolerance is not None else _NEAR.get(wanted.dtype, 1e-1)
-            scale = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
-            if torch.allclose(found, wanted, rtol=near, atol=near * scale, equal_nan=True):
-                return ""
-        worst = (found.double() - wanted.double()).abs().max().item()
-        return f"differs by up to {worst:.3g}"
+        if found.dtype != wanted.dtype:
+            return f"is {found.dtype}, expected {wanted.dtype}"
+        if is_near(found, wanted, 0.0 if tolerance == 0.0 else self._tolerance):
+            return ""
+        return f"differs by up to {largest_difference(found, wanted):.3g}"
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from phonograph.errors import CaptureError
-from phonograph.graphs.outputs import own
+from phonograph.graphs.outputs import is_near, own
 from phonograph.graphs.places import Place, Whole
 from phonograph.graphs.python_state import Moves, PythonState, line_of
 from phonograph.graphs.reachable import Change, Snapshot
 from phonograph.graphs.state import MemoryRun, SavedState
 from phonograph.graphs.tree import leaves
 
-_NEAR = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _AS_TENSOR = "Keep it in a tensor that the body writes in place, pass it in a slot, or change it in a @graph_break"
+_ONLY_IN_GAPS = (
+    "If only gaps read it, keep it in a tensor that they write in place, or save it and put it back with preserve=; "
+    "else pass it in a slot"
+)
 
 Body = Callable[[Moves | None], Any]
 """Runs the body once, and tells the moves where its gaps are."""
@@ -86,18 +89,23 @@ class Warmups:
             if moves.by_body:
                 self._refuse(list(moves.by_body.values()), bind)
             if first.made and self.may_rerun:
-                self._compare(first, bind)
+                self._compare(first, bind, list(moves.elsewhere.values()))
             made = self._without(first, list(moves.elsewhere.values()))
             self._all_made += made
             return Settled(made, list(memory.uses.values()))
 
-    def _compare(self, first: _First, bind: Bind) -> None:
-        """Refuse if what the first run made changes the outputs: then it is no constant."""
+    def _compare(self, first: _First, bind: Bind, elsewhere: Sequence[Change]) -> None:
+        """Refuse if what the first run made changes the outputs: then it is no constant.
+
+        What gaps change counts too, since the body may read it: if it does not, only the user can know.
+        """
         self.state.restore()
         with self.python.kept():
             result, _ = self._run(bind)
         if not near(first.outputs, result):
-            self._refuse_made(first.made)
+            origins = {self._origin(first.before, change) for change in elsewhere}
+            by_body = [change for change in first.made if _identity(change.place, change.key) not in origins]
+            self._refuse_made(by_body or first.made, in_gaps=not by_body)
 
     def _run(self, bind: Bind, moves: Moves | None = None) -> tuple[Any, MemoryRun]:
         body = bind()
@@ -165,13 +173,20 @@ class Warmups:
         self.moved = self.moved or CaptureError(problem, _AS_TENSOR, frame=frame)
         raise CaptureError(problem, _AS_TENSOR, frame=frame)
 
-    def _refuse_made(self, made: Sequence[Change]) -> None:
+    def _refuse_made(self, made: Sequence[Change], *, in_gaps: bool) -> None:
         change = min(made, key=lambda one: len(one.name))
-        problem = (
-            f"the body gives other outputs once it has changed {change.name}, and a recording has only one of both"
-        )
-        self.moved = self.moved or CaptureError(problem, _AS_TENSOR)
-        raise CaptureError(problem, _AS_TENSOR)
+        if in_gaps:
+            problem = (
+                f"the outputs are others once a @graph_break, the plan or the sample has changed {change.name}, and "
+                "trial runs can't tell whether the body reads it too, which a replay would not"
+            )
+        else:
+            problem = (
+                f"the body gives other outputs once it has changed {change.name}, and a recording has only one of both"
+            )
+        remedy = _ONLY_IN_GAPS if in_gaps else _AS_TENSOR
+        self.moved = self.moved or CaptureError(problem, remedy)
+        raise CaptureError(problem, remedy)
 
 
 def _identity(place: Place, key: Any) -> tuple[int, Any]:
@@ -187,10 +202,4 @@ def near(one: Any, other: Any) -> bool:
 def _is_near(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) == isinstance(other, torch.Tensor)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    tolerance = _NEAR.get(one.dtype, 1e-1)
-    scale = max(1.0, other.abs().nan_to_num().max().item()) if other.numel() else 1.0
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    return one.shape == other.shape and one.dtype == other.dtype and is_near(one, other)
