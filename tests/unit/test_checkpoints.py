@@ -106,6 +106,13 @@ class TestFolders:
         assert checkpoint.config.dtype == dtype
         assert {tensor.dtype for _, tensor in checkpoint.tensors()} == {dtype}
 
+    def test_an_adapter_that_is_not_applied_is_told(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        open_checkpoint(folder)
+        assert not caplog.records
+        (folder / "adapter_config.json").write_text("{}")
+        open_checkpoint(folder)
+        assert "adapter_config.json: the adapter that it describes is not applied" in caplog.text
+
     def test_the_ends_of_an_answer_are_those_of_both_files(self, folder: Path) -> None:
         (folder / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
         assert open_checkpoint(folder).config.eos_ids == (2, 3, 7)

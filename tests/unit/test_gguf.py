@@ -191,6 +191,18 @@ class TestRefusedGguf:
         path.write_bytes(path.read_bytes()[:num_bytes])
         refused(path, "m.gguf", "et it again")
 
+    def test_a_file_that_goes_on_after_its_tensors(self, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "m.gguf", TINY, {"rope_freqs.weight": np.zeros(3, dtype=np.float32)})
+        full = path.read_bytes()
+        (tensor,) = GgufHeader.read(path).tensors.values()
+        end = tensor.start + tensor.num_bytes
+        assert end % 32 == 12
+        for padding in (0, 1, 20):
+            path.write_bytes(full[:end] + bytes(padding))
+            GgufHeader.read(path)
+        path.write_bytes(full[:end] + bytes(21))
+        refused(path, f"the tensors end at byte {end}, but the file goes on to {end + 21}", "et it again")
+
     def test_another_format(self, tmp_path: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(b"GGML" + bytes(100))
         refused(tmp_path / "m.gguf", "it starts with b'GGML'")

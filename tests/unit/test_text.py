@@ -483,6 +483,12 @@ class TestChat:
         with pytest.raises(RequestError, match="SecurityError"):
             ChatTemplate(template).render(HI)
 
+    def test_a_template_that_fails_is_told_from_one_that_refuses(self) -> None:
+        with pytest.raises(RequestError, match=r"the template of m failed with ZeroDivisionError: .*the template, or"):
+            ChatTemplate("{{ 1 // 0 }}", source="m").render(HI)
+        with pytest.raises(RequestError, match=r"the template of m refuses the messages: roles\. Change them"):
+            ChatTemplate("{{ raise_exception('roles') }}", source="m").render(HI)
+
     def test_no_template(self, tmp_path: Path) -> None:
         template = ChatTemplate.from_folder(tmp_path)
         assert not template.is_present

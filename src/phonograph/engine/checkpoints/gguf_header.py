@@ -153,6 +153,8 @@ class _Cursor:
                 )
             tensors[name] = StoredTensor(shape, kind, start, num_bytes)
             end_before, name_before = start + num_bytes, name
+        if len(self.data) > -(-end_before // alignment) * alignment:  # writers fill up to the alignment
+            raise self.error(f"the tensors end at byte {end_before}, but the file goes on to {len(self.data)}")
         return tensors
 
     def tensor(self, doing: str) -> tuple[str, tuple[int, ...], GgmlType, int]:

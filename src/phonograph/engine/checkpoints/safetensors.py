@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +22,11 @@ from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
 
+log = logging.getLogger("phonograph")
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000
@@ -55,6 +59,9 @@ class SafetensorsCheckpoint:
                     raise CheckpointError(f"checking {folder}: {name} is in {both}; expected it once.")
                 owner[name] = path
         check_tensors(str(folder), config, checkpoint.names)
+        if (folder / ADAPTER).is_file():
+            problem = "the adapter that it describes is not applied, the base weights are served as they are"
+            log.warning("%s: %s. Merge it: peft's merge_and_unload, then save_pretrained.", folder / ADAPTER, problem)
         return checkpoint
 
     @property

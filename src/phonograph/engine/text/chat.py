@@ -83,9 +83,15 @@ class ChatTemplate:
             raise self._refusal(error) from None
 
     def _refusal(self, error: Exception) -> RequestError:
-        problem = f"{type(error).__name__}: {error}"
-        doing = f"rendering a chat with the template of {self.source}"
-        return RequestError(f"{doing}: {problem}. Change the messages.", field="messages")
+        """What a template says against the messages is for who sent them; any other error may be its own fault."""
+        if isinstance(error, _RefusedByTemplateError):
+            problem = f"the template of {self.source} refuses the messages: {error}. Change them."
+        else:
+            problem = (
+                f"the template of {self.source} failed with {type(error).__name__}: {error}. Correct the template, "
+                "or give another; or send messages of a form that it knows."
+            )
+        return RequestError(f"rendering a chat: {problem}", field="messages")
 
     def _refuse_unread(self, variables: Mapping[str, object]) -> None:
         """Refuse names that the template never reads: they would do nothing, in silence."""
@@ -191,8 +197,12 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _RefusedByTemplateError(jinja2.TemplateError):
+    """A template's own `raise_exception`."""
+
+
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise _RefusedByTemplateError(message)
 
 
 def _strftime_now(format: str) -> str:
