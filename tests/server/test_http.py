@@ -264,7 +264,14 @@ def test_a_body_that_does_not_fit(
 
 
 def test_messages_may_have_what_openai_documents_and_what_is_null(tiny_server: Server) -> None:
-    answer = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "unknown": None}
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "unknown": None,
+    }
     body = {"messages": [{**HELLO[0], "name": "me"}, answer, *HELLO], **GREEDY}
     assert tiny_server.post(CHAT, body).status_code == 200
     shape = {"name": "a", "description": "b", "schema": {"type": "boolean"}, "strict": True}
