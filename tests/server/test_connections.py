@@ -264,6 +264,9 @@ def test_hosts_and_origins_and_keys_by_flag(tmp_path: Path) -> None:
             asked["Access-Control-Request-Headers"] = "authorization, content-type"
             said = await client.options(CHAT, headers=asked)
             assert said.headers["access-control-allow-origin"] == "http://ours.example"
+            said = await client.options(CHAT, headers={**asked, "Origin": "http://evil.example"})
+            assert error_of(said, 400)["code"] == "cors_refused"
+            assert "access-control-allow-origin" not in said.headers
             for key, status in (("first", 200), ("second", 200), ("# for everybody", 401)):
                 said = await client.get("/openapi.json", headers={"Authorization": f"Bearer {key}"})
                 assert said.status_code == status

@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -218,6 +219,28 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools[0]` must be", "tools[0]"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "a call can't be forced", "tool_choice"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"think": 1}}, "does not read 'think'", "chat_template_kwargs"),
+    (
+        CHAT,
+        {"messages": [*HELLO, {"role": "user", "content": "x", "contents": "y"}]},
+        "did you mean `messages[1].content`?",
+        "messages[1].contents",
+    ),
+    ("/tokenize", {"messages": [{**HELLO[0], "weight": 0}]}, "no effect here", "messages[0].weight"),
+    (
+        CHAT,
+        {"messages": HELLO, "response_format": {"type": "json_object", "schema": {"type": "object"}}},
+        "unknown field `response_format.schema`",
+        "response_format.schema",
+    ),
+    (
+        CHAT,
+        {
+            "messages": HELLO,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "stricte": True}},
+        },
+        "did you mean `response_format.json_schema.strict`?",
+        "response_format.json_schema.stricte",
+    ),
     (TEXT, {"prompt": "x", "guided_regex": r"[^\s\S]"}, "no text follows it", "guided_regex"),
     (TEXT, {"prompt": "x", "guided_json": False}, "Unsatisfiable", "guided_json"),
     (TEXT, {"prompt": "x", "guided_grammar": 'start: a\na: "x" a'}, "following the grammar", "guided_grammar"),
@@ -238,6 +261,32 @@ def test_a_body_that_does_not_fit(
     assert says in error["message"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+def test_messages_may_have_what_openai_documents_and_what_is_null(tiny_server: Server) -> None:
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "unknown": None,
+    }
+    body = {"messages": [{**HELLO[0], "name": "me"}, answer, *HELLO], **GREEDY}
+    assert tiny_server.post(CHAT, body).status_code == 200
+    shape = {"name": "a", "description": "b", "schema": {"type": "boolean"}, "strict": True}
+    body["response_format"] = {"type": "json_schema", "json_schema": shape}
+    assert tiny_server.post(CHAT, body).status_code == 200
+
+
+def test_where_files_lie_is_told_to_no_client(tiny_server: Server, tiny_model: Path) -> None:
+    said = error_of(tiny_server.post(CHAT, {"messages": HELLO, "chat_template_kwargs": {"think": 1}}), 400)
+    assert str(tiny_model.parent) not in said["message"]
+
+
+@pytest.mark.parametrize("since", ["abc", "-1", "", "1.5"])
+def test_figures_since_no_number(tiny_server: Server, since: str) -> None:
+    assert error_of(tiny_server.get(f"/status.json?since={since}"), 400)["param"] == "since"
 
 
 def test_what_is_not_there(tiny_server: Server) -> None:

@@ -9,6 +9,8 @@ import hmac
 from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phonograph.server.failures import ApiError
@@ -51,6 +53,19 @@ class KeyGuard:
             code="invalid_api_key",
             headers={"WWW-Authenticate": scheme},
         )
+
+
+class CorsGuard(CORSMiddleware):
+    """Lets web pages of some origins in; what a page of another one is told has the form of every error."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        found = super().preflight_response(request_headers)
+        if found.status_code < 400:
+            return found
+        problem = f"{bytes(found.body).decode()} for {request_headers['origin'][:100]!r}"
+        refusal = ApiError(400, f"{problem}. Start the server with --cors-origins.", code="cors_refused")
+        refusal.headers = {name: value for name, value in found.headers.items() if not name.startswith("content-")}
+        return refusal.response()
 
 
 class HostGuard:

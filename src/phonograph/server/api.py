@@ -19,7 +19,14 @@ from phonograph.errors import RequestError
 from phonograph.server.answers import Detokenized, Error, HealthBody, Model, Models, Tokenized
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
 from phonograph.server.bodies import Arrivals, BodyReader
-from phonograph.server.checks import check_chat, check_completion, check_detokenize, check_logprobs, check_tokenize
+from phonograph.server.checks import (
+    check_chat,
+    check_completion,
+    check_detokenize,
+    check_logprobs,
+    check_message_fields,
+    check_tokenize,
+)
 from phonograph.server.delivery import Delivery
 from phonograph.server.failures import SERVER, ApiError
 from phonograph.server.limits import ModelBounds
@@ -93,6 +100,7 @@ class Api:
 
         def checked(ask: ChatAsk) -> tuple[ChatAsk, Head, SamplingParams, list[str] | None, list[dict[str, Any]]]:
             check_chat(ask, self.bounds())
+            check_message_fields(ask.messages, self._llm.text.template.message_fields)
             tools = None if ask.tool_choice == "none" or not ask.tools else self._checked_tools(ask.tools)
             return ask, self._head("chatcmpl", ask), chat_params(ask, max_len), tools, for_template(ask.messages)
 
@@ -187,6 +195,7 @@ class Api:
 
         def checked(ask: TokenizeAsk) -> TokenizeAsk:
             check_tokenize(ask, self.bounds())
+            check_message_fields(ask.messages or (), self._llm.text.template.message_fields)
             self._checked_model(ask.model)
             if (ask.prompt is None) == (ask.messages is None):
                 raise ApiError(400, "send either `prompt` or `messages`.", param="prompt", code="invalid_value")

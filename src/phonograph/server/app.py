@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -15,7 +14,7 @@ from starlette.types import ASGIApp
 
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.errors import PhonographError
-from phonograph.server.access import HostGuard, KeyGuard
+from phonograph.server.access import CorsGuard, HostGuard, KeyGuard
 from phonograph.server.answers import (
     ChatChunk,
     ChatCompletion,
@@ -88,7 +87,7 @@ def create_app(
     if options.api_keys:
         guarded = KeyGuard(guarded, options.api_keys, {"/health", *open_paths})
     if options.cors_origins:
-        guarded = CORSMiddleware(
+        guarded = CorsGuard(
             guarded, allow_origins=options.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     return HostGuard(guarded, options.hosts) if options.hosts else guarded

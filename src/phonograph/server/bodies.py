@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from phonograph.server.failures import SERVER, ApiError
+from phonograph.server.failures import SERVER, ApiError, unknown_field
 from phonograph.server.json_shape import shape_of
 from phonograph.server.limits import CONTAINERS, DEPTH, ModelBounds
 
@@ -127,10 +126,7 @@ class BodyReader(Generic[T]):
     def _misfit(self, problem: str) -> ApiError:
         """The sentence of the decoder, with the field that it is about."""
         if found := _UNKNOWN.search(problem):
-            name = found[1]
-            near = difflib.get_close_matches(name[:100], self._fields, 1)
-            hint = f"did you mean `{near[0]}`?" if near else "it would have no effect here: leave it out."
-            return ApiError(400, f"unknown field `{name[:100]}`; {hint}", param=name[:100], code="unknown_field")
+            return unknown_field(found[1], self._fields)
         if found := _MISSING.search(problem):
             return ApiError(400, f"`{found[1]}` is missing. Add it.", param=found[1], code="missing_field")
         place = _PLACE.search(problem)

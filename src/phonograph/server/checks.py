@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from phonograph.engine.request import SamplingParams
 from phonograph.server import limits
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
+from phonograph.server.failures import unknown_field
 from phonograph.server.limits import ModelBounds
+
+MESSAGE_FIELDS = frozenset(
+    ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations")
+)
+"""What OpenAI's messages may have, those of its answers included: clients send them back."""
 
 
 def check_completion(ask: CompletionAsk, bounds: ModelBounds) -> None:
@@ -48,6 +54,14 @@ def check_detokenize(ask: DetokenizeAsk, bounds: ModelBounds) -> None:
     """Of /detokenize."""
     limits.LABEL_CHARS.check(len(ask.model or ""), "model")
     bounds.tokens.check(len(ask.tokens))
+
+
+def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[str]) -> None:
+    """Refuse what is in messages and neither OpenAI's nor `read` by the chat template; null is nothing."""
+    for place, message in enumerate(messages):
+        for name, value in message.items():
+            if value is not None and name not in MESSAGE_FIELDS and name not in read:
+                raise unknown_field(name, MESSAGE_FIELDS, f"messages[{place}].")
 
 
 def check_logprobs(params: SamplingParams, num_prompts: int, max_len: int) -> None:

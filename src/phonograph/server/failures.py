@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -47,6 +49,14 @@ class ApiError(Exception):
     def event(self) -> bytes:
         """For a stream whose status has been sent."""
         return b"data: " + _encode(ErrorBody(self.error)) + b"\n\n"
+
+
+def unknown_field(name: str, known: Iterable[str], place: str = "") -> ApiError:
+    """For a field that would do nothing, in silence; `place` is the object that has it."""
+    near = difflib.get_close_matches(name[:100], known, 1)
+    hint = f"did you mean `{place}{near[0]}`?" if near else "it would have no effect here: leave it out."
+    where = f"{place}{name[:100]}"
+    return ApiError(400, f"unknown field `{where}`; {hint}", param=where, code="unknown_field")
 
 
 def failure_of(error: Exception) -> ApiError:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from phonograph.server.exposition import CONTENT_TYPE, Exposition
+from phonograph.server.failures import ApiError
 from phonograph.server.status import StatusKeeper
 
 _FILES = {
@@ -41,7 +42,10 @@ def routes(keeper: StatusKeeper, exposition: Exposition, refresh: Callable[[], N
 
     async def status(request: Request) -> Response:
         since = request.query_params.get("since", "0")
-        number = min(int(since), _FAR) if since.isascii() and since.isdigit() and len(since) < 20 else 0
+        if not (since.isascii() and since.isdigit() and len(since) < 20):
+            problem = f"`since` is {since[:100]!r}; expected the number of the first sample to send."
+            raise ApiError(400, problem, param="since", code="invalid_value")
+        number = min(int(since), _FAR)
         refresh()
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         return Response(encode(keeper.status(number)), media_type="application/json", headers=headers)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from phonograph.engine.request import GrammarSpec, SamplingParams
 from phonograph.server.asks import ChatAsk, CompletionAsk, Sampling
-from phonograph.server.failures import ApiError
+from phonograph.server.failures import ApiError, unknown_field
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
+_FORMAT_FIELDS = ("type", "json_schema")
+_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
 def completion_params(ask: CompletionAsk) -> SamplingParams:
@@ -59,6 +62,7 @@ def _params(ask: Sampling, max_tokens: int, logprobs: int | None) -> SamplingPar
 def grammar_of(ask: Sampling) -> GrammarSpec | None:
     """What the output must look like: OpenAI's `response_format`, or one of the `guided_` fields."""
     found: dict[str, GrammarSpec] = {}
+    _refuse_unknown(ask.response_format, _FORMAT_FIELDS, "response_format.")
     kind = "text" if ask.response_format is None else ask.response_format.get("type")
     if kind in ("json_object", "json_schema"):
         found["response_format"] = GrammarSpec("json_schema", _schema_of(ask.response_format or {}), "response_format")
@@ -83,6 +87,7 @@ def _schema_of(response_format: dict[str, Any]) -> str:
     if response_format.get("type") == "json_object":
         return '{"type": "object"}'
     described = response_format.get("json_schema")
+    _refuse_unknown(described, _SCHEMA_FIELDS, "response_format.json_schema.")
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
         raise ApiError(
@@ -92,6 +97,12 @@ def _schema_of(response_format: dict[str, Any]) -> str:
             code="invalid_value",
         )
     return json.dumps(schema)
+
+
+def _refuse_unknown(given: object, known: Collection[str], place: str) -> None:
+    for name, value in given.items() if isinstance(given, dict) else ():
+        if value is not None and name not in known:
+            raise unknown_field(name, known, place)
 
 
 def _or(value: float | None, default: float) -> float:

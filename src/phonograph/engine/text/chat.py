@@ -32,7 +32,8 @@ class ChatTemplate:
     def __init__(
         self, template: str | None, special_tokens: Mapping[str, str] | None = None, source: str = "the model"
     ) -> None:
-        self.source = source
+        self.source = Path(source).name
+        """What messages call it: clients read them, and where the file lies is not for them."""
         self._special_tokens = dict(special_tokens or {})
         self._template = None if template is None else _compiled(template, source)
         names = frozenset[str]() if template is None else _names_in(template)
@@ -40,6 +41,8 @@ class ChatTemplate:
         """Whether tools have a place in the prompt; where they have none, giving some would do nothing."""
         self.variables = names - _GIVEN
         """Further names that the template reads, such as Qwen3's `enable_thinking`."""
+        self.message_fields = frozenset[str]() if template is None else _fields_in(template)
+        """Names of fields that the template may read of a message, such as `reasoning_content`."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
@@ -174,6 +177,13 @@ def _names_in(template: str) -> frozenset[str]:
     """The names that a template expects to be given."""
     environment = jinja2.Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
     return frozenset(meta.find_undeclared_variables(environment.parse(template))) - set(environment.globals)
+
+
+def _fields_in(template: str) -> frozenset[str]:
+    """Every name that a template may read of an object: attributes, and texts, which may be keys."""
+    parsed = jinja2.Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]).parse(template)
+    attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
+    return frozenset(attributes | {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)})
 
 
 class _GenerationTag(Extension):
