@@ -122,27 +122,22 @@ def _identity(change: Change) -> tuple[int, type, Any]:
 
 
 def _callers_line(frame: FrameType, outside: FrameType) -> Frame:
-    """The innermost line of a run that is in no library; in no standard library, where it all is in packages."""
-    stack: list[FrameType] = []
+    """The innermost line of a run that is not in the standard library; a package's own line says most about its state."""
+    found = frame
     above: FrameType | None = frame
     while above is not None and above is not outside:
-        if is_users(above.f_code.co_filename):
-            stack.append(above)
+        file = above.f_code.co_filename
+        if is_users(file) and (file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)):
+            found = above
+            break
         above = above.f_back
-    found = min(stack, key=lambda one: _library_rank(one.f_code.co_filename))  # the first of equals
     return Frame(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
-
-
-def _library_rank(file: str) -> int:
-    if file.startswith(_PACKAGES):
-        return 1
-    return 2 if file.startswith(_LIBRARY) else 0
 
 
 def line_of(change: Change, run: Callable[[], object]) -> Frame | None:
     """The line that makes a change, found by a run that is traced; None where a debugger has the trace.
 
-    Where a library makes it, that is the line that calls the library.
+    Where the standard library makes it, that is the line that calls it.
     """
     if sys.gettrace() is not None:
         return None
