@@ -122,7 +122,7 @@ def _identity(change: Change) -> tuple[int, type, Any]:
 
 
 def _callers_line(frame: FrameType, outside: FrameType) -> Frame:
-    """The innermost line of a run that is not in the standard library; a package's own line says most about its state."""
+    """The innermost line of a run outside of the standard library: a package's own line says most of its state."""
     found = frame
     above: FrameType | None = frame
     while above is not None and above is not outside:
