@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -15,6 +18,8 @@ T = TypeVar("T")
 _INLINE = 512
 """Characters, or tokens, that are handled at once; more go to a thread, so that nobody's tokens wait for them."""
 _THREADS = 2
+_NICE = 10
+"""Of these threads: about a tenth of the time that others get on a busy core."""
 
 
 class FrontText:
@@ -24,7 +29,7 @@ class FrontText:
         self._source = source
         self._tokenizer = tokenizer
         self._template = template
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts", initializer=_let_others_go_first)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -94,3 +99,9 @@ class FrontText:
     def close(self) -> None:
         """End the threads; what waits for them is cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _let_others_go_first() -> None:
+    """On Linux threads have priorities of their own: a long text must not take a core from the engine's steps."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
