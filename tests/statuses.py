@@ -24,6 +24,7 @@ from phonograph.engine.metrics import EagerStats, EngineStats, PhaseStats, Recor
 from phonograph.engine.request import FinishReason
 from phonograph.graphs.buckets import Buckets
 from phonograph.server.exposition import Exposition
+from phonograph.server.failures import ApiError, respond
 from phonograph.server.incidents import Incidents
 from phonograph.server.metrics import Metrics
 from phonograph.server.pages import PUBLIC_PATHS, routes
@@ -147,7 +148,9 @@ def app(busy: Busy, *, locked: bool = False) -> Starlette:
     """The routes alone, behind a key if asked."""
     exposition = Exposition(busy.metrics, FACTS.model, lambda: {"version": FACTS.version})
     middleware = [Middleware(_Key)] if locked else []
-    return Starlette(routes=routes(busy.keeper, exposition), middleware=middleware)
+    return Starlette(
+        routes=routes(busy.keeper, exposition), middleware=middleware, exception_handlers={ApiError: respond}
+    )
 
 
 @contextlib.contextmanager
