@@ -79,7 +79,7 @@ async def over_http(port: int, prompts: Prompts, new_tokens: int) -> dict[str, f
 @contextmanager
 def server(flags: list[str]) -> Iterator[int]:
     """A server in a process of its own; its port."""
-    command = [sys.executable, "-m", "phonograph.cli.main", "serve", "--port", "0", "--log-level", "warning", *flags]
+    command = [sys.executable, "-m", "phonograph", "serve", "--port", "0", "--log-level", "warning", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

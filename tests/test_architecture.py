@@ -20,7 +20,7 @@ MODULES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 TREES = {name: ast.parse(source, filename=name) for name, source in MODULES.items()}
 
 MAX_MODULE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 50
 GRAPH_LAYER = ("devices/", "graphs/", "errors.py", "__init__.py")
 
 PUBLIC = [
@@ -149,9 +149,9 @@ def test_a_module_is_short_and_says_what_it_is_for(name: str) -> None:
 def test_functions_are_short(name: str) -> None:
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            # The front door names and explains every choice: of it, what comes after that counts.
-            first = node.body[1].lineno if (name, node.name) == ("graphs/wrap.py", "graphed") else node.lineno
-            lines = (node.end_lineno or node.lineno) - first + 1
+            # What counts is code: naming arguments and explaining them is never too long.
+            documented = ast.get_docstring(node) is not None and len(node.body) > 1
+            lines = (node.end_lineno or node.lineno) - node.body[documented].lineno + 1
             assert lines <= MAX_FUNCTION_LINES, f"{node.name} in {name} has {lines} lines"
 
 

@@ -77,7 +77,7 @@ class Server:
 @contextmanager
 def serving(*flags: str, command: Sequence[str] = ()) -> Iterator[Server]:
     """Start a server, wait until its screen is whole, and end it after the test."""
-    command = command or [sys.executable, "-m", "phonograph.cli.main", "serve", *flags]
+    command = command or [sys.executable, "-m", "phonograph", "serve", *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         server = Server(process, "")

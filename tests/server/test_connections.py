@@ -354,7 +354,7 @@ def test_a_full_disk_or_a_closed_stream_ends_what_is_written_and_not_the_server(
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     flags = ["--model", str(tiny_model), "--device", "cpu", "--max-seqs", "2", "--port", str(port)]
-    command = [sys.executable, "-m", "phonograph.cli.main", "serve", *flags]
+    command = [sys.executable, "-m", "phonograph", "serve", *flags]
     with subprocess.Popen(["sh", "-c", f'exec "$@" {streams}', "sh", *command]) as process:
         try:
             url, end = f"http://127.0.0.1:{port}", time.monotonic() + 60

@@ -180,7 +180,7 @@ def test_bad_flags_say_what_to_do(flags: list[str], says: str, capsys: pytest.Ca
 
 def test_a_core_that_can_not_start_ends_the_server() -> None:
     flags = ["--shape", "tiny", "--device", "cpu", "--max-len", "1", "--port", "0"]
-    command = [sys.executable, "-m", "phonograph.cli.main", "serve", *flags]
+    command = [sys.executable, "-m", "phonograph", "serve", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "phonograph: limits: max_len must be a whole number of at least 2, found 1." in done.stderr

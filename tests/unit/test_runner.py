@@ -590,11 +590,12 @@ class TestBuffersInUse:
     def test_a_call_from_another_thread_is_refused_meanwhile(self, device: Device, doing: str) -> None:
         pool = BufferPool(device)
         refused = Mock()
+        x = rows(device, 3)
 
         def from_a_thread() -> None:
             for runner in (first, second):
                 try:
-                    runner.run({"x": rows(device, 3)})
+                    runner.run({"x": x})
                 except LoadError as error:
                     refused(str(error))
 

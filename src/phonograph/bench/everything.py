@@ -46,7 +46,7 @@ def run_all(args: argparse.Namespace, names: tuple[str, ...]) -> int:
             progress.note(name, "skipped", 0.0, "out of time")
             continue
         limit = deadline.left if index == len(names) - 1 else deadline.left * _SHARE
-        command = [sys.executable, "-m", "phonograph.cli.main", "bench", name, "--out", str(args.out)]
+        command = [sys.executable, "-m", "phonograph", "bench", name, "--out", str(args.out)]
         command += ["--time-limit", f"{limit:.0f}", *_common(args), *extra.get(name, [])]
         done = run_command(command, seconds=limit + _GRACE, log=args.out / f"{name}.txt")
         progress.note(name, "failed" if done.failure else "complete", done.seconds, done.failure)

@@ -49,7 +49,3 @@ def _parser() -> argparse.ArgumentParser:
         command.add_flags(added)
         added.set_defaults(run=command.run)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
