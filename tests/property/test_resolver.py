@@ -11,21 +11,12 @@ from hypothesis import assume, example, given, reject, settings
 from hypothesis import strategies as st
 
 from phonograph.errors import PlanError
-from phonograph.graphs.config import (
-    BACKENDS,
-    GRAPHS,
-    PHASES,
-    SETTINGS,
-    SOURCES,
-    Ask,
-    Asked,
-    Level,
-    Measured,
-    Value,
-)
+from phonograph.graphs.config import SOURCES, Ask, Asked, Level, Measured
 from phonograph.graphs.flags import add_flags, asked_from, asks_of_json, flag_of
-from phonograph.graphs.resolve import Plan, resolve
+from phonograph.graphs.kinds import BACKENDS, GRAPHS, Value
+from phonograph.graphs.resolve import Plan
 from phonograph.graphs.rules import RULES, Facts
+from plans import KNOWN, PHASES, SETTINGS, resolve
 
 # Few letters make text that is often nearly JSON, nearly a number or nearly a name.
 LETTERS = '{}[]",:.0123456789-efulgrahsNIn \n\u00e9\u221e'
@@ -152,7 +143,7 @@ def test_asking_for_a_plans_own_values_gives_them_again(asks: list[Ask], true: F
 @given(requests, facts, st.lists(measurements(), max_size=4))
 def test_the_canonical_json_gives_the_values_again(asks: list[Ask], true: Facts, measured: list[Measured]) -> None:
     plan = granted(asks, true, measured)
-    again = resolve(asks_of_json(plan.to_json()), true)
+    again = resolve(asks_of_json(plan.to_json(), KNOWN), true)
     assert values_of(again) == values_of(plan)
     assert again.to_json() == plan.to_json()
 
@@ -230,7 +221,7 @@ def test_the_order_of_requests_does_not_change_the_values(asks: list[Ask], true:
 @example(document="[" * 10_000, text="{")
 def test_any_text_on_the_command_line_is_a_plan_or_a_plan_error(document: object, text: str) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser)
+    add_flags(parser, KNOWN)
     for flag in (
         "--graph-backend",
         "--cuda-graph-mode",
@@ -238,7 +229,7 @@ def test_any_text_on_the_command_line_is_a_plan_or_a_plan_error(document: object
     ):
         for given_text in (json.dumps(document), text, "{" + text):
             try:
-                asked = asked_from(parser.parse_args([f"{flag}={given_text}"]))
+                asked = asked_from(parser.parse_args([f"{flag}={given_text}"]), KNOWN)
                 plan = resolve(asked, Facts("cuda", frozenset(BACKENDS), frozenset(BACKENDS)))
             except PlanError:
                 continue

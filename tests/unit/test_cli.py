@@ -39,7 +39,10 @@ def test_generate_answers_with_the_default_model(default: None, capsys: Capture)
 
 
 def test_a_generation_that_fails_is_told_and_ends_with_a_status(default: None, capsys: Capture) -> None:
-    assert main(["generate", "--prompt", "One, two,", "--graphs", "strict", "--device", "cpu"]) == 1
+    strict = ["--graphs", "strict", "--device", "cpu"]
+    assert main(["generate", "--prompt", "One, two,", *strict]) == 2
+    assert "every phase's backend is disabled" in capsys.readouterr().err
+    assert main(["generate", "--prompt", "One, two,", *strict, "--ignore-rule", "strict-needs-graphs"]) == 1
     assert "strict: prefill has no graph for this batch" in capsys.readouterr().err
 
 

@@ -9,22 +9,25 @@ import json
 import pytest
 
 from phonograph.errors import PlanError
-from phonograph.graphs.config import BACKENDS, PHASES, SETTINGS, Ask, Asked, Level, Value
-from phonograph.graphs.flags import ALIASES, Alias, add_flags, asked_from, asks_of_graph_backend, flag_of
-from phonograph.graphs.resolve import Plan, resolve
+from phonograph.graphs.config import KNOWN_PHASES, Ask, Asked, Level
+from phonograph.graphs.flags import add_flags, asked_from, asks_of_graph_backend, flag_of
+from phonograph.graphs.kinds import BACKENDS, Value
+from phonograph.graphs.resolve import Plan
 from phonograph.graphs.rules import Facts
+from phonograph.graphs.sglang_flags import ALIASES, Alias
+from plans import KNOWN, PHASES, SETTINGS, resolve
 
 ABLE = Facts("cuda", backends=frozenset(BACKENDS), built=frozenset(BACKENDS))
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(made)
+    add_flags(made, KNOWN)
     return made
 
 
 def asked(*line: str) -> Asked:
-    return asked_from(parser().parse_args(line))
+    return asked_from(parser().parse_args(line), KNOWN)
 
 
 def plan(*line: str) -> Plan:
@@ -87,7 +90,7 @@ class TestFlags:
 
     def test_nothing_given_asks_nothing(self) -> None:
         assert asked() == Asked((), ())
-        assert asked_from(argparse.Namespace(unrelated=3)) == Asked((), ())
+        assert asked_from(argparse.Namespace(unrelated=3), KNOWN) == Asked((), ())
 
     @pytest.mark.parametrize("name", [n for n, s in SETTINGS.items() if isinstance(s.default, bool)])
     def test_a_switch_has_a_negative_that_is_its_own_origin(self, name: str) -> None:
@@ -226,7 +229,7 @@ class TestGraphBackend:
     @pytest.mark.parametrize("found", [3, None, {"decode": "full"}])
     def test_something_other_than_text_is_refused(self, found: object) -> None:
         with pytest.raises(PlanError, match="expected a backend, found"):
-            resolve(asks_of_graph_backend(found), ABLE)
+            resolve(asks_of_graph_backend(found, KNOWN), ABLE)
 
 
 # Each of SGLang's names: what follows it, the setting and value that it asks for, and what to write instead.
@@ -317,7 +320,7 @@ class TestAliases:
 
     def test_a_variable_of_the_environment_is_warned_about_with_the_flag_to_use(self) -> None:
         names = ["PATH", "SGLANG_USE_BREAKABLE_CUDA_GRAPH", "SGLANG_MEMORY_SAVER_CUDA_GRAPH", "SGLANG_PORT"]
-        found = asked_from(parser().parse_args([]), variables=names)
+        found = asked_from(parser().parse_args([]), KNOWN, variables=names)
         assert found.asks == ()
         assert found.warnings == (
             "the environment variable SGLANG_MEMORY_SAVER_CUDA_GRAPH is not read, and changes nothing; use "
@@ -351,3 +354,24 @@ class TestAliases:
     def test_an_alias_is_frozen_data(self) -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             ALIASES[0].flag = "--other"  # type: ignore[misc]
+
+
+class TestPhasesThatExist:
+    def test_a_phase_that_a_plan_does_not_have_has_no_flag_and_no_alias(self) -> None:
+        made = argparse.ArgumentParser(allow_abbrev=False)
+        add_flags(made, [KNOWN_PHASES["decode"]])
+        options = {option for action in made._actions for option in action.option_strings}
+        assert "--decode-graph-backend" in options
+        assert "--cuda-graph-max-bs" in options
+        assert "--disable-cuda-graph" in options
+        assert not {option for option in options if "prefill" in option or "piecewise-cuda-graph" in option} - {
+            "--piecewise-cuda-graph-compiler"
+        }
+
+    def test_json_of_another_phase_is_refused_with_those_that_there_are(self) -> None:
+        with pytest.raises(PlanError, match=r"unknown \w+ 'draft' in --graph-backend.*valid: decode, graphs"):
+            asks_of_graph_backend('{"draft": "full"}', [KNOWN_PHASES["decode"]])
+
+    def test_a_word_asks_for_all_phases_that_there_are(self) -> None:
+        asks = asks_of_graph_backend("full", [KNOWN_PHASES["idle"], KNOWN_PHASES["draft"]])
+        assert [ask.setting for ask in asks] == ["idle.backend", "draft.backend"]

@@ -9,24 +9,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from phonograph.errors import PhonographError, PlanError
+from phonograph.errors import DeclarationError, PhonographError, PlanError
 from phonograph.graphs.config import (
-    BACKENDS,
-    MAX_SIZE,
     PHASE_FIELDS,
-    PHASES,
     PLAN_FIELDS,
-    SETTINGS,
     Ask,
     Asked,
     Level,
     Measured,
-    Value,
+    PhaseDefaults,
     ask,
-    shown,
 )
-from phonograph.graphs.resolve import PhasePlan, Plan, resolve
+from phonograph.graphs.kinds import BACKENDS, MAX_SIZE, Value, shown
+from phonograph.graphs.resolve import PhasePlan, Plan
+from phonograph.graphs.resolve import resolve as resolve_phases
 from phonograph.graphs.rules import RULES, Change, Facts, Rule, View
+from plans import PHASES, SETTINGS, resolve
 
 EVERY = frozenset(BACKENDS)
 ABLE = Facts("cuda", backends=EVERY, built=EVERY)
@@ -57,6 +55,35 @@ class TestSettings:
     def test_a_plan_error_is_a_value_error_of_ours(self) -> None:
         assert issubclass(PlanError, ValueError)
         assert issubclass(PlanError, PhonographError)
+
+
+class TestPhases:
+    """A plan has the phases that its owner names, and no others."""
+
+    def test_any_name_is_a_phase_with_the_same_settings(self) -> None:
+        plan = resolve_phases(
+            [ask("round.limit", 8, origin="x=")], ABLE, [PhaseDefaults("round", "breakable", "it has gaps")]
+        )
+        assert plan.phases == ("round",)
+        assert plan["round.backend"].reason == "it has gaps"
+        assert plan.phase("round") == PhasePlan(backend="breakable", limit=8)
+        assert {name for name in plan if "." in name} == {f"round.{field}" for field in PHASE_FIELDS}
+
+    def test_rules_hold_for_them(self) -> None:
+        plan = resolve_phases([ask("graphs", "off", origin="x=")], ABLE, [PhaseDefaults("round")])
+        assert not plan.is_recorded
+        assert plan.phase("round").backend == "disabled"
+
+    def test_others_are_refused_with_the_nearest(self) -> None:
+        with pytest.raises(PlanError, match="unknown phase 'rounds' in x=; did you mean 'round'"):
+            resolve_phases([ask("rounds.limit", 8, origin="x=")], ABLE, [PhaseDefaults("round")])
+
+    def test_a_name_stands_once(self) -> None:
+        with pytest.raises(DeclarationError, match="twice"):
+            resolve_phases([], ABLE, [PhaseDefaults("round"), PhaseDefaults("round")])
+
+    def test_a_plan_without_phases_records_nothing(self) -> None:
+        assert not resolve_phases([], ABLE, []).is_recorded
 
 
 class TestDefaults:

@@ -20,7 +20,6 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.engine.checkpoints.sampling import described
     from phonograph.engine.choices import refuse_misfits
     from phonograph.engine.models.loading import refuse_unsupported
-    from phonograph.engine.passes import PHASE_NAMES
     from phonograph.engine.precision import precision_for
     from phonograph.engine.request import SamplingParams
     from phonograph.engine.sizing import limits_for, plan_for
@@ -43,5 +42,5 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if spec.options.sampling == "model" else SamplingParams()))
-    print(plan.explain(phases=PHASE_NAMES))
+    print(plan.explain())
     return 0

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from phonograph.engine.phases import PHASES
 from phonograph.graphs import flags as graph_flags
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="where a temperature, top-k, top-p, min-p or repetition penalty that is left out comes from: "
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
-    graph_flags.add_flags(parser)
+    graph_flags.add_flags(parser, PHASES)
 
 
 def spec_from(args: argparse.Namespace) -> EngineSpec:
@@ -75,7 +76,7 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         sampling=args.sampling,
         eager_copies=args.eager_copies,
     )
-    asked = graph_flags.asked_from(args, variables=os.environ)
+    asked = graph_flags.asked_from(args, PHASES, variables=os.environ)
     return EngineSpec(args.model, args.shape, args.device, options, asked)
 
 

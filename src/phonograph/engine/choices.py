@@ -18,7 +18,6 @@ from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.engine.native.library import Library, library
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes import is_recorded
 from phonograph.engine.sampler import Sampler, TorchSampler
 from phonograph.errors import DeviceError, PlanError
 from phonograph.graphs.progress import Progress, silent
@@ -30,7 +29,7 @@ log = logging.getLogger("phonograph")
 def _default(device: Device, plan: Plan) -> str:
     if device.torch_device.type == "cuda":
         return "triton"
-    return "cpu" if device.torch_device.type == "cpu" and not is_recorded(plan) else "reference"
+    return "cpu" if device.torch_device.type == "cpu" and not plan.is_recorded else "reference"
 
 
 def _native(asked: str | None, best: str, what: str, progress: Progress) -> Library | DeviceError:

@@ -190,7 +190,7 @@ def ready(llm: LLM) -> Ready:
         num_layers=config.num_layers,
         dtype=str(llm.executor.cache.keys.dtype).removeprefix("torch."),
         device=llm.where,
-        plan=llm.plan.explain(phases=list(llm.executor.runners)),
+        plan=llm.plan.explain(),
         captured=tuple(str(report) for report in llm.reports if report.rows),
         coverage="\n".join(runner.explain() for runner in llm.executor.runners.values()),
     )

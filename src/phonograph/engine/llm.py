@@ -28,7 +28,6 @@ from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.loading import load_weights
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes import is_recorded
 from phonograph.engine.precision import precision_for
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
@@ -193,7 +192,7 @@ class LLM:
     def where(self) -> str:
         """The device, in words; a CPU on which nothing is recorded emulates nothing."""
         on = self.device.torch_device
-        return f"{self.device.name} ({on})" if on.type != "cpu" or is_recorded(self.plan) else "cpu"
+        return f"{self.device.name} ({on})" if on.type != "cpu" or self.plan.is_recorded else "cpu"
 
     def explain(self) -> str:
         """The plan, and what every phase has captured and counted."""
@@ -203,7 +202,7 @@ class LLM:
         )
         kernels = f"precision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
-        about = [self.plan.explain(phases=list(self.executor.runners)), kernels, cache, described(self.sampling)]
+        about = [self.plan.explain(), kernels, cache, described(self.sampling)]
         return "\n".join([*about, runners])
 
     @contextmanager

@@ -27,18 +27,11 @@ from phonograph.graphs.breaks import graph_break
 from phonograph.graphs.context import Stage, current
 from phonograph.graphs.extent import Dim, Extent
 from phonograph.graphs.phase import Phase, Variant
-from phonograph.graphs.resolve import Plan
 from phonograph.graphs.slots import Pad, Slot
 
-PHASE_NAMES = ("decode", "prefill", "idle")
 SAMPLED = Wants(Sampling.TRUNCATED)
 _ROWS = 32
 DETAILED = Wants(Sampling.PENALISED, logprobs=True, constrained=True)
-
-
-def is_recorded(plan: Plan) -> bool:
-    """Whether any phase of the engine has graphs."""
-    return any(plan.phase(name).backend != "disabled" for name in PHASE_NAMES)
 
 
 class _SpanAttention:

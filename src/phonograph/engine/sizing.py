@@ -11,7 +11,7 @@ from phonograph.engine.executor import Executor
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes import is_recorded
+from phonograph.engine.phases import PHASES
 from phonograph.engine.sampler import Sampler
 from phonograph.errors import DeviceError, PlanError
 from phonograph.graphs.config import Ask, Asked, Measured
@@ -45,8 +45,8 @@ def plan_for(
             measured.append(Measured(f"{phase}.limit", limit, f"the device has {total / _GIB:.0f} GiB of memory"))
     if device.torch_device.type == "cpu" and on_cpu_by_default:
         reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
-        measured = [Measured(f"{phase}.backend", "disabled", reason) for phase in ("decode", "prefill", "idle")]
-    return resolve(asked, facts_of(device), measured=measured)
+        measured = [Measured(f"{phase.name}.backend", "disabled", reason) for phase in PHASES]
+    return resolve(asked, facts_of(device), PHASES, measured=measured)
 
 
 def _sizes(device: Device) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int,
     """The scheduler's limits for a model of this context; the KV cache is as large as asked, or a default."""
     if options.max_len is not None and options.max_len > context:
         raise PlanError(f"max_len {options.max_len:,} is more than the model's context of {context:,}. Lower it.")
-    is_emulated = device.torch_device.type == "cpu" and is_recorded(plan)
+    is_emulated = device.torch_device.type == "cpu" and plan.is_recorded
     seqs, tokens = _EMULATED if is_emulated else _sizes(device)
     max_seqs = seqs if options.max_seqs is None else options.max_seqs
     max_tokens = max(tokens if options.max_tokens is None else options.max_tokens, max_seqs)

@@ -1,202 +1,58 @@
-"""The settings of the graph layer, which values each of them takes, and how one is asked for."""
+"""Settings of a plan: one table for the plan itself and for each of its phases, and how a value is asked for."""
 
 from __future__ import annotations
 
-import difflib
-import itertools
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import Generic, Literal, TypeVar
 
-from phonograph.errors import PlanError
+from phonograph.errors import DeclarationError
+from phonograph.graphs.kinds import (
+    BACKEND,
+    BACKENDS,
+    BUCKETS,
+    FOLDER,
+    GRAPHS_WORD,
+    LIMIT,
+    NAMES,
+    RATIO,
+    ROWS,
+    SWITCH,
+    Backend,
+    Kind,
+    Value,
+    unknown,
+)
 
-Backend = Literal["full", "breakable", "tc_piecewise", "disabled"]
-Graphs = Literal["on", "off", "strict"]
 Source = Literal["asked", "default", "rule", "measured"]
-Value = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
-
-PHASES: tuple[str, ...] = ("decode", "prefill", "target_verify", "draft", "draft_extend", "idle")
-BACKENDS: tuple[Backend, ...] = ("full", "breakable", "tc_piecewise", "disabled")
-GRAPHS: tuple[Graphs, ...] = ("on", "off", "strict")
 SOURCES: tuple[Source, ...] = ("asked", "default", "rule", "measured")
+MAX_PADDING_RATIO = 2.0
+MAX_PADDING_ROWS = 256
 
-# A size becomes a tensor's extent, and torch holds extents in 64 signed bits.
-MAX_SIZE = 2**63 - 1
-
-MAX_SHOWN_CHARS = 80
-MAX_SHOWN_PARTS = 8
-
-T = TypeVar("T", bound=str)
 T_co = TypeVar("T_co", covariant=True)
 
 
-class MisfitError(Exception):
-    """A value is not of the kind that its setting takes; `Kind.check` turns it into a PlanError."""
-
-
-def nearest(found: str, valid: Sequence[str]) -> str | None:
-    """The valid word that looks most like `found`, or None where none does."""
-    # Difflib is quadratic, and no valid word is longer than this.
-    close = difflib.get_close_matches(found[:100].lower(), valid, n=1, cutoff=0.4)
-    return close[0] if close else None
-
-
-def unknown(noun: str, found: str, valid: Sequence[str], origin: str) -> PlanError:
-    """The error for a word outside a closed set; it offers the nearest valid one."""
-    close = nearest(found, valid)
-    hint = f"; did you mean '{close}'?" if close else ""
-    return PlanError(f"unknown {noun} {_quoted(found)} in {origin}{hint} (valid: {', '.join(valid)})")
-
-
-def described(found: object) -> str:
-    """A value of the wrong kind as an error shows it: never long, and never an error itself."""
-    try:
-        text = _quoted(found)
-    except (ValueError, RecursionError):  # repr refuses huge integers and deep nesting
-        return f"a value too large to show ({type(found).__name__})"
-    return f"{text} ({type(found).__name__})"
-
-
-def _quoted(found: object) -> str:
-    text = repr(found)
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}.."
-
-
-def shown(value: Value) -> str:
-    """A valid value as it can be asked for, but long lists by their ends."""
-    if value is None:
-        return "null"
-    if isinstance(value, tuple):
-        parts = [str(part) for part in value]
-        if len(parts) > MAX_SHOWN_PARTS:
-            return f"{','.join(parts[:3])},..,{parts[-1]} ({len(parts)} of them)"
-        return ",".join(parts) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def read_number(text: str) -> object:
-    """The number or null that a flag's text spells, by JSON's grammar; other text stays, to be refused."""
-    try:
-        number: object = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return number if number is None or type(number) in (int, float) else text
-
-
-def _read_numbers(text: str) -> object:
-    if "," not in text and read_number(text) is None:
-        return None
-    return tuple(read_number(part) for part in text.split(","))
-
-
-def _read_text(text: str) -> object:
-    return text
-
-
-def _read_folder(text: str) -> object:
-    return None if text == "null" else text
-
-
-def _one_of(words: tuple[T, ...]) -> Callable[[object], T]:
-    def convert(found: object) -> T:
-        for word in words:
-            if isinstance(found, str) and found == word:
-                return word
-        raise MisfitError
-
-    return convert
-
-
-def _size(found: object, least: int = 1) -> int:
-    # A bool is an int to isinstance, but nobody means `limit=True`.
-    if type(found) is not int or not least <= found <= MAX_SIZE:
-        raise MisfitError
-    return found
-
-
-def _rows(found: object) -> int:
-    return _size(found, least=0)
-
-
-def _limit(found: object) -> int | None:
-    return None if found is None else _size(found)
-
-
-def _buckets(found: object) -> tuple[int, ...] | None:
-    if found is None:
-        return None
-    if not isinstance(found, list | tuple) or not found:
-        raise MisfitError
-    sizes = tuple(_size(size) for size in found)
-    if any(below >= above for below, above in itertools.pairwise(sizes)):
-        raise MisfitError
-    return sizes
-
-
-def _ratio(found: object) -> float:
-    # The bound on integers keeps float() from overflowing; `>=` is false for NaN.
-    ratio = float(_size(found)) if type(found) is int else found
-    if type(ratio) is not float or not ratio >= 1 or math.isinf(ratio):
-        raise MisfitError
-    return ratio
-
-
-def _switch(found: object) -> bool:
-    if type(found) is not bool:
-        raise MisfitError
-    return found
-
-
-def _folder(found: object) -> str | None:
-    if found is not None and not (isinstance(found, str) and found):
-        raise MisfitError
-    return found
-
-
-def _names(found: object) -> tuple[str, ...]:
-    if not isinstance(found, list | tuple) or not all(isinstance(name, str) and name for name in found):
-        raise MisfitError
-    return tuple(sorted({str(name) for name in found}))
-
-
 @dataclass(frozen=True)
-class Kind(Generic[T_co]):
-    """Which values a setting takes; flags, JSON and Python callers go through the same `check`."""
+class PhaseDefaults:
+    """A phase as a plan knows it: its name, and the backend that it has unless another is asked for or measured."""
 
-    expected: str
-    convert: Callable[[object], T_co]
-    """Gives the typed value or raises MisfitError; a value that it gave it gives again."""
-    metavar: str
-    """How `--help` shows a value; empty for a switch, which has none."""
-    read: Callable[[str], object] = _read_text
-    """Reads a flag's text; never fails, because `check` has the better message."""
-    noun: str = ""
-    words: tuple[str, ...] = ()
-    """The closed set that the values come from, where there is one, and what an error calls a member."""
-
-    def check(self, found: object, setting: str, origin: str) -> T_co:
-        """The typed value of `setting`, or a PlanError that says where the wrong one comes from."""
-        try:
-            return self.convert(found)
-        except MisfitError:
-            pass
-        if self.words and isinstance(found, str):
-            raise unknown(self.noun, found, self.words, origin)
-        raise PlanError(f"reading {setting} from {origin}: expected {self.expected}, found {described(found)}")
+    name: str
+    backend: Backend = "full"
+    because: str = "one graph per shape has the least launch cost"
 
 
-BACKEND = Kind("a backend", _one_of(BACKENDS), "|".join(BACKENDS), noun="backend", words=BACKENDS)
-GRAPHS_WORD = Kind("on, off or strict", _one_of(GRAPHS), "|".join(GRAPHS), noun="value of graphs", words=GRAPHS)
-SWITCH = Kind("true or false", _switch, "")
-LIMIT = Kind("a positive 64-bit integer, or null", _limit, "SIZE", read_number)
-BUCKETS = Kind("positive 64-bit integers, each above the one before, or null", _buckets, "SIZE,SIZE,..", _read_numbers)
-RATIO = Kind("a finite number of at least 1", _ratio, "RATIO", read_number)
-ROWS = Kind("a 64-bit integer of at least 0", _rows, "ROWS", read_number)
-NAMES = Kind("a list of rule names", _names, "NAME")
-FOLDER = Kind("the name of a folder, or null", _folder, "FOLDER", _read_folder)
+_BETWEEN = "attention that depends on the number of requests can run between graphs"
+KNOWN_PHASES: Mapping[str, PhaseDefaults] = {
+    "decode": PhaseDefaults("decode"),
+    "prefill": PhaseDefaults("prefill", "breakable", _BETWEEN),
+    "target_verify": PhaseDefaults("target_verify"),
+    "draft": PhaseDefaults("draft"),
+    "draft_extend": PhaseDefaults("draft_extend"),
+    "idle": PhaseDefaults("idle"),
+}
+"""What the field calls the forward passes of an engine. A plan has those that its owner names."""
 
 
 @dataclass(frozen=True)
@@ -249,17 +105,11 @@ def _plan_settings() -> tuple[Setting[Value], ...]:
     )  # fmt: skip
 
 
-def _backend_default(phase: str) -> tuple[Backend, str]:
-    if phase == "prefill":
-        return "breakable", "attention that depends on the number of requests can run between graphs"
-    return "full", "one graph per shape has the least launch cost"
-
-
-def _phase_settings(phase: str) -> tuple[Setting[Value], ...]:
-    backend, because = _backend_default(phase)
+def _phase_settings(defaults: PhaseDefaults) -> tuple[Setting[Value], ...]:
+    phase = defaults.name
     return (
         Setting(
-            f"{phase}.backend", BACKEND, backend, because,
+            f"{phase}.backend", BACKEND, defaults.backend, defaults.because,
             help=f"how {phase} is recorded: {', '.join(BACKENDS)}",
         ),
         Setting(
@@ -275,37 +125,57 @@ def _phase_settings(phase: str) -> tuple[Setting[Value], ...]:
             help=f"serve {phase} by graph only when its size is exactly a bucket, without padding",
         ),
         Setting(
-            f"{phase}.max_padding_ratio", RATIO, 2.0, "a replay of twice the work may still beat eager",
+            f"{phase}.max_padding_ratio", RATIO, MAX_PADDING_RATIO, "a replay of twice the work may still beat eager",
             help=f"run {phase} eagerly when its padded size is above this many times the used one "
             "and max-padding-rows is exceeded as well",
         ),
         Setting(
-            f"{phase}.max_padding_rows", ROWS, 256, "a small replay beats eager whatever it pads",
+            f"{phase}.max_padding_rows", ROWS, MAX_PADDING_ROWS, "a small replay beats eager whatever it pads",
             help=f"run {phase} eagerly when more rows than this are padding "
             "and max-padding-ratio is exceeded as well",
         ),
     )  # fmt: skip
 
 
-SETTINGS: Mapping[str, Setting[Value]] = {
-    setting.name: setting
-    for settings in (_plan_settings(), *(_phase_settings(phase) for phase in PHASES))
-    for setting in settings
-}
-PLAN_FIELDS: tuple[str, ...] = tuple(s.field for s in SETTINGS.values() if s.phase is None)
-PHASE_FIELDS: tuple[str, ...] = tuple(s.field for s in SETTINGS.values() if s.phase == PHASES[0])
+PLAN_FIELDS: tuple[str, ...] = tuple(setting.field for setting in _plan_settings())
+PHASE_FIELDS: tuple[str, ...] = tuple(setting.field for setting in _phase_settings(PhaseDefaults("any")))
 
 
-def setting_named(name: str, origin: str) -> Setting[Value]:
-    """The setting of this name, or a PlanError with the nearest one."""
-    if name in SETTINGS:
-        return SETTINGS[name]
-    phase, dot, _ = name.partition(".")
-    if not dot:
-        raise unknown("setting", name, (*PLAN_FIELDS, *(f"PHASE.{field}" for field in PHASE_FIELDS)), origin)
-    if phase not in PHASES:
-        raise unknown("phase", phase, PHASES, origin)
-    raise unknown("setting", name, [f"{phase}.{field}" for field in PHASE_FIELDS], origin)
+@dataclass(frozen=True)
+class Settings:
+    """All settings of a plan with these phases."""
+
+    phases: tuple[PhaseDefaults, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.phase_names)) < len(self.phases):
+            raise DeclarationError(f"a plan of the phases {', '.join(self.phase_names)}: a name is there twice.")
+
+    @property
+    def phase_names(self) -> tuple[str, ...]:
+        return tuple(phase.name for phase in self.phases)
+
+    @property
+    def table(self) -> Mapping[str, Setting[Value]]:
+        """Every setting by name, those of the plan first."""
+        return _table(self.phases)
+
+    def named(self, name: str, origin: str) -> Setting[Value]:
+        """The setting of this name, or a PlanError with the nearest one."""
+        if name in self.table:
+            return self.table[name]
+        phase, dot, _ = name.partition(".")
+        if not dot:
+            raise unknown("setting", name, (*PLAN_FIELDS, *(f"PHASE.{field}" for field in PHASE_FIELDS)), origin)
+        if phase not in self.phase_names:
+            raise unknown("phase", phase, self.phase_names, origin)
+        raise unknown("setting", name, [f"{phase}.{field}" for field in PHASE_FIELDS], origin)
+
+
+@cache
+def _table(phases: tuple[PhaseDefaults, ...]) -> Mapping[str, Setting[Value]]:
+    parts = (_plan_settings(), *map(_phase_settings, phases))
+    return {setting.name: setting for part in parts for setting in part}
 
 
 class Level(IntEnum):

@@ -1,30 +1,15 @@
-"""The command line of the settings: one flag for each, the canonical JSON, and SGLang's names as aliases."""
+"""Flags of a plan's settings: one for each, the canonical JSON, and SGLang's names as aliases."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from phonograph.errors import PlanError
-from phonograph.graphs.config import (
-    BACKENDS,
-    NAMES,
-    PHASES,
-    PLAN_FIELDS,
-    SETTINGS,
-    SWITCH,
-    Ask,
-    Asked,
-    Level,
-    Setting,
-    Value,
-    described,
-    nearest,
-    unknown,
-)
+from phonograph.graphs.config import PLAN_FIELDS, Ask, Asked, Level, PhaseDefaults, Setting, Settings
+from phonograph.graphs.kinds import BACKENDS, NAMES, SWITCH, Value, described, nearest, unknown
+from phonograph.graphs.sglang_flags import ALIASES, Alias, variable_warning
 
 GRAPH_BACKEND = "--graph-backend"
 
@@ -41,69 +26,17 @@ def flag_of(setting: Setting[Value]) -> str:
     return f"--{setting.phase.replace('_', '-')}-graph-{field}"
 
 
-_BY_FLAG: Mapping[str, Setting[Value]] = {flag_of(setting): setting for setting in SETTINGS.values()}
+def _by_flag(phases: Iterable[PhaseDefaults]) -> dict[str, Setting[Value]]:
+    return {flag_of(setting): setting for setting in Settings(tuple(phases)).table.values()}
 
 
-@dataclass(frozen=True)
-class Alias:
-    """A flag of SGLang's that is accepted, and says what to write in its place."""
-
-    flag: str
-    stands_for: str = ""
-    """The flag to write in its place; empty where nothing takes it."""
-    level: Level = Level.SWITCH
-    value: str | bool | None = None
-    """What a switch asks for; None where the alias takes its value from the command line."""
-    words: tuple[str, ...] = ()
-    """The values that it accepts, where no setting checks them."""
-    many: bool = False
-    """Whether it takes several values in a row, which our flag takes with commas."""
-    note: str = ""
-
-    @property
-    def instead(self) -> str:
-        """What to write in its place, value included."""
-        if self.value is True:
-            return self.stands_for
-        return f"{self.stands_for} {self.value or 'VALUE'}"
-
-    @property
-    def warning(self) -> str:
-        """What the user is told."""
-        if self.stands_for:
-            return f"{self.flag} is deprecated; use {self.instead}"
-        return f"{self.flag} is accepted and changes nothing: {self.note}"
+def _aliases(by_flag: Mapping[str, Setting[Value]]) -> list[Alias]:
+    """Those that stand for a flag that there is, or for none at all."""
+    return [alias for alias in ALIASES if not alias.stands_for or alias.stands_for in (GRAPH_BACKEND, *by_flag)]
 
 
-ALIASES: tuple[Alias, ...] = (
-    Alias("--cuda-graph-mode", GRAPH_BACKEND, Level.JSON),
-    Alias("--decode-cuda-graph-backend", "--decode-graph-backend", Level.FLAG),
-    Alias("--prefill-cuda-graph-backend", "--prefill-graph-backend", Level.FLAG),
-    Alias("--decode-disable-cuda-graph", "--decode-graph-backend", value="disabled"),
-    Alias("--prefill-disable-cuda-graph", "--prefill-graph-backend", value="disabled"),
-    Alias("--disable-cuda-graph", "--graphs", value="off"),
-    Alias("--disable-piecewise-cuda-graph", "--prefill-graph-backend", value="disabled"),
-    Alias("--enable-breakable-cuda-graph", "--prefill-graph-backend", value="breakable"),
-    Alias("--enforce-piecewise-cuda-graph", "--prefill-graph-backend", value="tc_piecewise"),
-    Alias(
-        "--piecewise-cuda-graph-compiler",
-        words=("eager", "inductor"),
-        note="it takes effect only with tc_piecewise, which this build doesn't have",
-    ),
-    Alias("--enable-cudagraph-gc", "--graph-gc", value=True),
-    Alias("--debug-cuda-graph", "--graph-debug", value=True),
-    Alias("--enable-profile-cuda-graph", "--graph-profile", value="phonograph-profile"),
-    Alias("--cuda-graph-max-bs", "--decode-graph-limit", Level.FLAG),
-    Alias("--cuda-graph-bs", "--decode-graph-buckets", Level.FLAG, many=True),
-    Alias("--disable-cuda-graph-padding", "--decode-graph-exact", value=True),
-)
-
-_FOREIGN_VARIABLE = re.compile("SGLANG_.*GRAPH")
-_INSTEAD_OF_VARIABLES = {"SGLANG_USE_BREAKABLE_CUDA_GRAPH": f"{GRAPH_BACKEND} breakable"}
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag to a parser; `asked_from` reads what it parsed.
+def add_flags(parser: argparse.ArgumentParser, phases: Iterable[PhaseDefaults]) -> None:
+    """Adds every flag of a plan with these phases to a parser; `asked_from` reads what it parsed.
 
     Make the parser with `allow_abbrev=False`: argparse otherwise takes any unique beginning for the flag, so
     `--decode-graph-max-padding-ra` works until the day another flag begins like it.
@@ -118,13 +51,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"a backend for all phases ({', '.join(BACKENDS)}), or JSON such as "
         '{"decode": "full", "prefill": {"backend": "breakable", "buckets": [256, 512]}}',
     )
-    for flag, setting in _BY_FLAG.items():
+    by_flag = _by_flag(phases)
+    for flag, setting in by_flag.items():
         if setting.kind is SWITCH:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=setting.help)
         else:
             group.add_argument(flag, action="append", metavar=setting.kind.metavar, help=setting.help)
     old = parser.add_argument_group("deprecated names of graph flags")
-    for alias in ALIASES:
+    for alias in _aliases(by_flag):
         if alias.value is None:
             metavar = "|".join(alias.words) or "VALUE"
             nargs = "+" if alias.many else None
@@ -133,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             old.add_argument(alias.flag, action="append_const", const=alias.value, help=alias.warning)
 
 
-def asked_from(namespace: argparse.Namespace, variables: Iterable[str] = ()) -> Asked:
+def asked_from(namespace: argparse.Namespace, phases: Sequence[PhaseDefaults], variables: Iterable[str] = ()) -> Asked:
     """What the command line asks for, and a warning for each deprecated name in it.
 
     `variables` are the names of the environment's: one that configures SGLang's graphs gets a warning, since here the
@@ -142,21 +76,20 @@ def asked_from(namespace: argparse.Namespace, variables: Iterable[str] = ()) -> 
     given: Mapping[str, object] = vars(namespace)
     asks: list[Ask] = []
     warnings: list[str] = []
+    by_flag = _by_flag(phases)
     for found in _found(given, GRAPH_BACKEND):
-        asks += asks_of_graph_backend(found, GRAPH_BACKEND)
-    for flag, setting in _BY_FLAG.items():
+        asks += asks_of_graph_backend(found, phases)
+    for flag, setting in by_flag.items():
         asks += _asks_of_flag(flag, setting, _found(given, flag))
-    for alias in ALIASES:
+    for alias in _aliases(by_flag):
         for found in _found(given, alias.flag):
-            asks += _asks_of_alias(alias, found)
+            if alias.stands_for == GRAPH_BACKEND:
+                asks += asks_of_graph_backend(found, phases, alias.flag)
+            else:
+                asks += _asks_of_alias(alias, found, by_flag)
             warnings.append(alias.warning)
-    warnings += [_variable_warning(name) for name in sorted(variables) if _FOREIGN_VARIABLE.match(name)]
+    warnings += filter(None, map(variable_warning, sorted(variables)))
     return Asked(tuple(asks), tuple(dict.fromkeys(warnings)))
-
-
-def _variable_warning(name: str) -> str:
-    instead = _INSTEAD_OF_VARIABLES.get(name, f"{GRAPH_BACKEND} or another flag of its group, if one does what it did")
-    return f"the environment variable {name} is not read, and changes nothing; use {instead}"
 
 
 def _found(given: Mapping[str, object], flag: str) -> list[object]:
@@ -180,35 +113,36 @@ def _asks_of_flag(flag: str, setting: Setting[Value], found: list[object]) -> It
     ]
 
 
-def _asks_of_alias(alias: Alias, found: object) -> Iterable[Ask]:
+def _asks_of_alias(alias: Alias, found: object, by_flag: Mapping[str, Setting[Value]]) -> Iterable[Ask]:
     if alias.words and found not in alias.words:
         raise unknown("value", str(found), alias.words, alias.flag)
-    if alias.stands_for == GRAPH_BACKEND:
-        return asks_of_graph_backend(found, alias.flag)
     if not alias.stands_for:
         return []
-    setting = _BY_FLAG[alias.stands_for]
+    setting = by_flag[alias.stands_for]
     if isinstance(found, list):
         found = ",".join(found)
     return [Ask(setting.name, _read(setting, found), alias.flag, alias.level)]
 
 
-def asks_of_graph_backend(found: object, origin: str = GRAPH_BACKEND) -> tuple[Ask, ...]:
+def asks_of_graph_backend(
+    found: object, phases: Iterable[PhaseDefaults], origin: str = GRAPH_BACKEND
+) -> tuple[Ask, ...]:
     """What a text in `--graph-backend`'s form asks for: a backend for all phases, or the canonical JSON."""
     if isinstance(found, str) and found.lstrip()[:1] in ("{", "["):
-        return asks_of_json(found, origin)
-    return tuple(Ask(f"{phase}.backend", found, origin, Level.JSON) for phase in PHASES)
+        return asks_of_json(found, phases, origin)
+    return tuple(Ask(f"{phase.name}.backend", found, origin, Level.JSON) for phase in phases)
 
 
-def asks_of_json(text: str, origin: str = GRAPH_BACKEND) -> tuple[Ask, ...]:
+def asks_of_json(text: str, phases: Iterable[PhaseDefaults], origin: str = GRAPH_BACKEND) -> tuple[Ask, ...]:
     """What canonical JSON asks for. Keys are plan settings, and phases with a backend or an object each."""
     document = _object(_parsed(text, origin), "an object of phases", origin)
     asks: list[Ask] = []
+    names = [phase.name for phase in phases]
     for key, value in document.items():
         if key in PLAN_FIELDS:
             asks.append(Ask(key, value, origin, Level.JSON))
-        elif key not in PHASES:
-            valid = (*PHASES, *PLAN_FIELDS)
+        elif key not in names:
+            valid = (*names, *PLAN_FIELDS)
             raise unknown("setting" if nearest(key, valid) in PLAN_FIELDS else "phase", key, valid, origin)
         elif isinstance(value, str):
             asks.append(Ask(f"{key}.backend", value, origin, Level.JSON))

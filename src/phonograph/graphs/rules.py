@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from phonograph.graphs.config import PHASES, Resolved, Value, shown
+from phonograph.graphs.config import Resolved
+from phonograph.graphs.kinds import Value, shown
 
 View = Mapping[str, Resolved]
 """The values as the rules before this one left them, by setting."""
@@ -53,6 +54,11 @@ class Rule:
     """False where going past the rule could only fail later."""
 
 
+def phases_of(view: View) -> list[str]:
+    """The phases of the plan, by name."""
+    return [name.removesuffix(".backend") for name in view if name.endswith(".backend")]
+
+
 def stated(setting: str, view: View) -> str:
     """A value with its reason, for sentences: `graphs=off (asked by --graphs)`."""
     resolved = view[setting]
@@ -60,7 +66,7 @@ def stated(setting: str, view: View) -> str:
 
 
 def _backend_not_built(facts: Facts, view: View) -> Iterator[Change]:
-    for phase in PHASES:
+    for phase in phases_of(view):
         backend = view[f"{phase}.backend"].value
         if backend != "disabled" and backend not in facts.built:
             fallback = "full" if facts.can("full") else "disabled"
@@ -68,7 +74,7 @@ def _backend_not_built(facts: Facts, view: View) -> Iterator[Change]:
 
 
 def _device_lacks_backend(facts: Facts, view: View) -> Iterator[Change]:
-    for phase in PHASES:
+    for phase in phases_of(view):
         backend = view[f"{phase}.backend"].value
         if backend != "disabled" and backend not in facts.backends:
             because = f"the device {facts.device} doesn't support {shown(backend)}"
@@ -76,7 +82,7 @@ def _device_lacks_backend(facts: Facts, view: View) -> Iterator[Change]:
 
 
 def _graphs_off(_facts: Facts, view: View) -> Iterator[Change]:
-    graphs, backends = view["graphs"], [f"{phase}.backend" for phase in PHASES]
+    graphs, backends = view["graphs"], [f"{phase}.backend" for phase in phases_of(view)]
     if graphs.value != "off":
         return
     above = [name for name in backends if view[name].value != "disabled" and view[name].outranks(graphs)]
@@ -88,7 +94,7 @@ def _graphs_off(_facts: Facts, view: View) -> Iterator[Change]:
 
 
 def _limit_is_top_bucket(_facts: Facts, view: View) -> Iterator[Change]:
-    for phase in PHASES:
+    for phase in phases_of(view):
         limit, buckets = view[f"{phase}.limit"], view[f"{phase}.buckets"]
         if limit.value is None or not isinstance(buckets.value, tuple) or buckets.value[-1] == limit.value:
             continue
@@ -102,7 +108,7 @@ def _limit_is_top_bucket(_facts: Facts, view: View) -> Iterator[Change]:
 
 
 def _strict_needs_graphs(_facts: Facts, view: View) -> Iterator[Change]:
-    backends = [f"{phase}.backend" for phase in PHASES]
+    backends = [f"{phase}.backend" for phase in phases_of(view)]
     if view["graphs"].value == "strict" and all(view[name].value == "disabled" for name in backends):
         above = all(view[name].outranks(view["graphs"]) for name in backends)
         because = "every phase's backend is disabled, so no batch would have a graph"

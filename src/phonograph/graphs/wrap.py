@@ -18,10 +18,11 @@ from phonograph.errors import DeclarationError
 from phonograph.graphs.backends import BACKENDS
 from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.capture_report import CaptureReport
-from phonograph.graphs.config import Ask, ask
+from phonograph.graphs.config import KNOWN_PHASES, Ask, ask
 from phonograph.graphs.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.extent import Dim, Extent
 from phonograph.graphs.fields import path_of
+from phonograph.graphs.kinds import unknown
 from phonograph.graphs.live import Live
 from phonograph.graphs.modules import ModuleCall
 from phonograph.graphs.phase import Admission, Phase, Preserve, Sampler, sample_from
@@ -78,7 +79,7 @@ class Graphed:
 
     def explain(self) -> str:
         """The plan, what is captured, counts, and the reason of each eager call."""
-        return f"{self.plan.explain(phases=[self._phase])}\n{self.runner.explain()}"
+        return f"{self.plan.explain()}\n{self.runner.explain()}"
 
     def verify(self, *, batches: int = 2, seed: int = 0, tolerance: float | None = None) -> VerifyReport:
         """Check every recording on random valid batches."""
@@ -207,7 +208,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         "debug": ("debug", debug or None),
         "gc": ("collect_garbage", collect_garbage or None),
     }
-    resolved = resolve(_asks(phase, buckets, asked), facts_of(on))
+    if phase not in KNOWN_PHASES:
+        raise unknown("phase", phase, tuple(KNOWN_PHASES), "graphed(phase=)")
+    resolved = resolve(_asks(phase, buckets, asked), facts_of(on), [KNOWN_PHASES[phase]])
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
     lives = _lives(signature, slots, live, _name_of(function))
