@@ -23,6 +23,7 @@ from typing import Any
 import report
 import serve
 
+from phonograph.bench.figures import percentile
 from phonograph.bench.report import machine
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -110,10 +111,10 @@ class Watched:
 
     def figures(self) -> dict[str, float]:
         """In milliseconds."""
-        health, gaps = sorted(self.health) or [0.0], self.gaps or [0.0]
+        health, gaps = self.health or [0.0], self.gaps or [0.0]
         return {
-            "health_p99_ms": round(1000 * health[min(len(health) - 1, int(len(health) * 0.99))], 1),
-            "health_max_ms": round(1000 * health[-1], 1),
+            "health_p99_ms": round(1000 * percentile(health, 99), 1),
+            "health_max_ms": round(1000 * max(health), 1),
             "largest_gap_ms": round(1000 * max(gaps), 1),
             "tokens": len(gaps),
         }

@@ -20,7 +20,7 @@ from qwen3_shape import TINY, Decoder, Shape
 
 from phonograph import Buckets, Device, Graphed, Pad, Slot, graphed, open_device
 from phonograph.bench.breaks import empty_breaks
-from phonograph.bench.load import host_step
+from phonograph.bench.host_time import host_step
 from phonograph.bench.timing import device_seconds
 from phonograph.graphs.progress import silent
 

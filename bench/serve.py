@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import re
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 import report
 
 from phonograph.bench.report import machine
+from phonograph.bench.workloads import w1
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams
 from phonograph.engine.spec import EngineSpec
@@ -93,8 +93,8 @@ def workload(name: str) -> tuple[Prompts, int]:
     """Prompts and new tokens: a steady batch of 16, or 256 prompts of 32 to 511 tokens."""
     if name == "batch16":
         return [list(range(100 + n, 132 + n)) for n in range(16)], 128
-    numbers = random.Random(7)
-    return [[numbers.randrange(10, 150_000) for _ in range(numbers.randrange(32, 512))] for _ in range(256)], 128
+    batch = w1()
+    return list(batch.prompts), batch.new_tokens
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

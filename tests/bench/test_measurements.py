@@ -89,17 +89,17 @@ def test_cold_start(tmp_path: Path) -> None:
 
 
 def test_all_notes_what_failed_and_what_there_was_no_time_for(tmp_path: Path) -> None:
-    flags = ["--only", "load", "--quick", "--device", "emulated", "--minutes", "2", "--out", str(tmp_path)]
+    flags = ["--only", "host_time", "--quick", "--device", "emulated", "--minutes", "2", "--out", str(tmp_path)]
     # An engine without pages: what needs one fails, and says so.
     assert main(["bench", "all", *flags, "--option", "page_size=0"]) == 1
     entries = json.loads((tmp_path / "all.json").read_text())["measurements"]
-    assert entries["load"]["status"] == "failed"
-    assert "page_size" in entries["load"]["problem"]
-    found = json.loads((tmp_path / "load.json").read_text())
+    assert entries["host_time"]["status"] == "failed"
+    assert "page_size" in entries["host_time"]["problem"]
+    found = json.loads((tmp_path / "host_time.json").read_text())
     assert found["status"] == "failed"
     assert series(found, what="a call, values in numpy").keys() == {"full", "floor"}
     assert main(["bench", "all", *flags, "--minutes", "0"]) == 0
-    assert json.loads((tmp_path / "all.json").read_text())["measurements"]["load"]["status"] == "skipped"
+    assert json.loads((tmp_path / "all.json").read_text())["measurements"]["host_time"]["status"] == "skipped"
 
 
 def test_out_of_time_is_noted(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_the_mix_has_the_lengths_and_arrivals_that_it_promises() -> None:
     assert 2_900 < len(arrivals) < 3_500
     assert all(before.due <= after.due for before, after in pairwise(arrivals))
     prompts = [len(arrival.prompt) for arrival in arrivals]
-    outputs = [arrival.new_tokens for arrival in arrivals]
+    outputs = [arrival.max_tokens for arrival in arrivals]
     assert 200 < sum(prompts) / len(prompts) < 240
     assert 173 < sum(outputs) / len(outputs) < 207
     assert min(prompts) >= 1
@@ -40,12 +40,12 @@ def test_the_mix_has_the_lengths_and_arrivals_that_it_promises() -> None:
 def test_two_rates_send_the_same_requests_at_other_times() -> None:
     slow, fast = mix(4.0, 10.0), mix(32.0, 10.0)
     assert slow[0].due == fast[0].due == 0.0
-    assert all(a.prompt == b.prompt and a.new_tokens == b.new_tokens for a, b in zip(slow, fast, strict=False))
+    assert all(a.prompt == b.prompt and a.max_tokens == b.max_tokens for a, b in zip(slow, fast, strict=False))
     assert slow[1].due == 8 * fast[1].due
 
 
 def test_the_mix_fits_in_the_context() -> None:
-    assert all(len(a.prompt) + a.new_tokens <= 256 for a in mix(100.0, 5.0, max_len=256, ids=64))
+    assert all(len(a.prompt) + a.max_tokens <= 256 for a in mix(100.0, 5.0, max_len=256, ids=64))
     assert all(10 <= token < 64 for a in mix(100.0, 1.0, ids=64) for token in a.prompt)
 
 

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from phonograph.bench.serving.client import Lines
+from phonograph.bench.serving.outcome import Outcome
+from phonograph.bench.serving.summary import spread, summarise, table
+from phonograph.bench.workloads import WORKLOADS, Fixed, Job, LogNormal, Uniform, jobs, lengths_from
 from phonograph.cli import bench as bench_command
-from phonograph.cli.load.client import Lines
-from phonograph.cli.load.outcome import Outcome
-from phonograph.cli.load.summary import spread, summarise, table
-from phonograph.cli.load.workload import WORKLOADS, Fixed, LogNormal, Uniform, lengths_from, make_jobs
 from phonograph.errors import PlanError
 from statuses import serving
 
@@ -304,19 +305,24 @@ def test_lengths_are_read() -> None:
             lengths_from(wrong)
 
 
+def first(count: int, rate: float, seed: int) -> list[Job]:
+    return list(islice(jobs(WORKLOADS["mix"], rate, seed), count))
+
+
 def test_the_mix_has_its_means() -> None:
-    jobs = make_jobs(WORKLOADS["mix"], 4000, 10.0, 7, "ids")
-    assert np.mean([len(job.prompt) for job in jobs]) == pytest.approx(220, rel=0.08)
-    assert np.mean([job.max_tokens for job in jobs]) == pytest.approx(190, rel=0.08)
-    assert jobs[-1].due / len(jobs) == pytest.approx(0.1, rel=0.05)
+    found = first(4000, 10.0, 7)
+    assert np.mean([len(job.prompt) for job in found]) == pytest.approx(220, rel=0.08)
+    assert np.mean([job.max_tokens for job in found]) == pytest.approx(190, rel=0.08)
+    assert found[-1].due / len(found) == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_seed_gives_the_same_jobs_and_a_rate_only_their_times() -> None:
-    slow, fast = (make_jobs(WORKLOADS["mix"], 20, rate, 3, "text") for rate in (1.0, 100.0))
-    assert slow == make_jobs(WORKLOADS["mix"], 20, 1.0, 3, "text")
+    slow, fast = (first(20, rate, 3) for rate in (1.0, 100.0))
+    assert slow == first(20, 1.0, 3)
     assert [(job.prompt, job.max_tokens) for job in slow] == [(job.prompt, job.max_tokens) for job in fast]
+    assert len(slow[5].text.split()) == len(slow[5].prompt)
     assert slow[5].due == pytest.approx(100 * fast[5].due)
-    assert {job.due for job in make_jobs(WORKLOADS["mix"], 5, float("inf"), 3, "ids")} == {0.0}
+    assert {job.due for job in first(5, float("inf"), 3)} == {0.0}
 
 
 def test_every_flag_is_documented_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

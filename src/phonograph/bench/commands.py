@@ -31,7 +31,7 @@ MEASUREMENTS = (
     Measurement("capture", "seconds and bytes to record all default buckets"),
     Measurement("cold_start", "from process start to first token, part by part", ("cold",)),
     Measurement("breaks", "graphs with gaps against one graph", ("tokens", "rounds")),
-    Measurement("load", "host time of a step", ("batches", "rounds")),
+    Measurement("host_time", "what the host pays for a step", ("batches", "rounds")),
 )
 """The most important first."""
 BY_NAME = {measurement.name: measurement for measurement in MEASUREMENTS}

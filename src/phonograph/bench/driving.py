@@ -9,7 +9,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from phonograph.bench.setup import greedy
-from phonograph.bench.workloads import Arrival, Prompt
+from phonograph.bench.workloads import Ids, Job
 from phonograph.engine.llm import LLM
 from phonograph.engine.request import Request
 from phonograph.engine.sequence import Sequence
@@ -52,13 +52,13 @@ class Driver:
         self._executor = llm.executor
         self._numbers = itertools.count()
 
-    def add(self, prompt: Prompt, new_tokens: int, due: float = 0.0) -> Sequence:
+    def add(self, prompt: Ids, new_tokens: int, due: float = 0.0) -> Sequence:
         """Queue a greedy request."""
         number = next(self._numbers)
         request = Request(f"bench-{number}", tuple(prompt), greedy(new_tokens), arrival=due)
         return self._core.add(request)[0]
 
-    def seat(self, prompts: Iterable[Prompt], new_tokens: int) -> list[Sequence]:
+    def seat(self, prompts: Iterable[Ids], new_tokens: int) -> list[Sequence]:
         """Prefill these prompts; returns when all of them decode."""
         sequences = [self.add(prompt, new_tokens) for prompt in prompts]
         while not all(sequence.outputs for sequence in sequences):
@@ -94,7 +94,7 @@ class Driver:
             times.append(time.perf_counter() - begin)
         return times
 
-    def one_each(self, groups: Iterable[Many[Prompt]]) -> list[StepTime]:
+    def one_each(self, groups: Iterable[Many[Ids]]) -> list[StepTime]:
         """A prefill step for every group of prompts, of one new token each, launched one after the other."""
         times = []
         before, busy = time.perf_counter(), self.device_total
@@ -108,7 +108,7 @@ class Driver:
         self.drain()
         return times[1:]  # the first call has launched and collected nothing
 
-    def serve(self, arrivals: Many[Arrival], clock: Callable[[], float] = time.perf_counter) -> list[Stream]:
+    def serve(self, arrivals: Many[Job], clock: Callable[[], float] = time.perf_counter) -> list[Stream]:
         """Requests as they come; times are of the moment that a step's tokens are on the host."""
         waiting = list(reversed(arrivals))
         streams: dict[Sequence, Stream] = {}
@@ -116,7 +116,7 @@ class Driver:
         while waiting or not self._core.is_idle:
             while waiting and waiting[-1].due <= clock() - start:
                 one = waiting.pop()
-                streams[self.add(one.prompt, one.new_tokens, one.due)] = Stream(one.due)
+                streams[self.add(one.prompt, one.max_tokens, one.due)] = Stream(one.due)
             if self._core.is_idle:
                 time.sleep(max(0.0, waiting[-1].due - (clock() - start)))
                 continue

@@ -8,15 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 Better = Literal["lower", "higher"]
 PERCENTILES = (50, 95, 99)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest of the values that so many percent are not above."""
-    ordered = sorted(values)
-    place = math.ceil(percent / 100 * len(ordered) * (1 - 1e-12))
-    return ordered[max(0, place - 1)]
+def percentile(values: Sequence[float], percent: float, weights: Sequence[float] | None = None) -> float:
+    """The nearest-rank percentile; a weight says how often a value counts."""
+    found = np.asarray(values, dtype=np.float64)
+    often = np.ones_like(found) if weights is None else np.asarray(weights, dtype=np.float64)
+    order = np.argsort(found, kind="stable")
+    reached = np.cumsum(often[order])
+    # A hair below the share: sums of fractions must not push an exact rank to the next value.
+    place = int(np.searchsorted(reached, percent / 100 * reached[-1] * (1 - 1e-12)))
+    return float(found[order[min(place, len(found) - 1)]])
 
 
 def percentiles(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:

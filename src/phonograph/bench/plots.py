@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phonograph.bench.drawing import new_figure, save, tidy
 from phonograph.bench.report import Kind, Report, Row
-from phonograph.errors import PlanError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,24 +25,17 @@ _LOG_RATIO = 8
 
 def draw(report: Report, path: Path) -> None:
     """Write a plot; the file's name says whether SVG or PNG."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlanError("drawing a plot needs matplotlib. Run: pip install 'phonograph[bench]'") from None
     panels = _panels(report)
     columns = len(panels) if len(panels) < 3 else 2 if len(panels) <= 4 else _COLUMNS
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.6 * columns + 0.6, 3.4 * lines + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.6 * columns + 0.6, 3.4 * lines + 0.8)
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for one, (title, rows) in zip(axes, panels.items(), strict=False):
         _draw_panel(one, report, title, rows)
     for one in axes[len(panels) :]:
         one.set_visible(False)
     where = report.where["accelerator"]
-    figure.suptitle(f"{report.subject.title}: {report.settings.get('shape', '')}, {where}", fontsize=11)
-    figure.savefig(path, dpi=130)
+    save(figure, f"{report.subject.title}: {report.settings.get('shape', '')}, {where}", path)
 
 
 def _panels(report: Report) -> dict[str, list[Row]]:
@@ -68,9 +61,7 @@ def _draw_panel(axes: Axes, report: Report, title: str, rows: list[Row]) -> None
         _draw_bars(axes, rows, series, colors)
     axes.set_ylabel(report.subject.unit)
     axes.set_title(title, fontsize=9, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e1e4ea", linewidth=0.7)
-    axes.set_axisbelow(True)
+    tidy(axes)
     axes.legend(frameon=False, fontsize=8)
 
 

@@ -11,7 +11,7 @@ from phonograph.bench.figures import Spread
 from phonograph.bench.floors import Floors
 from phonograph.bench.report import Row, Subject
 from phonograph.bench.setup import Bench, greedy, row_of
-from phonograph.bench.workloads import Prompt, Prompts
+from phonograph.bench.workloads import Ids, Prompts
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 
@@ -100,7 +100,7 @@ class PrefillCases:
         self._llm = llm
         self._driver = Driver(llm)
         self._prompts = Prompts(bench.config.vocab)
-        self._prefix: Prompt = self._prompts.one(prefix)
+        self._prefix: Ids = self._prompts.one(prefix)
         self._rounds = bench.choose("rounds", 10, 2)
         if prefix:
             llm.generate([[*self._prefix, *self._prompts.one(1)]], greedy(1))
@@ -128,7 +128,7 @@ class PrefillCases:
                 times.append(time.perf_counter() - begin)
         return times[1:]
 
-    def _group(self, num_tokens: int, num_requests: int) -> list[Prompt]:
+    def _group(self, num_tokens: int, num_requests: int) -> list[Ids]:
         return [self._prefix + rest for rest in self._prompts.many(num_requests, num_tokens)]
 
     @contextmanager

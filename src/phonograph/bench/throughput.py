@@ -10,7 +10,7 @@ from phonograph.bench.figures import percentiles, rounded
 from phonograph.bench.floors import Floors
 from phonograph.bench.report import Row, Subject
 from phonograph.bench.setup import Bench, greedy, row_of
-from phonograph.bench.workloads import MIX_MEANS, MOST_ID, Batch, mix, w1
+from phonograph.bench.workloads import MIX, MOST_ID, Batch, LogNormal, Workload, mix, w1
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 
@@ -90,8 +90,8 @@ def _add_floor(bench: Bench, llm: LLM, batch: Batch) -> None:
 
 def _measure_mix(bench: Bench, llm: LLM, rate: float, ids: int, backend: str) -> None:
     seconds = bench.choose("seconds", 20.0, 0.1)
-    means = (8, 4) if bench.setup.quick else MIX_MEANS
-    arrivals = mix(rate, seconds, ids=ids, max_len=llm.limits.max_len, means=means)
+    workload = Workload(LogNormal(8), LogNormal(4)) if bench.setup.quick else MIX
+    arrivals = mix(rate, seconds, ids=ids, max_len=llm.limits.max_len, workload=workload)
     begin = time.perf_counter()
     streams = Driver(llm).serve(arrivals)
     wall = time.perf_counter() - begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from phonograph import bench
-from phonograph.cli import bench_serve
+from phonograph.bench.serving import command as bench_serve
 
 HELP = "measure steps, throughput, capture, start, and endpoints under load"
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from phonograph.cli.load.outcome import Outcome
+from phonograph.bench.figures import PERCENTILES, percentile
+from phonograph.bench.serving.outcome import Outcome
 
-SHARES = (0.5, 0.95, 0.99)
 HOW_ITL = (
     "inter-token latency: time between arrivals of a stream, shared evenly by the tokens that arrive together; "
     "every token after the first arrival counts once"
@@ -19,7 +19,7 @@ HOW_ITL = (
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and percentiles in seconds: the smallest value that so many are not above."""
+    """Mean and nearest-rank percentiles, in seconds."""
 
     mean: float
     p50: float
@@ -66,15 +66,8 @@ def spread(values: Sequence[float], weights: Sequence[float] | None = None) -> S
     """None for no values; a weight says how often a value counts."""
     if not values:
         return None
-    found = np.asarray(values, dtype=np.float64)
-    often = np.ones_like(found) if weights is None else np.asarray(weights, dtype=np.float64)
-    order = np.argsort(found, kind="stable")
-    found, often = found[order], often[order]
-    reached = np.cumsum(often)
-    # A hair below the share: sums of fractions of tokens must not push an exact rank to the next value.
-    places = [int(np.searchsorted(reached, share * reached[-1] * (1 - 1e-12))) for share in SHARES]
-    p50, p95, p99 = (float(found[min(place, len(found) - 1)]) for place in places)
-    return Spread(float(np.average(found, weights=often)), p50, p95, p99, float(found[-1]))
+    p50, p95, p99 = (percentile(values, percent, weights) for percent in PERCENTILES)
+    return Spread(float(np.average(values, weights=weights)), p50, p95, p99, max(values))
 
 
 def summarise(outcomes: Sequence[Outcome]) -> Summary:

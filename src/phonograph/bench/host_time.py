@@ -23,7 +23,7 @@ from phonograph.graphs.slots import Pad, Slot
 from phonograph.graphs.wrap import graphed
 
 SUBJECT = Subject(
-    "load",
+    "host_time",
     "Host time of a step",
     "us",
     how="Median host time of a call, the device drained between rounds. A call of the graph layer decides, loads 8 "

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from phonograph.cli.load.client import Endpoint, new_session, send
-from phonograph.cli.load.outcome import Outcome
-from phonograph.cli.load.workload import Job
+from phonograph.bench.serving.client import Endpoint, new_session, send
+from phonograph.bench.serving.outcome import Outcome
+from phonograph.bench.workloads import Job
 
 _TICK = 0.005
 

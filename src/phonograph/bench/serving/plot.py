@@ -9,36 +9,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from phonograph.cli.load.outcome import Outcome
-from phonograph.cli.load.summary import Spread, Summary, shown
-from phonograph.errors import PlanError
+from phonograph.bench.drawing import AMBER, BLUE, GREY, RED, new_figure, save, tidy
+from phonograph.bench.serving.outcome import Outcome
+from phonograph.bench.serving.summary import Spread, Summary, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BLUE, _AMBER, _GREY, _RED = "#2f62d9", "#b45309", "#566074", "#b3261e"
 _BINS = 120
-
-
-def check_plot(path: Path) -> None:
-    """Raise before the test is run if its plot could not be drawn after it."""
-    if path.suffix not in (".svg", ".png"):
-        raise PlanError(f"--plot {path}: expected a name that ends in .svg or .png.")
-    if not path.parent.is_dir():
-        raise PlanError(f"--plot {path}: the folder {path.parent} does not exist.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise PlanError("--plot needs matplotlib. Run: pip install 'phonograph[bench]'") from None
 
 
 def draw(outcomes: Sequence[Outcome], summary: Summary, title: str, path: Path) -> None:
     """Write the plot; the file's name says whether SVG or PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 7)
     panels = figure.subplot_mosaic([["time"] * 3, ["first", "gap", "whole"]])
     _draw_time(panels["time"], outcomes)
     done = [one for one in outcomes if not one.error]
@@ -49,8 +32,7 @@ def draw(outcomes: Sequence[Outcome], summary: Summary, title: str, path: Path) 
         (panels["whole"], "end to end", [one.seconds for one in done], None, summary.request),
     ):
         _draw_share(axes, name, np.asarray(values), weights, found)
-    figure.suptitle(title, fontsize=11, color="#171b24")
-    figure.savefig(path, dpi=130)
+    save(figure, title, path)
 
 
 def _draw_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
@@ -64,24 +46,22 @@ def _draw_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
         for _, count in one.arrivals
     ]
     rates = np.histogram(times, edges, weights=tokens)[0] / width
-    axes.stairs(rates, edges, color=_BLUE, fill=True, alpha=0.25)
-    axes.stairs(rates, edges, color=_BLUE, linewidth=1.2)
-    axes.set_ylabel("output tokens/s", color=_BLUE)
+    axes.stairs(rates, edges, color=BLUE, fill=True, alpha=0.25)
+    axes.stairs(rates, edges, color=BLUE, linewidth=1.2)
+    axes.set_ylabel("output tokens/s", color=BLUE)
     axes.set_xlabel("seconds")
     axes.set_xlim(0, end)
     axes.set_ylim(bottom=0)
     running = axes.twinx()
     moments, counts = _running(outcomes)
-    running.step(moments, counts, where="post", color=_AMBER, linewidth=1.2)
-    running.set_ylabel("requests running", color=_AMBER)
+    running.step(moments, counts, where="post", color=AMBER, linewidth=1.2)
+    running.set_ylabel("requests running", color=AMBER)
     running.set_ylim(bottom=0)
     failed = [one.end for one in outcomes if one.error]
     if failed:
-        axes.plot(
-            failed, [0] * len(failed), "x", color=_RED, markersize=5, clip_on=False, label=f"{len(failed)} failed"
-        )
+        axes.plot(failed, [0] * len(failed), "x", color=RED, markersize=5, clip_on=False, label=f"{len(failed)} failed")
         axes.legend(loc="upper right", frameon=False, fontsize=9)
-    _tidy(axes)
+    tidy(axes)
     running.spines[["top", "left"]].set_visible(False)
 
 
@@ -97,29 +77,23 @@ def _draw_share(
     axes: Axes, name: str, values: NDArray[np.float64], weights: Sequence[float] | None, found: Spread | None
 ) -> None:
     """The share of values that are not above x, with the percentiles marked."""
-    axes.set_title(name, fontsize=9, color=_GREY, loc="left")
+    axes.set_title(name, fontsize=9, color=GREY, loc="left")
     axes.set_ylim(0, 1.02)
-    axes.set_ylabel("share not above", fontsize=9, color=_GREY)
-    _tidy(axes)
+    axes.set_ylabel("share not above", fontsize=9, color=GREY)
+    tidy(axes)
     if found is None:
-        axes.text(0.5, 0.5, "nothing", ha="center", transform=axes.transAxes, color=_GREY)
+        axes.text(0.5, 0.5, "nothing", ha="center", transform=axes.transAxes, color=GREY)
         return
     order = np.argsort(values)
     often = np.ones_like(values) if weights is None else np.asarray(weights)
     reached = np.cumsum(often[order]) / often.sum()
     # A tail of a few extreme values would squeeze all others together.
     scale, unit = (1000.0, "ms") if found.p99 < 1 else (1.0, "s")
-    axes.step(values[order] * scale, reached, where="post", color=_BLUE)
+    axes.step(values[order] * scale, reached, where="post", color=BLUE)
     axes.set_xlim(0, max(found.p99 * 1.25, found.highest if found.highest < 2 * found.p99 else 0) * scale)
     axes.set_xlabel(unit)
     for share, value in ((0.5, found.p50), (0.95, found.p95), (0.99, found.p99)):
-        axes.plot([value * scale] * 2, [0, share], color=_GREY, linewidth=0.8, linestyle=":")
-        axes.plot([value * scale], [share], "o", color=_AMBER, markersize=4)
+        axes.plot([value * scale] * 2, [0, share], color=GREY, linewidth=0.8, linestyle=":")
+        axes.plot([value * scale], [share], "o", color=AMBER, markersize=4)
     figures = f"p50 {shown(found.p50)}, p95 {shown(found.p95)}, p99 {shown(found.p99)}"
-    axes.set_title(f"{name}\n{figures}", fontsize=9, color=_GREY, loc="left")
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e1e4ea", linewidth=0.7)
-    axes.set_axisbelow(True)
+    axes.set_title(f"{name}\n{figures}", fontsize=9, color=GREY, loc="left")

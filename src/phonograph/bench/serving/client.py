@@ -11,8 +11,8 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from phonograph.cli.load.outcome import Outcome
-from phonograph.cli.load.workload import WORDS, Job, Prompt, PromptKind
+from phonograph.bench.serving.outcome import Outcome
+from phonograph.bench.workloads import Job, PromptKind
 from phonograph.errors import PlanError
 
 Api = Literal["completions", "chat"]
@@ -83,8 +83,9 @@ class Endpoint:
     def path(self) -> str:
         return f"{self.url}/completions" if self.api == "completions" else f"{self.url}/chat/completions"
 
-    def body(self, prompt: Prompt, max_tokens: int) -> bytes:
-        asked: dict[str, object] = {"model": self.model, "stream": True, "max_tokens": max_tokens}
+    def body(self, job: Job) -> bytes:
+        asked: dict[str, object] = {"model": self.model, "stream": True, "max_tokens": job.max_tokens}
+        prompt = job.prompt if self.dialect.prompts == "ids" else job.text
         asked["temperature"] = self.temperature
         if self.api == "chat":
             asked["messages"] = [{"role": "user", "content": prompt}]
@@ -141,8 +142,7 @@ async def find_dialect(
         for ignores_eos in (True, False):
             for kind in kinds:
                 asked = replace(endpoint, dialect=Dialect(kind, ignores_eos, reports_usage))
-                prompt: Prompt = [highest_id, highest_id] if kind == "ids" else " ".join(WORDS[:3])
-                found = await send(session, asked, Job(0.0, prompt, 2), time.perf_counter())
+                found = await send(session, asked, Job(0.0, [highest_id, highest_id], 2), time.perf_counter())
                 if not found.error:
                     return asked
                 problem = f"{found.error}{f' ({found.detail})' if found.detail else ''}"
@@ -172,9 +172,7 @@ async def send(session: aiohttp.ClientSession, endpoint: Endpoint, job: Job, sta
 
 async def _stream(session: aiohttp.ClientSession, endpoint: Endpoint, job: Job, outcome: Outcome, start: float) -> None:
     headers = {**endpoint.headers, "Content-Type": "application/json"}
-    async with session.post(
-        endpoint.path, data=endpoint.body(job.prompt, job.max_tokens), headers=headers, timeout=_NO_TIMEOUT
-    ) as answer:
+    async with session.post(endpoint.path, data=endpoint.body(job), headers=headers, timeout=_NO_TIMEOUT) as answer:
         if answer.status != 200:
             outcome.error, outcome.detail = f"http {answer.status}", _message(await answer.read())
             return

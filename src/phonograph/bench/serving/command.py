@@ -9,15 +9,16 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phonograph.errors import PlanError
 
 if TYPE_CHECKING:
-    from phonograph.cli.load.run import LoadTest
-    from phonograph.cli.load.summary import Summary
-    from phonograph.cli.load.workload import PromptKind, Workload
+    from phonograph.bench.serving.run import LoadTest
+    from phonograph.bench.serving.summary import Summary
+    from phonograph.bench.workloads import PromptKind, Workload
 
 _LAG = 0.01
 """Seconds: from here on the client's own lag is worth a warning."""
@@ -60,7 +61,7 @@ def add_command(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the test; status 1 if no request was completed."""
     try:
-        from phonograph.cli.load.summary import HOW_ITL, summarise, table
+        from phonograph.bench.serving.summary import HOW_ITL, summarise, table
     except ImportError as error:
         raise PlanError(f"bench serve needs {error.name}. Run: pip install 'phonograph[bench]'") from None
     _check_files(args)
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(_as_json(args, test, summary), indent=1) + "\n")
     if args.plot:
-        from phonograph.cli.load.plot import draw
+        from phonograph.bench.serving.plot import draw
 
         draw(test.outcomes, summary, _heading(args, test).splitlines()[0], args.plot)
     return 0 if summary.completed else 1
@@ -85,15 +86,15 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.json and not args.json.parent.is_dir():
         raise PlanError(f"--json {args.json}: the folder {args.json.parent} does not exist.")
     if args.plot:
-        from phonograph.cli.load.plot import check_plot
+        from phonograph.bench.drawing import check_plot
 
         check_plot(args.plot)
 
 
 async def _run(args: argparse.Namespace) -> LoadTest:
-    from phonograph.cli.load.client import Endpoint, find_dialect, first_model, new_session
-    from phonograph.cli.load.run import LoadTest
-    from phonograph.cli.load.workload import make_jobs
+    from phonograph.bench.serving.client import Endpoint, find_dialect, first_model, new_session
+    from phonograph.bench.serving.run import LoadTest
+    from phonograph.bench.workloads import jobs
 
     workload = _workload(args)
     url = args.url.rstrip("/")
@@ -104,13 +105,12 @@ async def _run(args: argparse.Namespace) -> LoadTest:
     async with new_session() as session:
         kinds = _prompt_kinds(args, workload)
         endpoint = await find_dialect(session, endpoint, kinds, workload.highest_id(args.vocab))
-    kind = endpoint.dialect.prompts
     number = args.num_requests or (256 if workload.is_w1 else 100)
     if args.warmup:
-        first = make_jobs(workload, args.warmup, math.inf, args.seed + 100, kind, args.vocab)
-        await LoadTest(endpoint, first, args.concurrency).run(shows_progress=False)
-    jobs = make_jobs(workload, number, args.rate, args.seed, kind, args.vocab)
-    test = LoadTest(endpoint, jobs, args.concurrency)
+        first = jobs(workload, math.inf, args.seed + 100, args.vocab)
+        await LoadTest(endpoint, list(islice(first, args.warmup)), args.concurrency).run(shows_progress=False)
+    measured = jobs(workload, args.rate, args.seed, args.vocab)
+    test = LoadTest(endpoint, list(islice(measured, number)), args.concurrency)
     shows_progress = not args.quiet and sys.stderr.isatty()
     await test.run(shows_progress=shows_progress)
     if shows_progress:
@@ -119,7 +119,7 @@ async def _run(args: argparse.Namespace) -> LoadTest:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    from phonograph.cli.load.workload import WORKLOADS, lengths_from
+    from phonograph.bench.workloads import WORKLOADS, lengths_from
 
     workload = WORKLOADS[args.workload]
     if args.prompt_len:
@@ -161,7 +161,7 @@ def _heading(args: argparse.Namespace, test: LoadTest) -> str:
 
 
 def _notes(args: argparse.Namespace, test: LoadTest, summary: Summary) -> list[str]:
-    from phonograph.cli.load.summary import shown, spread
+    from phonograph.bench.serving.summary import shown, spread
 
     notes = []
     if test.is_interrupted:
