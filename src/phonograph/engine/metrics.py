@@ -18,10 +18,10 @@ class RecordingStats(msgspec.Struct, frozen=True):
     """One recording of a phase, or the capture of one that failed."""
 
     label: str
-    """The shape key, e.g. `decode[seqs=8, sampled]`."""
+    """The shape key, e.g. `decode[seqs=8, sampling=sampled]`."""
     size: int
-    variant: str
-    """What its batches have in particular, and which inputs they lack; empty for the plain ones."""
+    axes: str
+    """The values of the axes that are not plain, and which inputs its batches lack; empty for the plain ones."""
     num_graphs: int
     num_bytes: int
     replays: int
@@ -137,7 +137,7 @@ def _phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], floa
     stats = runner.stats
     rows = {row.key: row for row in runner.report.rows} if runner.report is not None else {}
     captured = frozenset(runner.captured)
-    shown = sorted({*captured, *rows}, key=lambda key: (key.variant, sorted(key.absent), key.size))
+    shown = sorted({*captured, *rows}, key=lambda key: key.in_table_order)
     recordings = []
     for key in shown:
         row = rows.get(key)
@@ -153,5 +153,4 @@ def _phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], floa
 
 def _recording_stats(key: ShapeKey, stats: Stats, num_graphs: int, num_bytes: int, error: str) -> RecordingStats:
     replays, used = stats.replays[key], stats.used_rows[key]
-    variant = ", ".join([*filter(None, [key.variant]), *(f"no {name}" for name in sorted(key.absent))])
-    return RecordingStats(str(key), key.size, variant, num_graphs, num_bytes, replays, used, error)
+    return RecordingStats(str(key), key.size, key.axes, num_graphs, num_bytes, replays, used, error)

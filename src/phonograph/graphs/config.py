@@ -195,6 +195,7 @@ LIMIT = Kind("a positive 64-bit integer, or null", _limit, "SIZE", read_number)
 BUCKETS = Kind("positive 64-bit integers, each above the one before, or null", _buckets, "SIZE,SIZE,..", _read_numbers)
 RATIO = Kind("a finite number of at least 1", _ratio, "RATIO", read_number)
 ROWS = Kind("a 64-bit integer of at least 0", _rows, "ROWS", read_number)
+COUNT = Kind("a positive 64-bit integer", _size, "COUNT", read_number)
 NAMES = Kind("a list of rule names", _names, "NAME")
 FOLDER = Kind("the name of a folder, or null", _folder, "FOLDER", _read_folder)
 
@@ -283,6 +284,11 @@ def _phase_settings(phase: str) -> tuple[Setting[Value], ...]:
             f"{phase}.max_padding_rows", ROWS, 256, "a small replay beats eager whatever it pads",
             help=f"run {phase} eagerly when more rows than this are padding "
             "and max-padding-ratio is exceeded as well",
+        ),
+        Setting(
+            f"{phase}.max_recordings", COUNT, 200, "a recording costs megabytes and a share of the start",
+            help=f"make no more recordings of {phase} than this, where features multiply them; those of plain batches "
+            "are always made",
         ),
     )  # fmt: skip
 

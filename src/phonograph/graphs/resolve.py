@@ -10,6 +10,7 @@ from phonograph.errors import PlanError
 from phonograph.graphs.config import (
     BACKEND,
     BUCKETS,
+    COUNT,
     FOLDER,
     GRAPHS_WORD,
     LIMIT,
@@ -49,6 +50,7 @@ class PhasePlan:
     exact: bool = False
     max_padding_ratio: float = RATIO.convert(SETTINGS["decode.max_padding_ratio"].default)
     max_padding_rows: int = ROWS.convert(SETTINGS["decode.max_padding_rows"].default)
+    max_recordings: int = COUNT.convert(SETTINGS["decode.max_recordings"].default)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Plan:
             exact=SWITCH.convert(self[f"{name}.exact"].value),
             max_padding_ratio=RATIO.convert(self[f"{name}.max_padding_ratio"].value),
             max_padding_rows=ROWS.convert(self[f"{name}.max_padding_rows"].value),
+            max_recordings=COUNT.convert(self[f"{name}.max_recordings"].value),
         )
 
     def to_json(self) -> str:

@@ -100,12 +100,12 @@ class Exposition:
 
     def _graphs(self, phases: Iterable[PhaseStats]) -> Iterator[Metric]:
         each = [
-            ((phase.name, str(made.size), made.variant), made)
+            ((phase.name, str(made.size), made.axes), made)
             for phase in phases
             for made in phase.recordings
             if made.replays or not made.error
         ]
-        by_bucket = ["phase", "bucket", "variant"]
+        by_bucket = ["phase", "bucket", "axes"]
         replays = [(labels, made.replays) for labels, made in each]
         yield self._counter("graph_replays", "Steps served by replaying a recording.", by_bucket, replays)
         padded = [(labels, made.padded_rows) for labels, made in each]
