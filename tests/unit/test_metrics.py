@@ -250,6 +250,7 @@ def test_the_exposition_parses_and_says_what_was_counted() -> None:
     assert value(text, "graph_padded_rows_total", **labels) == made.replays * 8 - made.used_rows
     assert value(text, "device_seconds_total", phase="prefill", path="eager") == pytest.approx(0.4)
     assert value(text, "graph_capture_failures", phase="prefill") == 1
+    assert value(text, "graph_products_left_out", phase="decode") == 0
 
 
 def test_every_reason_is_there_from_the_start() -> None:

@@ -28,10 +28,15 @@ class LeftOut:
     is_whole: bool
     """Whether it has no recording at all."""
     bound: int
+    exact: bool = False
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.sizes))
-        what = "all sizes" if self.is_whole else f"sizes {sizes}, which the next larger one serves"
+        what = (
+            "all sizes"
+            if self.is_whole
+            else f"sizes {sizes}{'' if self.exact else ', which the next larger one serves'}"
+        )
         return f"{described(self.product)}: {what} (max_recordings is {self.bound})"
 
 
@@ -74,7 +79,7 @@ def select(phase: Phase, buckets: Buckets, bound: int) -> Selection:
             sizes[product] = Buckets(kept, buckets.exact)
         if len(kept) < len(buckets):
             missing = tuple(size for size in buckets if size not in kept)
-            left_out.append(LeftOut(product, missing, len(missing) * num_absences, not kept, bound))
+            left_out.append(LeftOut(product, missing, len(missing) * num_absences, not kept, bound, buckets.exact))
     return Selection(phase, sizes, tuple(left_out))
 
 
