@@ -44,14 +44,14 @@ FACTS = Facts(
 )
 
 
-def recordings(name: str, dim: str, sizes: Buckets, variant: str, weight: float) -> list[RecordingStats]:
+def recordings(name: str, dim: str, sizes: Buckets, axes: str, weight: float) -> list[RecordingStats]:
     """One for each bucket; the middle ones are replayed most."""
     made = []
     for index, size in enumerate(sizes):
         replays = int(weight * math.exp(-((index - len(sizes) / 2.5) ** 2) / len(sizes)))
         used = int(replays * size * 0.9)
-        label = f"{name}[{dim}={size}{f', {variant}' if variant else ''}]"
-        made.append(RecordingStats(label, size, variant, 1, 2_400_000 + 90_000 * size, replays, used))
+        label = f"{name}[{dim}={size}{f', {axes}' if axes else ''}]"
+        made.append(RecordingStats(label, size, axes, 1, 2_400_000 + 90_000 * size, replays, used))
     return made
 
 
@@ -59,13 +59,13 @@ def stats(second: int = 0, **changes: object) -> EngineStats:
     """What a core might say after so many seconds of work."""
     seqs, tokens = Buckets.up_to(64), Buckets.tokens_up_to(512)
     decode = recordings("decode", "seqs", seqs, "", 30.0 * second) + recordings(
-        "decode", "seqs", seqs, "sampled", 4.0 * second
+        "decode", "seqs", seqs, "sampling=sampled", 4.0 * second
     )
     prefill = recordings("prefill", "tokens", tokens, "", 2.0 * second)
     if second:
         failed = "capturing prefill[tokens=4]: aten.item reads the device from the host (model.py:41, in forward)."
         prefill[0] = msgspec.structs.replace(prefill[0], error=failed, num_graphs=0, replays=0, used_rows=0)
-    late = EagerStats("feature not captured", second // 7, "no recordings for penalised")
+    late = EagerStats("feature not captured", second // 7, "no recordings for sampling=detailed")
     eager = (
         EagerStats("capture failed", second // 3, "the capture of prefill[tokens=4] failed"),
         EagerStats("too large", second // 11, "611 tokens, the largest bucket is 512"),

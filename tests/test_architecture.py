@@ -25,6 +25,7 @@ GRAPH_LAYER = ("devices/", "graphs/", "errors.py", "__init__.py")
 
 PUBLIC = [
     "LLM",
+    "Axis",
     "BreakError",
     "Buckets",
     "BufferPool",
@@ -67,7 +68,6 @@ PUBLIC = [
     "Slot",
     "Stage",
     "UnavailableError",
-    "Variant",
     "VerifyError",
     "VerifyReport",
     "break_graph",

@@ -24,6 +24,7 @@ from phonograph.errors import (
     UnavailableError,
     VerifyError,
 )
+from phonograph.graphs.axes import Axis
 from phonograph.graphs.breaks import break_graph, graph_break
 from phonograph.graphs.buckets import Buckets
 from phonograph.graphs.buffers import LoadMode, Registry
@@ -31,7 +32,7 @@ from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.context import Stage, current
 from phonograph.graphs.decisions import Reason, Replay, RunEagerly, ShapeKey
 from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.phase import Phase, Sample, Variant
+from phonograph.graphs.phase import Phase, Sample
 from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.resolve import PhasePlan, Plan, resolve
 from phonograph.graphs.runner import Runner, RunnerOptions
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Axis",
     "BreakError",
     "Buckets",
     "BufferPool",
@@ -90,7 +92,6 @@ __all__ = [
     "Slot",
     "Stage",
     "UnavailableError",
-    "Variant",
     "VerifyError",
     "VerifyReport",
     "break_graph",

@@ -69,7 +69,7 @@ def test_capture(tmp_path: Path) -> None:
     found = measured("capture", tmp_path)
     decode, prefill = series(found, phase="decode"), series(found, phase="prefill")
     assert decode["full"]["figures"]["recordings"] == 3 * 3
-    assert decode["full"]["figures"]["variants"].keys() == {"plain", "sampled", "detailed"}
+    assert decode["full"]["figures"]["products"].keys() == {"plain", "sampling=sampled", "sampling=detailed"}
     assert prefill["breakable"]["figures"]["graphs"] > prefill["full"]["figures"]["graphs"]
     assert prefill["full"]["figures"]["failed"] == 0
     assert found["facts"]["all_full"]["recordings"] == 9 + prefill["full"]["figures"]["recordings"]

@@ -41,6 +41,7 @@ FIELD_VALUES: dict[str, st.SearchStrategy[Value]] = {
     "exact": st.booleans(),
     "max_padding_ratio": st.floats(1, 1e300),
     "max_padding_rows": st.integers(0, 2**63 - 1),
+    "max_recordings": st.integers(1, 2**63 - 1),
 }
 
 facts = st.builds(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phonograph import (
+    Axis,
     Dim,
     EmulatedDevice,
     Extent,
@@ -20,7 +21,6 @@ from phonograph import (
     RunnerOptions,
     ShapeKey,
     Slot,
-    Variant,
     break_graph,
     current,
     graph_break,
@@ -133,7 +133,9 @@ def refuse_odd(batch: dict[str, Any], key: ShapeKey) -> RunEagerly | None:
     return RunEagerly(Reason.FEATURE_NOT_CAPTURED, "odd") if batch["odd"] else None
 
 
-# Every kind of batch that a runner tells apart: sizes, a limited dim, presence, variants, admission, padding.
+LORA = ("none", "lora", "never")
+
+# Every kind of batch that a runner tells apart: sizes, a limited dim, presence, an axis, admission, padding.
 RICH = make_runner(
     rich_body,
     DEVICE,
@@ -146,9 +148,14 @@ RICH = make_runner(
     dims=[Dim("pages", limit=3)],
     sample=rich_sample,
     admission=[refuse_odd],
-    variants=[
-        Variant("lora", lambda batch: batch["lora"] == 1, lambda extent, seed: rich_sample(extent, seed) | {"lora": 1}),
-        Variant("never", lambda batch: batch["lora"] == 2, rich_sample, captured=False),
+    axes=[
+        Axis(
+            "lora",
+            LORA,
+            of=lambda batch: LORA[batch["lora"]],
+            apply=lambda batch, value: batch | {"lora": LORA.index(value)},
+            unrecorded=frozenset({"never"}),
+        ),
     ],
     capture=False,
 )

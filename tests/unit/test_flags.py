@@ -53,6 +53,7 @@ EXAMPLES: dict[str, tuple[list[str], Value]] = {
     "exact": ([], True),
     "max_padding_ratio": (["1.25"], 1.25),
     "max_padding_rows": (["17"], 17),
+    "max_recordings": (["90"], 90),
 }
 
 

@@ -68,7 +68,7 @@ def test_stats_say_what_ran(llm: LLM) -> None:
     assert stats.free_pages + stats.cached_pages == stats.total_pages
     decode, prefill = stats.phases[:2]
     assert (decode.name, decode.backend, decode.dim) == ("decode", "full", "seqs")
-    assert [made.size for made in decode.recordings if not made.variant] == [1, 2, 4]
+    assert [made.size for made in decode.recordings if not made.axes] == [1, 2, 4]
     four = next(made for made in decode.recordings if made.label == "decode[seqs=4]")
     assert (four.num_graphs, four.replays, four.used_rows, four.padded_rows) == (1, 5, 15, 5)
     assert prefill.replays == 1
@@ -244,12 +244,13 @@ def test_the_exposition_parses_and_says_what_was_counted() -> None:
     assert value(text, "inter_token_latency_seconds_count") == 2
     assert value(text, "inter_token_latency_seconds_bucket", le="0.015") == 1
     assert value(text, "time_to_first_token_seconds_sum") == 0.03
-    made = next(made for made in stats.phases[0].recordings if made.label == "decode[seqs=8, sampled]")
-    labels = {"phase": "decode", "bucket": "8", "variant": "sampled"}
+    made = next(made for made in stats.phases[0].recordings if made.label == "decode[seqs=8, sampling=sampled]")
+    labels = {"phase": "decode", "bucket": "8", "axes": "sampling=sampled"}
     assert value(text, "graph_replays_total", **labels) == made.replays > 0
     assert value(text, "graph_padded_rows_total", **labels) == made.replays * 8 - made.used_rows
     assert value(text, "device_seconds_total", phase="prefill", path="eager") == pytest.approx(0.4)
     assert value(text, "graph_capture_failures", phase="prefill") == 1
+    assert value(text, "graph_products_left_out", phase="decode") == 0
 
 
 def test_every_reason_is_there_from_the_start() -> None:

@@ -103,6 +103,7 @@ class TestDefaults:
             exact=False,
             max_padding_ratio=2.0,
             max_padding_rows=256,
+            max_recordings=200,
         )
 
     def test_every_default_says_why(self) -> None:
@@ -129,6 +130,7 @@ class TestAsked:
             ("exact", True),
             ("max_padding_ratio", 1.5),
             ("max_padding_rows", 0),
+            ("max_recordings", 1),
         ],
     )
     @pytest.mark.parametrize("phase", PHASES)
@@ -173,6 +175,8 @@ class TestAsked:
             ("decode.max_padding_rows", -1, "a 64-bit integer of at least 0"),
             ("decode.max_padding_rows", False, "a 64-bit integer of at least 0"),
             ("decode.max_padding_rows", None, "a 64-bit integer of at least 0"),
+            ("decode.max_recordings", 0, "a positive 64-bit integer"),
+            ("decode.max_recordings", None, "a positive 64-bit integer"),
             ("decode.backend", None, "a backend"),
             ("graphs", True, "on, off or strict"),
             ("debug", "on", "true or false"),

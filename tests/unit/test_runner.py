@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from phonograph import (
+    Axis,
     BufferPool,
     CoverageError,
     DeclarationError,
@@ -30,7 +31,6 @@ from phonograph import (
     Sample,
     ShapeKey,
     Slot,
-    Variant,
     current,
     graph_break,
     verify,
@@ -237,25 +237,30 @@ def test_admission_rules_are_asked_and_counted(device: Device) -> None:
     assert runner.stats.replays.total() == 1
 
 
-def test_variants_have_recordings_of_their_own(device: Device) -> None:
+def lora_axis(**given: Any) -> Axis:
+    def value_of(batch: dict[str, Any]) -> str:
+        return "on" if batch.get("lora") else "off"
+
+    return Axis("lora", ("off", "on"), of=value_of, apply=lambda batch, value: batch | {"lora": value == "on"}, **given)
+
+
+def test_values_of_an_axis_have_recordings_of_their_own(device: Device) -> None:
     def body(batch: dict[str, Any]) -> torch.Tensor:
         scale: torch.Tensor = batch["x"] * (3 if batch["lora"] else 2)
         return scale
 
-    def sampler(lora: bool) -> Any:
-        return lambda extent, seed: {**sample_x(device)(extent, seed), "lora": lora}
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        return {**sample_x(device)(extent, seed), "lora": False}
 
-    variant = Variant("lora", lambda batch: batch["lora"], sampler(True))
-    runner = make_runner(body, device, sample=sampler(False), variants=[variant])
+    runner = make_runner(body, device, sample=sample, axes=[lora_axis()])
     x = rows(device, 3)
     equal(runner.run({"x": x, "lora": False}), x * 2)
     equal(runner.run({"x": x, "lora": True}), x * 3)
-    assert {key.variant for key in runner.stats.replays} == {"", "lora"}
+    assert {str(key) for key in runner.stats.replays} == {"decode[seqs=4]", "decode[seqs=4, lora=on]"}
 
 
-def test_a_variant_that_is_not_captured_is_eager_with_its_reason(device: Device) -> None:
-    variant = Variant("lora", lambda batch: batch.get("lora", False), sample_x(device), captured=False)
-    runner = make_runner(double, device, variants=[variant])
+def test_a_value_that_is_not_recorded_is_eager_with_its_reason(device: Device) -> None:
+    runner = make_runner(double, device, axes=[lora_axis(unrecorded=frozenset({"on"}))])
     runner.run({"x": rows(device, 3), "lora": True})
     assert runner.stats.eager == {Reason.FEATURE_NOT_CAPTURED: 1}
 

@@ -1,4 +1,4 @@
-"""Seconds and bytes to record all default buckets, by phase and variant, warm-up and capture apart."""
+"""Seconds and bytes to record all default buckets, by phase and product of its axes, warm-up and capture apart."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _measure_backend(bench: Bench, backend: str, *, with_decode: bool) -> None:
 
 
 def _add_phase(bench: Bench, backend: str, phase: str, again: CaptureReport, first: CaptureReport) -> None:
-    variants: defaultdict[str, list[float]] = defaultdict(list)
+    products: defaultdict[str, list[float]] = defaultdict(list)
     memory: defaultdict[str, int] = defaultdict(int)
     for row in again.rows:
-        variants[row.key.variant or "plain"].append(row.seconds)
+        products[row.key.axes or "plain"].append(row.seconds)
     for row in first.rows:
-        memory[row.key.variant or "plain"] += row.num_bytes
+        memory[row.key.axes or "plain"] += row.num_bytes
     figures = {
         "first_s": rounded(first.seconds),
         "warm_up_s": rounded(again.warm_seconds),
@@ -71,9 +71,9 @@ def _add_phase(bench: Bench, backend: str, phase: str, again: CaptureReport, fir
         "failed": len(again.failures),
         "mb": rounded(sum(memory.values()) / 1e6),
         "slowest_ms": rounded(max((row.seconds for row in again.rows), default=0.0) * 1e3),
-        "variants": {
+        "products": {
             name: {"recordings": len(times), "seconds": rounded(sum(times)), "mb": rounded(memory[name] / 1e6)}
-            for name, times in variants.items()
+            for name, times in products.items()
         },
     }
     bench.report.add(row_of("full" if phase == "decode" else backend, {"phase": phase}, again.seconds, figures))

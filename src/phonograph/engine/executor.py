@@ -27,6 +27,7 @@ from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.resolve import PhasePlan, Plan
 from phonograph.graphs.runner import Runner, RunnerOptions, buckets_for
+from phonograph.graphs.selection import select
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,9 @@ def new_cache(model: Decoder, num_pages: int, page_size: int, device: Device) ->
 
 def _num_recordings(phase: Phase, plan: PhasePlan) -> int:
     buckets = buckets_for(plan, phase.bucketed)
-    return len(phase.keys(buckets)) if buckets is not None and plan.backend != "disabled" else 0
+    if buckets is None or plan.backend == "disabled":
+        return 0
+    return len(select(phase, buckets, plan.max_recordings).keys)
 
 
 def _largest(plan: PhasePlan, bucketed: str) -> PhasePlan:

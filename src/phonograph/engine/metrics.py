@@ -18,10 +18,10 @@ class RecordingStats(msgspec.Struct, frozen=True):
     """One recording of a phase, or the capture of one that failed."""
 
     label: str
-    """The shape key, e.g. `decode[seqs=8, sampled]`."""
+    """The shape key, e.g. `decode[seqs=8, sampling=sampled]`."""
     size: int
-    variant: str
-    """What its batches have in particular, and which inputs they lack; empty for the plain ones."""
+    axes: str
+    """The values of the axes that are not plain, and which inputs its batches lack; empty for the plain ones."""
     num_graphs: int
     num_bytes: int
     replays: int
@@ -55,6 +55,8 @@ class PhaseStats(msgspec.Struct, frozen=True):
     eager: tuple[EagerStats, ...]
     device_seconds: dict[str, float]
     """By path, `replay` or `eager`; empty where the executor does not time its passes."""
+    left_out: tuple[str, ...] = ()
+    """The recordings that the plan's bound has no room for, by product."""
 
     @property
     def replays(self) -> int:
@@ -111,7 +113,7 @@ def engine_stats(core: EngineCore) -> EngineStats:
         clock=time.monotonic(),
         total_pages=limits.num_pages - 1,
         page_size=limits.page_size,
-        phases=tuple(_phase_stats(name, runner, timed) for name, runner in executor.runners.items()),
+        phases=tuple(phase_stats(name, runner, timed) for name, runner in executor.runners.items()),
         **_counted(counts),
     )
 
@@ -133,11 +135,12 @@ def _counted(counts: Counts) -> dict[str, int]:
     }
 
 
-def _phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], float]) -> PhaseStats:
+def phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], float]) -> PhaseStats:
+    """The figures of one phase."""
     stats = runner.stats
     rows = {row.key: row for row in runner.report.rows} if runner.report is not None else {}
     captured = frozenset(runner.captured)
-    shown = sorted({*captured, *rows}, key=lambda key: (key.variant, sorted(key.absent), key.size))
+    shown = sorted({*captured, *rows}, key=lambda key: key.in_table_order)
     recordings = []
     for key in shown:
         row = rows.get(key)
@@ -148,10 +151,10 @@ def _phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], floa
         recordings.append(_recording_stats(key, stats, num_graphs, row.num_bytes if row else 0, error))
     eager = tuple(EagerStats(r.value, calls, stats.details[r]) for r, calls in stats.eager.most_common())
     seconds = {path: value for (phase, path), value in timed.items() if phase == name}
-    return PhaseStats(name, runner.plan.backend, runner.phase.bucketed, tuple(recordings), eager, seconds)
+    left_out = tuple(map(str, runner.selection.left_out)) if runner.selection is not None else ()
+    return PhaseStats(name, runner.plan.backend, runner.phase.bucketed, tuple(recordings), eager, seconds, left_out)
 
 
 def _recording_stats(key: ShapeKey, stats: Stats, num_graphs: int, num_bytes: int, error: str) -> RecordingStats:
     replays, used = stats.replays[key], stats.used_rows[key]
-    variant = ", ".join([*filter(None, [key.variant]), *(f"no {name}" for name in sorted(key.absent))])
-    return RecordingStats(str(key), key.size, variant, num_graphs, num_bytes, replays, used, error)
+    return RecordingStats(str(key), key.size, key.axes, num_graphs, num_bytes, replays, used, error)

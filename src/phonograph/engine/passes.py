@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,15 +23,21 @@ from phonograph.engine.request import MAX_LOGPROBS
 from phonograph.engine.sampler import Sampler, Sampling, few_threads, penalise
 from phonograph.engine.tables import RequestTables, allocating
 from phonograph.engine.trials import Trials
+from phonograph.graphs.axes import Axis
 from phonograph.graphs.breaks import graph_break
 from phonograph.graphs.context import Stage, current
 from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.phase import Phase, Variant
+from phonograph.graphs.phase import Phase
 from phonograph.graphs.slots import Pad, Slot
 
-SAMPLED = Wants(Sampling.TRUNCATED)
 _ROWS = 32
-DETAILED = Wants(Sampling.PENALISED, logprobs=True, constrained=True)
+_SAMPLING = {
+    "greedy": Wants(),
+    "sampled": Wants(Sampling.TRUNCATED),
+    "detailed": Wants(Sampling.PENALISED, logprobs=True, constrained=True),
+}
+"""What each value of decode's axis records. Each does all that those before it do: plain temperature runs where
+truncation is recorded."""
 
 
 class _SpanAttention:
@@ -136,23 +142,13 @@ class Passes:
         return {phase.name: phase for phase in phases}
 
     def _decode_phase(self, trials: Trials) -> Phase:
-        def is_sampled(batch: DecodeBatch) -> bool:
-            return batch.wants.level > Sampling.GREEDY and not batch.wants.is_detailed
-
-        def is_detailed(batch: DecodeBatch) -> bool:
-            return batch.wants.is_detailed
-
         return Phase(
             name="decode",
             slots=[Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, self.limits.max_seqs))],
             bucketed="seqs",
             body=self._decode,
             sample=trials.decode_sampler(Wants()),
-            # Each does all that those before it do: plain temperature runs where truncation is recorded.
-            variants=[
-                Variant("sampled", is_sampled, trials.decode_sampler(SAMPLED)),
-                Variant("detailed", is_detailed, trials.decode_sampler(DETAILED)),
-            ],
+            axes=[Axis("sampling", tuple(_SAMPLING), of=_sampling_of, apply=_with_sampling)],
             preserve=trials.running,
         )
 
@@ -234,6 +230,16 @@ class Passes:
         if penalised:
             self.penalties.count(rows, tokens)
         return tokens
+
+
+def _sampling_of(batch: DecodeBatch) -> str:
+    if batch.wants.is_detailed:
+        return "detailed"
+    return "sampled" if batch.wants.level > Sampling.GREEDY else "greedy"
+
+
+def _with_sampling(batch: DecodeBatch, value: str) -> DecodeBatch:
+    return replace(batch, wants=_SAMPLING[value])
 
 
 def _nobody(extent: Extent, seed: int) -> DecodeBatch:

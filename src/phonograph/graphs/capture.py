@@ -18,7 +18,7 @@ from phonograph.graphs.backends import Backend, Body, Recording, WarmUp
 from phonograph.graphs.buffers import LoadMode, Registry
 from phonograph.graphs.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.context import Current, Stage, entering
-from phonograph.graphs.decisions import ShapeKey
+from phonograph.graphs.decisions import Group, ShapeKey
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.fields import fields_of
 from phonograph.graphs.outputs import OutputBuffers, Run, trimmed_axes
@@ -61,7 +61,7 @@ class Captured:
     recordings: dict[ShapeKey, Recording]
     carried: dict[ShapeKey, dict[str, Any]]
     """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
-    axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]]
+    axes: dict[Group, dict[Path, dict[int, str]]]
     report: CaptureReport
 
 
@@ -87,7 +87,7 @@ class Capture:
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
     _input_write: InputWriteError | None = None
-    _axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]] = field(default_factory=dict)
+    _axes: dict[Group, dict[Path, dict[int, str]]] = field(default_factory=dict)
     _warm_seconds: float = 0.0
 
     @contextmanager
@@ -271,12 +271,12 @@ class Capture:
     def _preserved(self, batch: Any) -> AbstractContextManager[None]:
         return self.phase.preserve(batch) if self.phase.preserve is not None else nullcontext()
 
-    def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]]:
-        grouped: dict[tuple[str, frozenset[str]], list[ShapeKey]] = {}
+    def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[Group, dict[Path, dict[int, str]]]:
+        grouped: dict[Group, list[ShapeKey]] = {}
         for key in keys:
             if key not in self._errors:
-                grouped.setdefault((key.variant, key.absent), []).append(key)
-        axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]] = {}
+                grouped.setdefault(key.group, []).append(key)
+        axes: dict[Group, dict[Path, dict[int, str]]] = {}
         for group, members in grouped.items():
             runs = [run for key in members for run in self._runs[key]]
             if not self.trims:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from phonograph.devices.trace import raising_frame
 from phonograph.errors import CaptureError, PhonographError
 from phonograph.graphs.decisions import ShapeKey
+from phonograph.graphs.selection import LeftOut
 
 _LOOK = "Run the body eagerly under a debugger; a call that no graph can hold needs @graph_break, backend='breakable'"
 
@@ -31,6 +32,8 @@ class CaptureReport:
     rows: tuple[CaptureRow, ...]
     warm_seconds: float
     seconds: float
+    left_out: tuple[LeftOut, ...] = ()
+    """What the plan's bound had no room for."""
 
     @property
     def failures(self) -> tuple[CaptureRow, ...]:
@@ -43,6 +46,7 @@ class CaptureReport:
                 lines.append(f"{row.key!s:<28} {row.num_graphs:>6} {row.seconds:>9.4f} {row.num_bytes:>14,}")
             else:
                 lines.append(f"{row.key!s:<28} failed: {row.error}")
+        lines += [f"left out: {one}" for one in self.left_out]
         made = [row for row in self.rows if row.error is None]
         total = sum(row.num_bytes for row in made)
         lines.append(

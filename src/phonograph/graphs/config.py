@@ -13,6 +13,7 @@ from phonograph.graphs.kinds import (
     BACKEND,
     BACKENDS,
     BUCKETS,
+    COUNT,
     FOLDER,
     GRAPHS_WORD,
     LIMIT,
@@ -30,6 +31,7 @@ Source = Literal["asked", "default", "rule", "measured"]
 SOURCES: tuple[Source, ...] = ("asked", "default", "rule", "measured")
 MAX_PADDING_RATIO = 2.0
 MAX_PADDING_ROWS = 256
+MAX_RECORDINGS = 200
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -133,6 +135,11 @@ def _phase_settings(defaults: PhaseDefaults) -> tuple[Setting[Value], ...]:
             f"{phase}.max_padding_rows", ROWS, MAX_PADDING_ROWS, "a small replay beats eager whatever it pads",
             help=f"run {phase} eagerly when more rows than this are padding "
             "and max-padding-ratio is exceeded as well",
+        ),
+        Setting(
+            f"{phase}.max_recordings", COUNT, MAX_RECORDINGS, "a recording costs megabytes and a share of the start",
+            help=f"make no more recordings of {phase} than this, where features multiply them; those of plain batches "
+            "are always made",
         ),
     )  # fmt: skip
 

@@ -6,6 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+from phonograph.graphs.axes import PLAIN, Values
+
+Group = tuple[Values, frozenset[str]]
+"""A product of the axes' values, and the keyed slots that are absent."""
+
 
 class Reason(Enum):
     """Why a batch is run eagerly."""
@@ -27,29 +32,37 @@ class ShapeKey:
     phase: str
     dim: str
     size: int
-    variant: str = ""
+    values: Values = PLAIN
+    """The values of the phase's axes that are not plain: which product this is a recording of."""
     absent: frozenset[str] = frozenset()
     """The keyed slots that have no value in this recording."""
 
     def __post_init__(self) -> None:
         # A key is looked up several times in every step.
-        object.__setattr__(self, "_hash", hash((self.phase, self.dim, self.size, self.variant, self.absent)))
+        object.__setattr__(self, "_hash", hash((self.phase, self.dim, self.size, self.values, self.absent)))
 
     def __hash__(self) -> int:
         found: int = self._hash  # type: ignore[attr-defined]
         return found
 
     @property
-    def in_table_order(self) -> tuple[str, list[str], int]:
-        """What tables sort recordings by."""
-        return self.variant, sorted(self.absent), self.size
+    def group(self) -> Group:
+        """What it has in common with the recordings of other sizes."""
+        return self.values, self.absent
+
+    @property
+    def axes(self) -> str:
+        """In words, what is not plain about its batches: `sampling=detailed, no mask`; empty for plain ones."""
+        parts = [f"{axis}={value}" for axis, value in self.values]
+        return ", ".join([*parts, *(f"no {name}" for name in sorted(self.absent))])
+
+    @property
+    def in_table_order(self) -> tuple[int, Values, list[str], int]:
+        """What tables sort recordings by: those of fewer features come first."""
+        return len(self.values), self.values, sorted(self.absent), self.size
 
     def __str__(self) -> str:
-        parts = [f"{self.dim}={self.size}"]
-        if self.variant:
-            parts.append(self.variant)
-        parts += [f"no {name}" for name in sorted(self.absent)]
-        return f"{self.phase}[{', '.join(parts)}]"
+        return f"{self.phase}[{', '.join(filter(None, (f'{self.dim}={self.size}', self.axes)))}]"
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 import torch
 
 from phonograph.errors import DeclarationError
-from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.axes import Axis, check_axes, described, named, spelled
 from phonograph.graphs.context import Stage, current
 from phonograph.graphs.decisions import RunEagerly, ShapeKey
 from phonograph.graphs.extent import Dim, Extent, check_dims, padded_sizes
@@ -37,17 +36,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A feature that needs recordings of its own: LoRA, a hidden-state mode, logprobs."""
-
-    name: str
-    matches: Callable[[Any], bool]
-    sample: Sampler
-    captured: bool = True
-    """Whether recordings are made for it; if not, its batches run eagerly and are counted."""
-
-
-@dataclass(frozen=True)
 class Phase:
     """Everything that a runner needs to know about one kind of forward pass."""
 
@@ -66,7 +54,10 @@ class Phase:
     tail_captured: bool = False
     """Whether the tail is recorded with the body; if not, it runs eagerly on the live batch."""
     admission: Sequence[Admission] = ()
-    variants: Sequence[Variant] = ()
+    axes: Sequence[Axis] = ()
+    """Features that need recordings of their own; every product of their values may have some."""
+    products: Sequence[Mapping[str, str]] | None = None
+    """Which products are recorded: those that have all values of one of these, by axis; None for all of them."""
     without: frozenset[str] = frozenset()
     """Slots that graphs leave out: the batch's own value is carried."""
     eager_without: frozenset[str] = frozenset()
@@ -82,6 +73,7 @@ class Phase:
     def __post_init__(self) -> None:
         check_slots(self.slots)
         check_dims(self.all_dims, self.bucketed)
+        check_axes(self.axes, self.products, self.name)
         names = {slot.name for slot in self.slots}
         unknown = (self.without | self.eager_without) - names
         if unknown:
@@ -102,30 +94,30 @@ class Phase:
         """The padded size of every dim in the recordings of one bucket."""
         return padded_sizes(self.all_dims, self.bucketed, size)
 
-    def groups(self) -> list[tuple[str, frozenset[str]]]:
-        """Every captured combination of variant and absent keyed slots."""
-        names = [slot.name for slot in self.keyed]
-        absences = [frozenset(c) for count in range(len(names) + 1) for c in combinations(names, count)]
-        variants = ["", *(variant.name for variant in self.variants if variant.captured)]
-        return [(variant, absent) for variant in variants for absent in absences]
-
-    def keys(self, buckets: Buckets) -> list[ShapeKey]:
-        """Every recording to make, largest first."""
-        return [
-            ShapeKey(self.name, self.bucketed, size, variant, absent)
-            for size in reversed(buckets.sizes)
-            for variant, absent in self.groups()
-        ]
-
     def sample_for(self, key: ShapeKey, extent: Extent, seed: int) -> Sample:
-        """A random valid batch of the key's variant, with the key's absent slots absent."""
-        sampler = next((v.sample for v in self.variants if v.name == key.variant), self.sample)
-        sampled = sampler(extent, seed)
+        """A random valid batch of the key's product, with the key's absent slots absent."""
+        sampled = self.sample(extent, seed)
         sample = sampled if isinstance(sampled, Sample) else Sample(sampled)
+        if self.axes:
+            sample = Sample(self._applied(sample.batch, key), sample.beside)
         absent: dict[Path, Any] = {slot.path: None for slot in self.slots if slot.name in key.absent}
         aside = {path: value for path, value in absent.items() if path[0] in sample.beside}
         within = {path: value for path, value in absent.items() if path not in aside}
         return Sample(expose(sample.batch, within), expose(dict(sample.beside), aside)) if absent else sample
+
+    def _applied(self, batch: Any, key: ShapeKey) -> Any:
+        """The plain batch with the values of the key's product."""
+        wanted = spelled(self.axes, key.values)
+        for axis, value in zip(self.axes, wanted, strict=True):
+            if value != axis.plain:
+                batch = axis.apply(batch, value)
+        found = tuple(axis.of(batch) for axis in self.axes)
+        if found != wanted:
+            raise DeclarationError(
+                f"the sample for {key} has {described(named(self.axes, found))}, expected {described(key.values)}. "
+                "sample= makes a batch with the plain value of every axis, and Axis.apply sets one value of it."
+            )
+        return batch
 
     def inputs(self, batch: Any, beside: Mapping[str, Any], without: frozenset[str]) -> dict[str, torch.Tensor]:
         """By slot, the tensors that a batch has for the slots that it fills itself."""

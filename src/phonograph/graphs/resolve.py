@@ -10,6 +10,7 @@ from phonograph.errors import PlanError
 from phonograph.graphs.config import (
     MAX_PADDING_RATIO,
     MAX_PADDING_ROWS,
+    MAX_RECORDINGS,
     PHASE_FIELDS,
     PLAN_FIELDS,
     Ask,
@@ -22,6 +23,7 @@ from phonograph.graphs.config import (
 from phonograph.graphs.kinds import (
     BACKEND,
     BUCKETS,
+    COUNT,
     FOLDER,
     GRAPHS_WORD,
     LIMIT,
@@ -52,6 +54,7 @@ class PhasePlan:
     exact: bool = False
     max_padding_ratio: float = MAX_PADDING_RATIO
     max_padding_rows: int = MAX_PADDING_ROWS
+    max_recordings: int = MAX_RECORDINGS
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Plan:
             exact=SWITCH.convert(self[f"{name}.exact"].value),
             max_padding_ratio=RATIO.convert(self[f"{name}.max_padding_ratio"].value),
             max_padding_rows=ROWS.convert(self[f"{name}.max_padding_rows"].value),
+            max_recordings=COUNT.convert(self[f"{name}.max_recordings"].value),
         )
 
     def to_json(self) -> str:

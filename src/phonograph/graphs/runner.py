@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,21 +20,23 @@ from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.entries import Entry
 from phonograph.graphs.extent import Extent
-from phonograph.graphs.fields import fetch
 from phonograph.graphs.outputs import OutputBuffers, own, trim
 from phonograph.graphs.phase import Phase
 from phonograph.graphs.pool import BufferPool
 from phonograph.graphs.profiling import profiled
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.resolve import PhasePlan
+from phonograph.graphs.routes import Routes
 from phonograph.graphs.runner_options import Outputs, RunnerOptions, buckets_for
+from phonograph.graphs.selection import Selection, select
 from phonograph.graphs.tree import Keep, Path, is_object, leaves
 from phonograph.graphs.written import EagerWrites
 
 __all__ = ["Outputs", "Runner", "RunnerOptions", "buckets_for"]
 
+log = logging.getLogger("phonograph")
+
 _NOTHING: Mapping[str, Any] = {}
-_PLAIN: tuple[str, frozenset[str]] = ("", frozenset())
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,6 @@ class Runner:
         self.plan = plan
         self.options = options
         self.buckets = buckets_for(plan, phase.bucketed)
-        self._records = plan.backend != "disabled"
         self.pool = pool if pool is not None else BufferPool(device)
         self.memory = memory if memory is not None else self.pool.memory
         self.registry = Registry(device, phase.slots, phase.all_dims, owner=phase.name, adopt=phase.adopt)
@@ -77,17 +79,19 @@ class Runner:
         """What the latest call ran."""
         self._outputs = OutputBuffers(device.torch_device)
         self._entries: dict[ShapeKey, Entry] = {}
-        self._groups = set(phase.groups())
         self._limits = {name: dim.limit for name, dim in phase.all_dims.items() if dim.limit is not None}
-        self._grouped = bool(phase.variants or phase.keyed)
-        self._routes: dict[tuple[str, frozenset[str]], list[Decision]] = {}
+        self.selection: Selection | None = None
+        """The recordings that a capture makes; None where nothing is recorded."""
+        self._routes: Routes | None = None
         self._loaded: _Loaded | None = None
         self._entry_now = Current(phase.name, plan.backend, Stage.REPLAYING)
-        if self._records:
+        if plan.backend != "disabled":
             if self.buckets is None:
                 raise DeclarationError(f"phase {phase.name!r} has neither buckets nor a limit. Give one of them.")
             self.registry.declare(self.pool, phase.bucketed, self.buckets.largest)
-            self._route(frozenset())
+            self.selection = select(phase, self.buckets, plan.max_recordings)
+            self._routes = Routes(self.selection)
+            self._route()
 
     # -- capture ------------------------------------------------------------------------------------------
 
@@ -128,11 +132,11 @@ class Runner:
         self, progress: Progress, using: Callable[[], AbstractContextManager[None]]
     ) -> Iterator[Callable[[], CaptureReport]]:
         """As `warmed`; `using` holds the pool while shapes are warmed, and again while they are recorded."""
-        if not self._records or self.buckets is None:
+        if self.selection is None:
             nothing = self.report = CaptureReport((), 0.0, 0.0)
             yield lambda: nothing
             return
-        capture, keys = self.new_capture(progress), self.phase.keys(self.buckets)
+        capture, keys = self.new_capture(progress), self.selection.keys
 
         def record() -> CaptureReport:
             with using(), profiled(self.options.profile, f"{self.phase.name}-capture"):
@@ -147,18 +151,21 @@ class Runner:
             yield record
 
     def _admit(self, captured: Captured) -> CaptureReport:
-        self.report = captured.report
+        report = self.report = replace(captured.report, left_out=self.selection.left_out if self.selection else ())
         for key, recording in captured.recordings.items():
-            axes = captured.axes[key.variant, key.absent]
+            axes = captured.axes[key.group]
             padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
             self._entries[key] = Entry(recording, padded, axes, carried, self._outputs.standing.kept)
-        self._route(frozenset(row.key for row in captured.report.failures))
-        if self.options.strict and captured.report.failures:
+        self._route(frozenset(row.key for row in report.failures))
+        if report.left_out:
+            missing = sum(one.num_recordings for one in report.left_out)
+            log.warning("capturing %s: %d recordings left out: %s", self.phase.name, missing, report.left_out[0])
+        if self.options.strict and report.failures:
             raise CoverageError(
-                f"strict: {len(captured.report.failures)} of {len(captured.report.rows)} recordings failed; "
-                f"the first: {captured.report.failures[0].error}"
+                f"strict: {len(report.failures)} of {len(report.rows)} recordings failed; "
+                f"the first: {report.failures[0].error}"
             )
-        return captured.report
+        return report
 
     def release(self) -> None:
         """Give all graphs back; calls are served eagerly until the next capture."""
@@ -171,8 +178,7 @@ class Runner:
         self._entries.clear()
         self._loaded = None
         self.report = None
-        if self._records:
-            self._route(frozenset())
+        self._route()
 
     def recording(self, key: ShapeKey) -> Recording:
         """The recording of a key that has one."""
@@ -196,6 +202,11 @@ class Runner:
         return dict(leaves(own(outputs, kept), kept))
 
     @property
+    def standing_in(self) -> Mapping[ShapeKey, ShapeKey]:
+        """By a key that has no recording of its own, the one whose recording serves its batches."""
+        return self._routes.standing_in if self._routes is not None else {}
+
+    @property
     def captured(self) -> tuple[ShapeKey, ...]:
         """The keys that have a recording."""
         return tuple(self._entries)
@@ -208,12 +219,11 @@ class Runner:
 
     def _decide(self, batch: Any, beside: Mapping[str, Any], sizes: Mapping[str, int]) -> Decision:
         used = sizes[self.phase.bucketed]
-        if not self._records:
+        if self._routes is None:
             return RunEagerly(Reason.DISABLED, f"the backend of {self.phase.name} is disabled")
-        group = (self._variant(batch), self._absent(batch, beside)) if self._grouped else _PLAIN
-        route = self._routes.get(group)
+        route = self._routes.only or self._routes.of(batch, beside)
         if route is None:
-            return RunEagerly(Reason.FEATURE_NOT_CAPTURED, f"no recordings for {group[0] or 'this input'}")
+            return self._routes.refusal(batch)
         if used >= len(route):
             return RunEagerly(Reason.TOO_LARGE, f"{used} {self.phase.bucketed}, the largest bucket is {len(route) - 1}")
         decision = route[used]
@@ -230,35 +240,9 @@ class Runner:
                 return refusal
         return None
 
-    def _variant(self, batch: Any) -> str:
-        return next((variant.name for variant in self.phase.variants if variant.matches(batch)), "")
-
-    def _absent(self, batch: Any, beside: Mapping[str, Any]) -> frozenset[str]:
-        return frozenset([s.name for s in self.phase.keyed if fetch(batch, beside, s.path) is None])
-
-    def _route(self, failed: frozenset[ShapeKey]) -> None:
-        """Decide for every size ahead of time."""
-        assert self.buckets is not None
-        self._routes = {
-            group: [self._decide_size(used, group, failed) for used in range(self.buckets.largest + 1)]
-            for group in self._groups
-        }
-
-    def _decide_size(self, used: int, group: tuple[str, frozenset[str]], failed: frozenset[ShapeKey]) -> Decision:
-        assert self.buckets is not None
-        dim = self.phase.bucketed
-        size = self.buckets.fit(used)
-        if size is None:
-            return RunEagerly(Reason.NOT_CAPTURED, f"{used} {dim} is not one of the exact sizes")
-        key = ShapeKey(self.phase.name, dim, size, *group)
-        if key in failed:
-            return RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {key} failed")
-        wasted = size - used
-        if size > self.plan.max_padding_ratio * used and wasted > self.plan.max_padding_rows:
-            return RunEagerly(Reason.OVER_PADDED, f"{used} {dim} in a bucket of {size} would waste {wasted} rows")
-        if key not in self._entries:
-            return RunEagerly(Reason.NOT_CAPTURED, f"{key} is not captured. Call capture()")
-        return Replay(key)
+    def _route(self, failed: Collection[ShapeKey] = ()) -> None:
+        if self._routes is not None:
+            self._routes.settle(self.plan, self._entries, failed)
 
     # -- run ----------------------------------------------------------------------------------------------
 
@@ -392,6 +376,8 @@ class Runner:
                 lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
         for row in self.report.failures if self.report else ():
             lines.append(f"  {row.key} stays eager: {row.error}")
+        lines += [f"  left out: {one}" for one in (self.selection.left_out if self.selection else ())]
+        lines += [f"  {key} is served by {other}" for key, other in self.standing_in.items()]
         lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")
         for reason, count in stats.eager.most_common():
             lines.append(f"    {count} {reason.value}: {stats.details[reason]}")

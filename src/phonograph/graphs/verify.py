@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from phonograph.errors import DeclarationError, VerifyError
+from phonograph.graphs.axes import weaker_products
 from phonograph.graphs.buffers import LoadMode
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
@@ -81,6 +82,9 @@ def verify(
     2. same view: replay equals eager on the same padded view, in outputs and in the state it writes.
     3. unpadded: replay is near eager without padding.
 
+    Where an axis says that recordings stand in for weaker ones, each is also replayed on batches of the weaker
+    products, and must give, bit for bit, what these get without it.
+
     A `tolerance` (relative) holds for 3, and for 2, which wants equal bits without one: give it where a body
     picks other kernels while it is captured.
 
@@ -97,6 +101,9 @@ def verify(
             for index, used in enumerate(_used_sizes(runner, key, batches)):
                 verification = _Verification(runner, key, used, seed + index, tolerance, state, python)
                 checks += verification.run()
+                for weaker in _weaker(runner, key):
+                    served = _Verification(runner, key, used, seed + index, tolerance, state, python, served=weaker)
+                    checks.append(served.check_stand_in())
                 if not padding_writes and verification.is_written_by_padding():
                     padding_writes = f"first seen in {key} with {used} used"
     if padding_writes:
@@ -119,13 +126,19 @@ def _check_arguments(batches: int, tolerance: float | None) -> None:
 
 def _used_sizes(runner: Runner, key: ShapeKey, batches: int) -> list[int]:
     """The full bucket, then sizes down to the smallest that this bucket serves."""
-    assert runner.buckets is not None
-    sizes = runner.buckets.sizes
+    assert runner.selection is not None
+    buckets = runner.selection.sizes[key.values]
+    sizes = buckets.sizes
     position = sizes.index(key.size)
-    smallest = key.size if runner.buckets.exact else (sizes[position - 1] + 1 if position else min(1, key.size))
+    smallest = key.size if buckets.exact else (sizes[position - 1] + 1 if position else min(1, key.size))
     span = key.size - smallest
     spread = [key.size - round(span * i / max(1, batches - 1)) for i in range(batches)]
     return list(dict.fromkeys(spread))
+
+
+def _weaker(runner: Runner, key: ShapeKey) -> list[ShapeKey]:
+    """What the key's recording may stand in for."""
+    return [replace(key, values=product) for product in weaker_products(runner.phase.axes, key.values)]
 
 
 def _notes(runner: Runner) -> Iterator[str]:
@@ -152,8 +165,11 @@ class _Verification:
         tolerance: float | None,
         state: Sequence[torch.Tensor],
         python: PythonState | None,
+        served: ShapeKey | None = None,
     ) -> None:
         self._runner = runner
+        self._served = served if served is not None else key
+        """Whose batches are tried: the recording's own, or those that it stands in for."""
         self._python = python
         self._key = key
         self._seed = seed
@@ -167,7 +183,7 @@ class _Verification:
         self._extent = Extent(sizes, phase.padded(key.size))
         self._unpadded = Extent(sizes, sizes)
         self._used = used
-        self._sample: Sample = phase.sample_for(key, self._unpadded, seed)
+        self._sample: Sample = phase.sample_for(self._served, self._unpadded, seed)
         measured = runner.registry.measure(self._sample.batch, self._sample.beside)
         self._extent = Extent(measured, phase.padded(key.size))
         self._unpadded = Extent(measured, measured)
@@ -191,6 +207,23 @@ class _Verification:
             same,
             self._compare("unpadded", second, unpadded, None),
         ]
+
+    def check_stand_in(self) -> Check:
+        """Whether the recording gives batches of a weaker product the bits that they get without it."""
+        if self._runner.phase.preserve is None:
+            self._state += self._written()
+        is_recorded = self._served in self._runner.captured
+        tolerance = 0.0 if is_recorded else self._tolerance or 0.0
+        found, state = self._replay(pattern=1)
+        wanted, wanted_state = self._replay(pattern=1, of=self._served) if is_recorded else self._eager(padded=True)
+        name = f"stands in for {self._served}"
+        check = self._compare(name, found, wanted, tolerance)
+        further = [str(path) for path in found if path not in wanted]
+        if further:
+            return replace(check, passed=False, detail=f"puts out {further[0]} as well, which no caller expects")
+        if check.passed and not tolerance:
+            check = self._compare(f"{name}, state", _numbered(state), _numbered(wanted_state), 0.0)
+        return check
 
     def is_written_by_padding(self) -> bool:
         """Whether a run with padding writes what one without leaves alone.
@@ -234,8 +267,8 @@ class _Verification:
         self._elements += saved.elements
         return saved.memory
 
-    def _replay(self, pattern: int) -> tuple[dict[Path, Any], list[torch.Tensor]]:
-        runner, phase = self._runner, self._runner.phase
+    def _replay(self, pattern: int, of: ShapeKey | None = None) -> tuple[dict[Path, Any], list[torch.Tensor]]:
+        runner, phase, key = self._runner, self._runner.phase, of if of is not None else self._key
         with self._restored():
             view = runner.registry.load(
                 self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without
@@ -248,8 +281,8 @@ class _Verification:
                 self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without
             )
             with entering(Current(phase.name, runner.plan.backend, Stage.REPLAYING, live.batch)):
-                runner.recording(self._key).replay()
-            outputs = runner.parts(runner.trimmed(self._key, self._extent.used))
+                runner.recording(key).replay()
+            outputs = runner.parts(runner.trimmed(key, self._extent.used))
             return outputs, [t.clone() for t in self._state]
 
     def _eager(

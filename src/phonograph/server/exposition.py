@@ -100,12 +100,12 @@ class Exposition:
 
     def _graphs(self, phases: Iterable[PhaseStats]) -> Iterator[Metric]:
         each = [
-            ((phase.name, str(made.size), made.variant), made)
+            ((phase.name, str(made.size), made.axes), made)
             for phase in phases
             for made in phase.recordings
             if made.replays or not made.error
         ]
-        by_bucket = ["phase", "bucket", "variant"]
+        by_bucket = ["phase", "bucket", "axes"]
         replays = [(labels, made.replays) for labels, made in each]
         yield self._counter("graph_replays", "Steps served by replaying a recording.", by_bucket, replays)
         padded = [(labels, made.padded_rows) for labels, made in each]
@@ -116,6 +116,8 @@ class Exposition:
         yield self._gauge("graph_recordings", "Recordings that can be replayed.", ["phase", "backend"], recorded)
         failed = [((p.name,), sum(bool(made.error) for made in p.recordings)) for p in phases]
         yield self._gauge("graph_capture_failures", "Buckets whose capture failed.", ["phase"], failed)
+        left_out = [((p.name,), len(p.left_out)) for p in phases]
+        yield self._gauge("graph_products_left_out", "Products with sizes left out by a bound.", ["phase"], left_out)
         # Every reason is there from the start: an alert on an increase needs the zero before it.
         eager = {(phase.name, reason.value): 0 for phase in phases for reason in Reason}
         eager |= {(phase.name, why.reason): why.calls for phase in phases for why in phase.eager}

@@ -261,7 +261,7 @@ class PhaseCard {
   }
 
   makeTable(phase) {
-    const head = [phase.dim, "variant", "graphs", "memory", "replays", "padding"];
+    const head = [phase.dim, "axes", "graphs", "memory", "replays", "padding"];
     [this.tableHolder, this.body] = table(`Buckets of ${phase.name}`, head, "buckets");
     return this.body;
   }
@@ -293,7 +293,7 @@ class PhaseCard {
     const chosen = new Set(busiest.filter((made) => made.replays));
     const shown = all.filter((made) => this.all || made.error || chosen.has(made));
     this.tableHolder.hidden = !shown.length;
-    this.tableHolder.classList.toggle("one-variant", all.every((made) => !made.variant));
+    this.tableHolder.classList.toggle("no-axes", all.every((made) => !made.axes));
     this.toggle.hidden = !all.length || (!this.all && shown.length === all.length);
     const more = chosen.size ? `Show all ${all.length} buckets` : `None replayed yet. Show all ${all.length} buckets`;
     write(this.toggle, this.all ? "Show fewer" : more);
@@ -325,7 +325,7 @@ function table(title, columns, className) {
   made.append(make("caption", "hidden", title));
   const head = made.createTHead().insertRow();
   for (const name of columns) {
-    const cell = make("th", ["variant", "reason", "latest"].includes(name) ? "" : "num", name);
+    const cell = make("th", ["axes", "reason", "latest"].includes(name) ? "" : "num", name);
     cell.scope = "col";
     head.append(cell);
   }
@@ -351,7 +351,7 @@ function bucketRow() {
 
 function fillBucket(row, made, most) {
   write(row.cells[0], whole.format(made.size));
-  write(row.cells[1], made.variant || "–");
+  write(row.cells[1], made.axes || "–");
   row.classList.toggle("failed", Boolean(made.error));
   write(row.cells[2], made.error ? "–" : whole.format(made.num_graphs));
   write(row.cells[3], made.error ? "–" : bytes(made.num_bytes));
