@@ -29,9 +29,10 @@ if not torch.cuda.is_available():
 
 from attention_peer import flashinfer_call
 
-from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.base import Queries
 from phonograph.engine.attention.launches import Launch, Launches, launches_for, pick
 from phonograph.engine.attention.triton import TritonAttention
+from phonograph.engine.cache.groups import PagedCache
 
 Figures = dict[str, Any]
 READ, MATRIX = 4.42e12, 664e12

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from phonograph.engine.attention.base import PagedCache
+from phonograph.engine.cache.groups import PagedCache
 
 
 def flashinfer_call(

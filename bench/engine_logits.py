@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from phonograph.engine.attention.base import PagedCache, Queries, Span
+from phonograph.engine.attention.base import Queries, Span
+from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.llm import LLM
 
 
@@ -18,18 +19,17 @@ def sequence_logits(
     All tokens are one step, or steps of that many: kernels may depend on their number.
     The pages are its own: those of the engine may hold prefixes that later requests share.
     """
-    decoder, theirs = llm.executor.model, llm.executor.cache.keys
+    model, on = llm.executor.model, llm.device.torch_device
     count, size = len(tokens), llm.limits.page_size
     num_pages = -(-count // size)
-    shape = (theirs.shape[0], num_pages + 1, *theirs.shape[2:])
-    cache = PagedCache.empty(*shape, dtype=theirs.dtype, device=theirs.device)
-    ids = torch.tensor(tokens, device=theirs.device)
-    table = torch.arange(1, num_pages + 1, device=theirs.device, dtype=torch.int32).repeat(2, 1)
-    positions = torch.arange(count, device=theirs.device)
+    cache = CacheGroup.empty(model.keeps, num_pages + 1, size, dtype=model.dtype, device=on)
+    ids = torch.tensor(tokens, device=on)
+    table = torch.arange(1, num_pages + 1, device=on, dtype=torch.int32).repeat(2, 1)
+    positions = torch.arange(count, device=on)
     found = []
     with torch.inference_mode():
         for part, at in zip(ids.split(step or count), positions.split(step or count), strict=True):
             spans = None if as_decodes else (Span(1, 0, int(at[0]), len(at)),)
             queries = Queries(torch.ones_like(part), at, table, as_decodes, spans)
-            found.append(decoder.logits(decoder.hidden(part, queries, cache)))
+            found.append(model.logits(model.hidden(part, queries, cache).states))
         return torch.cat(found)

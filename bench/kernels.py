@@ -27,8 +27,9 @@ if not torch.cuda.is_available():
 from torch.nn import functional
 
 from phonograph.devices import Device, open_device
-from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.base import Queries
 from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.cache.groups import CacheGroup, PagedCache
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.kernels import tuning
 from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm
@@ -40,8 +41,10 @@ from phonograph.engine.kernels.triton.measuring import Measurement, Trial, best,
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.triton.sampler import TritonSampler
 from phonograph.engine.kernels.tuning import Choice, Product, Tuning
+from phonograph.engine.models import dense
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.decoder import Decoder, LayerWeights, Weights
+from phonograph.engine.models.interface import ModelParts
 from phonograph.engine.models.loading import load_weights
 from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
 from phonograph.graphs.progress import bar
@@ -348,11 +351,10 @@ def samplers(device: Device, vocab: int, dtype: torch.dtype, counts: list[int]) 
     return figures
 
 
-def whole_layers(device: Device, config: ModelConfig, weights: Weights, chosen: Tuning, tokens: list[int]) -> Figures:
+def whole_layers(device: Device, built: Decoder, chosen: Tuning, tokens: list[int]) -> Figures:
     """Hidden states of two layers with reference attention: relative error of both kernels against float64."""
     on, figures = device.torch_device, {}
-    config = replace(config, num_layers=2)
-    weights = replace(weights, layers=weights.layers[:2])
+    config, weights = built.config, replace(built.weights, layers=built.weights.layers[:2])
     exact = _doubled(weights)
     for count in tokens:
         table = torch.arange(1, 5, device=on, dtype=torch.int32)[None].repeat(count + 1, 1)
@@ -365,14 +367,12 @@ def whole_layers(device: Device, config: ModelConfig, weights: Weights, chosen: 
             ("reference", ReferenceKernels(), weights),
             ("triton", TritonKernels(on, chosen), weights),
         ):
-            cache = PagedCache.empty(
-                2, 4 * count + 5, 16, config.num_kv_heads, config.head_dim, dtype=ours.head.dtype, device=on
-            )
+            decoder = replace(built, weights=ours, kernels=kernels, residual=ours.head.dtype)
+            cache = CacheGroup.empty(decoder.keeps, 4 * count + 5, 16, dtype=ours.head.dtype, device=on)
             torch.manual_seed(1)
-            cache.keys.copy_(torch.randn(cache.keys.shape, device=on))
-            cache.values.copy_(torch.randn(cache.values.shape, device=on))
-            decoder = Decoder(config, ours, ReferenceAttention(), kernels, max_len=64)
-            states[name] = decoder.hidden(ids, queries, cache).double()
+            for part in cache.tensors:
+                part.copy_(torch.randn(part.shape, device=on))
+            states[name] = decoder.hidden(ids, queries, cache).states.double()
         error = {n: ((states[n] - states["exact"]).norm() / states["exact"].norm()).item() for n in states}
         figures[f"{count} tokens"] = {name: float(f"{e:.2g}") for name, e in error.items() if name != "exact"}
         assert error["triton"] <= max(1e-2, 1.5 * error["reference"]), f"two layers of {count} tokens: {error}"
@@ -418,7 +418,9 @@ def main() -> None:
     torch.manual_seed(0)
     figures: Figures = {}
     with torch.no_grad():
-        weights = load_weights(RandomCheckpoint(config), dtype, device.torch_device)
+        parts = ModelParts(ReferenceAttention(), ReferenceKernels(), max_len=64)
+        built = dense.build(config, load_weights(RandomCheckpoint(config), dtype, device.torch_device), parts)
+        weights = built.weights
         wanted = [product for count in tokens for product in products_of(config, count, dtype)]
         if args.sweep:
             everything, figures["sweep"] = sweep(device, wanted, args)
@@ -427,7 +429,7 @@ def main() -> None:
         found = Tuning(measured)
         figures["relative_error"] = accuracy(device, {p: c for p, c in measured.items() if p in set(wanted)})
         figures["step"] = steps(device, config, weights, found, tokens)
-        figures["two_layers"] = whole_layers(device, config, weights, found, tokens[:4])
+        figures["two_layers"] = whole_layers(device, built, found, tokens[:4])
         others = [1, 16, 64, 256, 2048] if on_gpu else [2]
         figures["sampler"] = samplers(device, config.vocab, dtype, [1, 32, 256] if on_gpu else [2])
         figures["kernels"] = other_kernels(device, config, dtype, others, args.overlap)

@@ -10,7 +10,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from phonograph.engine.attention.base import Attention, PagedCache, Queries, Span
+from phonograph.engine.attention.base import Attention, Queries, Span
+from phonograph.engine.cache.groups import PagedCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM
-from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.registry import config_from_hf
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import FinishReason, SamplingParams
 from server import tiny
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(path, backend)
     config = {**tiny.CONFIG, "vocab_size": backend.get_vocab_size(), "eos_token_id": 2}
     (path / "config.json").write_text(json.dumps(config))
-    weights = {name: tensor.float() for name, tensor in RandomCheckpoint(ModelConfig.from_hf(config), 3).tensors()}
+    weights = {name: tensor.float() for name, tensor in RandomCheckpoint(config_from_hf(config), 3).tensors()}
     save_file(weights, path / "model.safetensors")
     greedy = LLM(path, device="cpu").generate([PROMPT], GREEDY)[0]
     end = greedy.tokens[6]

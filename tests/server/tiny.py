@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.registry import config_from_hf
 
 SPECIAL = ("<|start|>", "<|end|>")
 VOCAB = 256 + len(SPECIAL)
@@ -44,7 +44,7 @@ def write(folder: Path, context: int = CONTEXT) -> Path:
     folder.mkdir()
     config = {**CONFIG, "max_position_embeddings": context}
     (folder / "config.json").write_text(json.dumps(config))
-    checkpoint = RandomCheckpoint(ModelConfig.from_hf(config))
+    checkpoint = RandomCheckpoint(config_from_hf(config))
     save_file({name: tensor.to(torch.float32) for name, tensor in checkpoint.tensors()}, folder / "model.safetensors")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))

@@ -14,7 +14,7 @@ from phonograph.cli.flags import add_engine_flags, spec_from
 from phonograph.cli.main import main
 from phonograph.engine.checkpoints.default import default_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.registry import config_from_hf
 from server import tiny
 
 Capture = pytest.CaptureFixture[str]
@@ -134,7 +134,7 @@ def test_explain_refuses_weights_that_have_no_place(tmp_path: Path, capsys: Capt
     folder = tiny.write(tmp_path / "tiny")
     config = {**tiny.CONFIG, "attention_bias": True}
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = RandomCheckpoint(ModelConfig.from_hf(config)).tensors()
+    tensors = RandomCheckpoint(config_from_hf(config)).tensors()
     save_file({name: tensor.float() for name, tensor in tensors}, folder / "model.safetensors")
     errors = []
     for command in (["explain"], ["generate", "--prompt", "x"]):

@@ -20,8 +20,9 @@ from gguf.quants import dequantize
 from paged import Heads as HeadSizes
 from paged import by_hand, case_of, spans_of
 from phonograph import DeviceError, PlanError
-from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.base import Queries
 from phonograph.engine.attention.cpu import CpuAttention
+from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.kernels.base import Angles, Heads, Norm
 from phonograph.engine.kernels.cpu import MOST_TOKENS, CpuKernels

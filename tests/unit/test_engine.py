@@ -16,6 +16,7 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.executor import Executor, Launched
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
@@ -146,6 +147,11 @@ def test_logprobs_are_those_of_the_raw_logits(device: Device, backend: str) -> N
     assert (eager == 0) == (backend == "full")
 
 
+def embedding_of(llm: LLM) -> torch.Tensor:
+    assert isinstance(llm.executor.model, Decoder)
+    return llm.executor.model.weights.embedding
+
+
 def logits_of(llm: LLM, known: tuple[int, ...]) -> torch.Tensor:
     """Logits of every position, by one pass of the model over pages 1, 2, … of an idle engine."""
     on = llm.device.torch_device
@@ -156,7 +162,7 @@ def logits_of(llm: LLM, known: tuple[int, ...]) -> torch.Tensor:
     queries = Queries(torch.ones_like(positions), positions, table, False, (Span(1, 0, 0, count),))
     with torch.inference_mode():
         hidden = executor.model.hidden(torch.tensor(known, device=on), queries, executor.cache)
-        return executor.model.logits(hidden)
+        return executor.model.logits(hidden.states)
 
 
 def test_a_steady_decode_is_one_launch_and_loads_nothing(device: Device) -> None:
@@ -343,7 +349,7 @@ WANTS = {
 
 def spoil(llm: LLM, token: int, value: float) -> None:
     with torch.inference_mode():
-        llm.executor.model.weights.embedding[token] = value
+        embedding_of(llm)[token] = value
 
 
 @pytest.mark.parametrize("backend", ["disabled", "full", "breakable"])

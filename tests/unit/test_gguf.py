@@ -15,6 +15,7 @@ import torch
 from phonograph.engine.checkpoints import GgufCheckpoint, RandomCheckpoint, TensorInfo, open_checkpoint
 from phonograph.engine.checkpoints.gguf_header import TYPES, GgufHeader
 from phonograph.engine.models.config import SHAPES, ModelConfig
+from phonograph.engine.models.registry import config_from_gguf
 from phonograph.engine.models.rope_scaling import FactorsRope, LinearRope, YarnRope
 from phonograph.engine.request import SamplingParams
 from phonograph.errors import CheckpointError
@@ -256,7 +257,7 @@ class TestRefusedGguf:
     def test_heads_that_differ_by_layer(self) -> None:
         metadata = {"general.architecture": "llama", "llama.embedding_length": 32, "llama.attention.head_count": [4, 2]}
         with pytest.raises(CheckpointError, match=r"attention.head_count is \[4, 2\]; expected an integer"):
-            ModelConfig.from_gguf(metadata, ())
+            config_from_gguf(metadata, ())
 
     def test_a_vocabulary(self, tmp_path: Path) -> None:
         def change(writer: Any) -> None:

@@ -13,8 +13,9 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.base import Queries
 from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.cache.groups import CacheGroup, PagedCache
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
 from phonograph.engine.kernels.reference import ReferenceKernels
@@ -23,8 +24,10 @@ from phonograph.engine.kernels.triton.layers import TritonKernels
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Tuning
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.models.decoder import Decoder, _pieces
+from phonograph.engine.models.decoder import _pieces
+from phonograph.engine.models.interface import ModelParts
 from phonograph.engine.models.loading import load_weights
+from phonograph.engine.models.registry import family_of
 from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -271,10 +274,10 @@ def test_a_decoder_computes_the_same_with_either_kernels() -> None:
     )
     found = []
     for kernels in (REFERENCE, TRITON):
-        shape = (config.num_layers, 5, PAGE, config.num_kv_heads, config.head_dim)
-        cache = PagedCache.empty(*shape, dtype=torch.float32, device=DEVICE)
-        decoder = Decoder(config, weights, ReferenceAttention(), kernels, max_len=8)
-        found.append(decoder.logits(decoder.hidden(torch.tensor([3, 4, 0], device=DEVICE), queries, cache)[:2]))
+        model = family_of(config).build(config, weights, ModelParts(ReferenceAttention(), kernels, max_len=8))
+        cache = CacheGroup.empty(model.keeps, 5, PAGE, dtype=torch.float32, device=DEVICE)
+        hidden = model.hidden(torch.tensor([3, 4, 0], device=DEVICE), queries, cache)
+        found.append(model.logits(hidden.states[:2]))
     for whole, pieces in zip(*found, strict=True):
         near(pieces, whole)
 
@@ -295,11 +298,10 @@ def test_many_tokens_are_projected_piece_by_piece(
     tokens, found = torch.arange(num_tokens, device=DEVICE) + 40, []
     for piece in (2048, 3):
         monkeypatch.setattr("phonograph.engine.models.decoder.PIECE", piece)
-        shape = (config.num_layers, 4, PAGE, config.num_kv_heads, config.head_dim)
-        cache = PagedCache.empty(*shape, dtype=torch.float32, device=DEVICE)
-        decoder = Decoder(config, weights, ReferenceAttention(), kernels, max_len=16)
-        hidden = decoder.hidden(tokens, Queries(rows, positions, table, one_per_sequence=False), cache)
-        found.append((hidden, cache.keys, cache.values))
+        model = family_of(config).build(config, weights, ModelParts(ReferenceAttention(), kernels, max_len=16))
+        cache = CacheGroup.empty(model.keeps, 4, PAGE, dtype=torch.float32, device=DEVICE)
+        hidden = model.hidden(tokens, Queries(rows, positions, table, one_per_sequence=False), cache)
+        found.append((hidden.states, *cache.tensors))
     for whole, pieces in zip(*found, strict=True):
         near(pieces, whole)
 

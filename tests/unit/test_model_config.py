@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from phonograph.engine.checkpoints import expected_shapes
-from phonograph.engine.models.config import SHAPES, ModelConfig
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.models.registry import config_from_hf
 from phonograph.engine.models.rope_scaling import FactorsRope, LinearRope
 from phonograph.errors import CheckpointError
 
@@ -43,35 +44,35 @@ def hf(kind: str) -> dict[str, Any]:
 
 class TestFamily:
     def test_qwen2_windows_its_later_layers(self) -> None:
-        config = ModelConfig.from_hf(hf("Qwen2"))
+        config = config_from_hf(hf("Qwen2"))
         assert [config.window(layer) for layer in range(3)] == [None, 16, 16]
         assert (config.qkv_bias, config.o_bias, config.qk_norm) == (True, False, False)
 
     def test_qwen2_without_the_switch_has_no_window(self) -> None:
-        config = ModelConfig.from_hf({**hf("Qwen2"), "use_sliding_window": False})
+        config = config_from_hf({**hf("Qwen2"), "use_sliding_window": False})
         assert (config.sliding_window, config.sliding_layers) == (None, frozenset())
 
     def test_layer_types_say_which_layers_have_a_window(self) -> None:
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-        config = ModelConfig.from_hf({**hf("Qwen2"), "layer_types": kinds})
+        config = config_from_hf({**hf("Qwen2"), "layer_types": kinds})
         assert [config.window(layer) for layer in range(3)] == [16, None, 16]
 
     def test_mistral_windows_every_layer(self) -> None:
         values = hf("Mistral")
-        assert [ModelConfig.from_hf(values).window(layer) for layer in range(3)] == [24] * 3
-        assert ModelConfig.from_hf({**values, "sliding_window": None}).window(0) is None
+        assert [config_from_hf(values).window(layer) for layer in range(3)] == [24] * 3
+        assert config_from_hf({**values, "sliding_window": None}).window(0) is None
         del values["sliding_window"]
-        assert ModelConfig.from_hf(values).window(0) == 4096
+        assert config_from_hf(values).window(0) == 4096
 
     def test_qwen3_norms_queries_and_keys(self) -> None:
-        config = ModelConfig.from_hf(hf("Qwen3"))
+        config = config_from_hf(hf("Qwen3"))
         assert (config.qk_norm, config.qkv_bias, config.head_dim, config.tied_embeddings) == (True, False, 16, True)
 
     def test_an_old_config_json(self) -> None:
         """As of Llama 2, before transformers 5 renamed things."""
         old = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"}
         old |= {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "num_key_value_heads": None}
-        config = ModelConfig.from_hf(old)
+        config = config_from_hf(old)
         assert (config.rope_theta, config.rope_scaling) == (5e5, LinearRope(2.0))
         assert (config.dtype, config.num_kv_heads, config.head_dim) == (torch.float16, 4, 8)
 
@@ -108,7 +109,7 @@ class TestFamily:
 
         values = {**SIZES, "head_dim": head_dim, "max_position_embeddings": 131_072}
         theirs = transformers.LlamaConfig(**values, rope_parameters={**rope, "rope_theta": theta})
-        config = ModelConfig.from_hf({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]})
+        config = config_from_hf({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]})
         embedding = LlamaRotaryEmbedding(theirs)
         assert torch.equal(config.inv_freq(), embedding.inv_freq)
         assert config.rope_attention_factor == embedding.attention_scaling
@@ -129,7 +130,7 @@ class TestFamily:
         """llama.cpp's converter stores plain / stretched for each frequency."""
         rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = 8192
-        config = ModelConfig.from_hf({**SIZES, "architectures": ["LlamaForCausalLM"], "rope_parameters": rope})
+        config = config_from_hf({**SIZES, "architectures": ["LlamaForCausalLM"], "rope_parameters": rope})
         factors = replace(config, rope_scaling=None).inv_freq() / config.inv_freq()
         stored = replace(config, rope_scaling=FactorsRope(tuple(factors.tolist())))
         torch.testing.assert_close(stored.inv_freq(), config.inv_freq())
@@ -160,13 +161,13 @@ class TestBothSpellings:
 
         (tmp_path / "config.json").write_text(json.dumps({**BASE, **changes}))
         embedding = LlamaRotaryEmbedding(transformers.AutoConfig.from_pretrained(tmp_path))
-        config = ModelConfig.from_hf({**BASE, **changes})
+        config = config_from_hf({**BASE, **changes})
         assert torch.equal(config.inv_freq(), embedding.inv_freq)
         assert config.rope_attention_factor == embedding.attention_scaling
 
     def test_what_does_not_count_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "phonograph"):
-            ModelConfig.from_hf({**BASE, "rope_parameters": YARN, "rope_scaling": {**LINEAR, "beta_fast": 8}})
+            config_from_hf({**BASE, "rope_parameters": YARN, "rope_scaling": {**LINEAR, "beta_fast": 8}})
         assert "rope_scaling and rope_parameters, and they differ" in caplog.text
         assert "beta_fast has no effect with rope_type 'linear'" in caplog.text
 
@@ -191,22 +192,22 @@ class TestWhatIsNotComputed:
     )
     def test_a_number_that_changes_the_arithmetic_is_refused(self, name: str, value: object, neutral: object) -> None:
         with pytest.raises(CheckpointError, match=name):
-            ModelConfig.from_hf({**BASE, name: value})
-        assert ModelConfig.from_hf({**BASE, name: neutral}) == ModelConfig.from_hf(BASE)
+            config_from_hf({**BASE, name: value})
+        assert config_from_hf({**BASE, name: neutral}) == config_from_hf(BASE)
 
     def test_unknown_fields_are_reported_by_name(self, caplog: pytest.LogCaptureFixture) -> None:
         known = {"use_cache": True, "initializer_range": 0.02, "temperature": 0.6, "_name_or_path": "x"}
         with caplog.at_level(logging.WARNING, "phonograph"):
-            ModelConfig.from_hf({**BASE, **known, "absent": None, "off": False})
+            config_from_hf({**BASE, **known, "absent": None, "off": False})
             assert not caplog.text
-            ModelConfig.from_hf({**BASE, "no_rope_layers": [1, 0, 1]})
+            config_from_hf({**BASE, "no_rope_layers": [1, 0, 1]})
         assert "no_rope_layers" in caplog.text
 
     @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 10**400])
     @pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps"])
     def test_a_number_that_is_not_finite_is_refused(self, name: str, number: float) -> None:
         with pytest.raises(CheckpointError, match=f"{name} is .*; expected a finite number"):
-            ModelConfig.from_hf({**BASE, name: number})
+            config_from_hf({**BASE, name: number})
 
     @pytest.mark.parametrize(
         "rope",
@@ -222,7 +223,7 @@ class TestWhatIsNotComputed:
     )
     def test_frequencies_that_can_not_be_are_refused(self, rope: dict[str, Any]) -> None:
         with pytest.raises(CheckpointError, match=r"frequencies|attention_factor|factor is missing"):
-            ModelConfig.from_hf({**BASE, "rope_parameters": rope})
+            config_from_hf({**BASE, "rope_parameters": rope})
 
     @pytest.mark.parametrize(
         "name", ["num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "max_position_embeddings"]
@@ -230,13 +231,13 @@ class TestWhatIsNotComputed:
     def test_sizes_beyond_all_models_are_refused_at_once(self, name: str) -> None:
         window = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
         with pytest.raises(CheckpointError, match=r"at most|64 bits"):
-            ModelConfig.from_hf({**BASE, **window, name: 2**31})
+            config_from_hf({**BASE, **window, name: 2**31})
         with pytest.raises(CheckpointError, match=name):
-            ModelConfig.from_hf({**BASE, name: 10**30})
+            config_from_hf({**BASE, name: 10**30})
 
     def test_names_that_contradict_each_other_are_refused(self) -> None:
         with pytest.raises(CheckpointError, match=r"LlamaForCausalLM, but model_type is 'mistral'"):
-            ModelConfig.from_hf({**BASE, "model_type": "mistral"})
+            config_from_hf({**BASE, "model_type": "mistral"})
         mixed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
         with pytest.raises(CheckpointError, match="layer_types gives a window to 1 of 3"):
-            ModelConfig.from_hf({**BASE, **mixed, "layer_types": ["sliding_attention", *["full_attention"] * 2]})
+            config_from_hf({**BASE, **mixed, "layer_types": ["sliding_attention", *["full_attention"] * 2]})

@@ -16,8 +16,9 @@ from phonograph.engine.checkpoints.base import TensorInfo, expected_shapes
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.models.decoder import Decoder
-from phonograph.engine.models.loading import load_weights
+from phonograph.engine.models.interface import Model, ModelParts
+from phonograph.engine.models.loading import load_model, load_weights
+from phonograph.engine.models.registry import family_of
 from phonograph.engine.models.value_range import ValueRange, value_range
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.precision import MOST_IN_FLOAT16, precision_for
@@ -94,38 +95,37 @@ def test_values_that_are_too_large_for_float16_lead_to_bfloat16(largest: float) 
     assert "layer 3" in str(left)
 
 
-def _decoder(factor: float, layer: int, dtype: torch.dtype, part: str = "gate_up") -> Decoder:
+def _model(factor: float, layer: int, dtype: torch.dtype, part: str = "gate_up") -> Model:
     config = SHAPES["tiny"]
     weights = load_weights(RandomCheckpoint(config), dtype, CPU)
-    for matrix in (weights.layers[layer].gate_up, weights.layers[layer].down):
-        if part == "gate_up" or matrix is weights.layers[layer].down:
-            matrix.mul_(factor)
-    return Decoder(config, weights, ReferenceAttention(), ReferenceKernels(), 1024, F32)
+    for name in ("gate_up", "down"):
+        if name == "down" or part == "gate_up":
+            weights[f"layers.{layer}.{name}"].mul_(factor)
+    return family_of(config).build(config, weights, ModelParts(ReferenceAttention(), ReferenceKernels(), 1024, F32))
 
 
 def test_a_pass_finds_the_largest_value_and_its_layer() -> None:
-    plain = value_range(_decoder(1.0, 1, F16), open_device("cpu"))
+    plain = value_range(_model(1.0, 1, F16), open_device("cpu"))
     assert plain.num_tokens == 512
     assert 0 < plain.largest < 100
-    scaled = value_range(_decoder(64.0, 1, F16), open_device("cpu"))
+    scaled = value_range(_model(64.0, 1, F16), open_device("cpu"))
     assert scaled.layer == 1
     assert scaled.largest > 100 * plain.largest
-    broken = value_range(_decoder(float("nan"), 1, F16), open_device("cpu"))
+    broken = value_range(_model(float("nan"), 1, F16), open_device("cpu"))
     assert broken.largest == float("inf")
 
 
 def test_what_is_added_to_a_residual_stream_in_float32_may_be_of_any_size() -> None:
-    decoder = _decoder(3e4, 0, F16, part="down")
-    plain = value_range(_decoder(1.0, 0, F16), open_device("cpu"))
-    assert value_range(decoder, open_device("cpu")).largest < 4 * plain.largest
+    loud = _model(3e4, 0, F16, part="down")
+    plain = value_range(_model(1.0, 0, F16), open_device("cpu"))
+    assert value_range(loud, open_device("cpu")).largest < 4 * plain.largest
 
 
 def test_the_default_model_fits_into_float16() -> None:
     checkpoint = open_checkpoint(None)
     planned = precision_for(checkpoint, EngineOptions(), GPU)
-    weights = load_weights(checkpoint, F16, CPU)
-    decoder = Decoder(checkpoint.config, weights, ReferenceAttention(), ReferenceKernels(), 512, F32)
-    found = planned.after(value_range(decoder, open_device("cpu")))
+    model = load_model(checkpoint, ModelParts(ReferenceAttention(), ReferenceKernels(), 512, F32), F16, CPU)
+    found = planned.after(value_range(model, open_device("cpu")))
     assert found.dtype == F16, str(found)
 
 

@@ -96,7 +96,7 @@ def _measure_backend(bench: Bench, backend: str, batches: tuple[int, ...], *, is
         return
     llm = _open(bench, backend, batches)
     driver, prompts = Driver(llm), Prompts(bench.config.vocab)
-    floors = Floors(bench.device, bench.config, llm.executor.model.weights)
+    floors = Floors(bench.device, llm.executor.model)
     if is_first:
         bench.report.fact("read_bandwidth_tb_s", floors.bandwidth / 1e12)
         bench.report.fact("weights_at_bandwidth_ms", floors.weights_read() * 1e3)

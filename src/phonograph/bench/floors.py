@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from phonograph.bench.timing import device_seconds
 from phonograph.devices import Device, DeviceGraph
-from phonograph.engine.models.config import ModelConfig
-from phonograph.engine.models.decoder import Weights
+from phonograph.engine.cache.groups import page_bytes
+from phonograph.engine.models.interface import Model
 
 _SUM_BYTES = 8 << 30
 
@@ -18,10 +18,9 @@ _SUM_BYTES = 8 << 30
 class Floors:
     """Measured on the weights of a loaded model, so that no layer's matrix is in a cache from the one before."""
 
-    def __init__(self, device: Device, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, device: Device, model: Model) -> None:
         self._device = device
-        self._config = config
-        self._weights = weights
+        self._model = model
         self._gemms: dict[tuple[int, int], float] = {}
         self._bandwidth: float | None = None
 
@@ -35,13 +34,12 @@ class Floors:
     @property
     def weight_bytes(self) -> int:
         """What a decode step reads of the model: everything but the embedding table."""
-        return sum(matrix.nbytes for matrix in self._matrices())
+        return sum(matrix.nbytes for matrix in self._model.matrices)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token of context, over all layers."""
-        config, dtype = self._config, self._weights.embedding.dtype
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+        return page_bytes(self._model.keeps, 1, self._model.dtype)
 
     def gemms(self, num_rows: int, num_logit_rows: int) -> float:
         """Seconds for every matrix product of a pass over `num_rows` tokens, as torch multiplies, in one graph."""
@@ -63,27 +61,20 @@ class Floors:
         return self.gemms(num_seqs, num_seqs) + self.kv_read(num_seqs * context)
 
     def _time_gemms(self, num_rows: int, num_logit_rows: int) -> float:
-        embedding = self._weights.embedding
-        widths = {matrix.shape[1] for matrix in self._matrices()}
+        *layers, head = self._model.matrices
+        widths = {matrix.shape[1] for matrix in self._model.matrices}
         inputs = {
-            (rows, width): torch.randn(rows, width, dtype=torch.float32, device=embedding.device).to(embedding.dtype)
+            (rows, width): torch.randn(rows, width, dtype=torch.float32, device=head.device).to(head.dtype)
             for rows in {num_rows, num_logit_rows}
             for width in widths
         }
-        head = self._weights.head
 
         def products() -> None:
-            for matrix in self._layer_matrices():
+            for matrix in layers:
                 functional.linear(inputs[num_rows, matrix.shape[1]], matrix)
             functional.linear(inputs[num_logit_rows, head.shape[1]], head)
 
         return device_seconds(self._device, graph_of(self._device, products).replay)
-
-    def _layer_matrices(self) -> list[torch.Tensor]:
-        return [m for layer in self._weights.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-
-    def _matrices(self) -> list[torch.Tensor]:
-        return [*self._layer_matrices(), self._weights.head]
 
 
 def graph_of(device: Device, body: Callable[[], None]) -> DeviceGraph:

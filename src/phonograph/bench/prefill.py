@@ -49,7 +49,7 @@ def _measure_backend(bench: Bench, backend: str, prefix: int, *, with_floors: bo
         return
     counts = bench.choose("requests", (1, 8), (1, 2))
     llm = open_prefill(bench, backend, prefix, sizes, counts)
-    floors = Floors(bench.device, bench.config, llm.executor.model.weights)
+    floors = Floors(bench.device, llm.executor.model)
     cases = PrefillCases(bench, llm, prefix)
     for num_requests in counts:
         for num_tokens in sizes:

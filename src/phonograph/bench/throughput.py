@@ -71,7 +71,7 @@ def _measure_w1(bench: Bench, llm: LLM, batch: Batch, backend: str) -> None:
 
 def _add_floor(bench: Bench, llm: LLM, batch: Batch) -> None:
     """What products and KV reads alone would take, as if prompts came first and then all decoded together."""
-    floors = Floors(bench.device, bench.config, llm.executor.model.weights)
+    floors = Floors(bench.device, llm.executor.model)
     num_seqs, chunk = len(batch.prompts), llm.limits.max_tokens
     prompts = batch.num_prompt_tokens / chunk * floors.gemms(chunk, min(num_seqs, chunk))
     decode_steps = batch.new_tokens - 1

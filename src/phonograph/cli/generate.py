@@ -61,7 +61,7 @@ def _as_json(done: Completion, seconds: float) -> dict[str, object]:
 
 def _report(llm: LLM, done: Completion, load_seconds: float, seconds: float) -> str:
     config = llm.checkpoint.config
-    dtype = str(llm.executor.cache.keys.dtype).removeprefix("torch.")
+    dtype = str(llm.executor.model.dtype).removeprefix("torch.")
     return "\n".join(
         [
             "",

@@ -188,7 +188,7 @@ def ready(llm: LLM) -> Ready:
         source=llm.checkpoint.source,
         architecture=config.architecture,
         num_layers=config.num_layers,
-        dtype=str(llm.executor.cache.keys.dtype).removeprefix("torch."),
+        dtype=str(llm.executor.model.dtype).removeprefix("torch."),
         device=llm.where,
         plan=llm.plan.explain(),
         captured=tuple(str(report) for report in llm.reports if report.rows),

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from phonograph.devices import Device, Fence
-from phonograph.engine.attention.base import PagedCache
 from phonograph.engine.batches import BatchBuilder, DecodeBatch, Wants
+from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.limits import Limits
-from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.interface import Model
 from phonograph.engine.passes import Passes
 from phonograph.engine.penalties import is_penalised
 from phonograph.engine.readback import Pending, Picked, Readback, Sampled
@@ -47,7 +47,7 @@ class Executor:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         sampler: Sampler,
         device: Device,
         plan: Plan,
@@ -64,7 +64,9 @@ class Executor:
         with allocating(
             f"a KV cache of {limits.capacity:,} tokens", "Lower cache_tokens, or max_seqs if it is not set."
         ):
-            self.cache = new_cache(model, limits.num_pages, limits.page_size, device)
+            self.cache = CacheGroup.empty(
+                model.keeps, limits.num_pages, limits.page_size, dtype=model.dtype, device=device.torch_device
+            )
         self.passes = Passes(model, sampler, device, limits, self.cache)
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
@@ -155,20 +157,6 @@ class Executor:
 def _picked(outputs: object) -> Picked:
     assert isinstance(outputs, Picked)
     return outputs
-
-
-def new_cache(model: Decoder, num_pages: int, page_size: int, device: Device) -> PagedCache:
-    """An empty KV cache for a model."""
-    config = model.config
-    return PagedCache.empty(
-        config.num_layers,
-        num_pages,
-        page_size,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype=model.dtype,
-        device=device.torch_device,
-    )
 
 
 def _num_recordings(phase: Phase, plan: PhasePlan) -> int:

@@ -24,8 +24,8 @@ from phonograph.engine.checkpoints.sampling import described
 from phonograph.engine.choices import attention_for, kernels_for, sampler_for
 from phonograph.engine.core import EngineCore
 from phonograph.engine.executor import Executor
-from phonograph.engine.models.decoder import Decoder
-from phonograph.engine.models.loading import load_weights
+from phonograph.engine.models.interface import Model, ModelParts
+from phonograph.engine.models.loading import load_model
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.precision import precision_for
@@ -139,18 +139,18 @@ class LLM:
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
         self.kernels = kernels_for(self.device, options, self.plan, progress)
-        decoder = self._decoder(attention, limits.max_len, progress)
+        loaded = self._model(attention, limits.max_len, progress)
         if self.precision.fallback is not None:
-            self.precision = self.precision.after(value_range(decoder, self.device))
-            if decoder.dtype != self.precision.dtype:
+            self.precision = self.precision.after(value_range(loaded, self.device))
+            if loaded.dtype != self.precision.dtype:
                 log.warning("%s: %s", self.checkpoint.source, self.precision)
-                del decoder  # there may not be room for the weights twice
-                decoder = self._decoder(attention, limits.max_len, progress)
+                del loaded  # there may not be room for the weights twice
+                loaded = self._model(attention, limits.max_len, progress)
         sampler = sampler_for(self.device, options, self.plan)
-        self.cache_size = cache_size(decoder, sampler, self.device, self.plan, limits, options, progress)
+        self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress)
         self.limits = replace(limits, num_pages=self.cache_size.num_pages)
         self.executor = Executor(
-            decoder, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
+            loaded, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
         )
         self.reports = self.executor.capture(progress)
         scheduler = Scheduler(self.limits, prefix_cache=options.prefix_cache, mixed=options.mixed)
@@ -161,13 +161,10 @@ class LLM:
         self._submitted: list[str] = []
         """Requests of the caller whose turn it is, each noted before the core knows it."""
 
-    def _decoder(self, attention: Attention, max_len: int, progress: Progress) -> Decoder:
+    def _model(self, attention: Attention, max_len: int, progress: Progress) -> Model:
         """The model with its weights, in the precision that was found."""
-        weights = load_weights(self.checkpoint, self.precision.dtype, self.device.torch_device, progress)
-        for number, matrix in enumerate(matrices := weights.matrices, 1):
-            self.kernels.prepare(matrix)
-            progress("preparing matrices", number, len(matrices))
-        return Decoder(self.checkpoint.config, weights, attention, self.kernels, max_len, self.precision.residual)
+        parts = ModelParts(attention, self.kernels, max_len, self.precision.residual)
+        return load_model(self.checkpoint, parts, self.precision.dtype, self.device.torch_device, progress)
 
     def generate(
         self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | None = None

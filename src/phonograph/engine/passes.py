@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +12,13 @@ import numpy as np
 import torch
 
 from phonograph.devices import Device
-from phonograph.engine.attention.base import Attention, PagedCache, Queries, StepAttention
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.attention.gaps import GapAttention
 from phonograph.engine.batches import DecodeBatch, PrefillBatch, Wants
+from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.constraints import MaskTable
 from phonograph.engine.limits import Limits
-from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.interface import Model
 from phonograph.engine.penalties import PenaltyTables
 from phonograph.engine.readback import Picked
 from phonograph.engine.request import MAX_LOGPROBS
@@ -24,7 +26,6 @@ from phonograph.engine.sampler import Sampler, Sampling, few_threads, penalise
 from phonograph.engine.tables import RequestTables, allocating
 from phonograph.engine.trials import Trials
 from phonograph.graphs.axes import Axis
-from phonograph.graphs.breaks import graph_break
 from phonograph.graphs.context import Stage, current
 from phonograph.graphs.extent import Dim, Extent
 from phonograph.graphs.phase import Phase
@@ -40,61 +41,10 @@ _SAMPLING = {
 truncation is recorded."""
 
 
-class _SpanAttention:
-    """Attention as a break: between two graphs it sees the sequences of the live batch."""
-
-    def __init__(self, inner: Attention) -> None:
-        self._inner = inner
-        self.name = inner.name
-        self._prepared: tuple[object, StepAttention] | None = None
-
-    def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
-        if current().breaker is None:
-            return self._inner.prepare(cache, queries, num_heads)
-        return _BrokenAttention(self, cache, queries)
-
-    def prepared(
-        self, cache: PagedCache, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int
-    ) -> StepAttention:
-        """For the step that is replayed; its first gap prepares for all of them."""
-        batch = current().batch
-        if self._prepared is None or self._prepared[0] is not batch:
-            queries = Queries(rows, positions, table, one_per_sequence=False, spans=batch.spans)
-            self._prepared = batch, self._inner.prepare(cache, queries, num_heads)
-        return self._prepared[1]
-
-
-@dataclass(frozen=True)
-class _BrokenAttention:
-    """Attends in gaps, by what was prepared for the live batch."""
-
-    outer: _SpanAttention
-    cache: PagedCache
-    queries: Queries
-
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        # Made by the graph before the gap, for the one behind it: nothing is copied between them.
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        return self._attend(layer, self.queries.rows, self.queries.positions, self.queries.table, q, window, out)
-
-    @graph_break
-    def _attend(
-        self,
-        layer: int,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        table: torch.Tensor,
-        q: torch.Tensor,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.outer.prepared(self.cache, rows, positions, table, q.shape[1]).attend(layer, q, window, out)
-
-
 class Passes:
     """The bodies: they gather from the request tables, run the model, pick tokens, and note them in the tables."""
 
-    def __init__(self, model: Decoder, sampler: Sampler, device: Device, limits: Limits, cache: PagedCache) -> None:
+    def __init__(self, model: Model, sampler: Sampler, device: Device, limits: Limits, cache: CacheGroup) -> None:
         self.limits = limits
         self.cache = cache
         self.vocab = model.config.vocab
@@ -103,14 +53,7 @@ class Passes:
         self._device = device
         self._decoder = model
         self._sampler = sampler
-        self._prefiller = Decoder(
-            model.config,
-            model.weights,
-            _SpanAttention(model.attention),
-            model.kernels,
-            limits.max_len,
-            model.residual,
-        )
+        self._prefiller = model.with_attention(GapAttention(model.attention))
 
     @cached_property
     def penalties(self) -> PenaltyTables:
@@ -188,7 +131,7 @@ class Passes:
         tables, pages = self.tables, self.tables.pages[:, : batch.width]
         queries = Queries(batch.rows, tables.length, pages, one_per_sequence=True, by_row=True)
         hidden = self._decoder.hidden(tables.last_token, queries, self.cache)
-        return self._next_tokens(self._decoder.logits(hidden), queries, batch.wants)
+        return self._next_tokens(self._decoder.logits(hidden.states), queries, batch.wants)
 
     def _prefill(self, batch: PrefillBatch) -> torch.Tensor:
         tables, rows = self.tables, batch.rows
@@ -196,7 +139,7 @@ class Passes:
         # A recording may not look at the host's spans; an eager pass is faster with them.
         spans = batch.spans if current().stage is Stage.EAGER else None
         queries = Queries(rows, batch.positions, tables.pages[:, : batch.width], False, spans)
-        return self._prefiller.hidden(tokens, queries, self.cache, wanted=batch.ends)
+        return self._prefiller.hidden(tokens, queries, self.cache, wanted=batch.ends).states
 
     def _prefill_tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         ends = batch.ends

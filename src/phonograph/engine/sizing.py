@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phonograph.devices import Device
+from phonograph.engine.cache.groups import page_bytes
 from phonograph.engine.executor import Executor
 from phonograph.engine.limits import Limits
-from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.interface import Model
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.phases import PHASES
 from phonograph.engine.sampler import Sampler
@@ -87,7 +88,7 @@ class CacheSize:
 
 
 def cache_size(
-    model: Decoder,
+    model: Model,
     sampler: Sampler,
     device: Device,
     plan: Plan,
@@ -103,7 +104,7 @@ def cache_size(
     needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, progress)
     memory = device.memory()
     allowed = int(memory.total * options.memory) - memory.used
-    page = _page_bytes(model, limits.page_size)
+    page = page_bytes(model.keeps, limits.page_size, model.dtype)
     num_pages = (allowed - needed - num_recordings * _BYTES_PER_GRAPH) // page
     if num_pages < 2:
         raise DeviceError(
@@ -122,7 +123,7 @@ def cache_size(
 
 
 def _rehearsed(
-    model: Decoder, sampler: Sampler, device: Device, plan: Plan, limits: Limits, progress: Progress
+    model: Model, sampler: Sampler, device: Device, plan: Plan, limits: Limits, progress: Progress
 ) -> tuple[int, int]:
     """Bytes that graphs and activations take, found by recording the largest of every phase over a tiny cache.
 
@@ -146,8 +147,3 @@ def _settle(device: Device) -> None:
     gc.collect()
     device.synchronize()
     device.free_unused()
-
-
-def _page_bytes(model: Decoder, page_size: int) -> int:
-    config = model.config
-    return 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize

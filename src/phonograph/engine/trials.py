@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from phonograph.engine.attention.base import PagedCache, Span
+from phonograph.engine.attention.base import Span
 from phonograph.engine.batches import DecodeBatch, PrefillBatch, Wants, rows_and_positions
+from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.limits import Limits
 from phonograph.engine.tables import RequestTables
 from phonograph.graphs.extent import Extent
@@ -33,7 +34,7 @@ class Trials:
     def __init__(
         self,
         tables: RequestTables,
-        cache: PagedCache,
+        cache: CacheGroup,
         limits: Limits,
         vocab: int,
         *,
@@ -93,7 +94,7 @@ class Trials:
         count = self.num_rows
         touched = [*self._tables.tensors, *self._others]
         rows = [tensor[: count + 1] for tensor in touched]
-        pages = [part[:, : count + 2] for part in (self._cache.keys, self._cache.values)]
+        pages = [part[:, : count + 2] for part in self._cache.tensors]
         held = [tensor.clone() for tensor in (*rows, *pages)]
         self._fill(pages)
         try:
@@ -119,8 +120,8 @@ class Trials:
 
     @cached_property
     def _random(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """(a page of keys and one of values; tables, and what their rows hold): brought over once, since a copy from
-        the host would wait for the trial before."""
+        """(a page of each of the cache's tensors; tables, and what their rows hold): brought over once, since a copy
+        from the host would wait for the trial before."""
         count, tables = self.num_rows, self._tables
         numbers = torch.Generator().manual_seed(count)
 
@@ -130,7 +131,7 @@ class Trials:
         def whole(low: int, high: int) -> torch.Tensor:
             return torch.randint(low, high, (count,), generator=numbers).to(tables.length.device)
 
-        return [page(self._cache.keys), page(self._cache.values)], [
+        return [page(part) for part in self._cache.tensors], [
             (tables.last_token, whole(0, self._vocab)),
             (tables.length, whole(self._size, 2 * self._size)),
             (tables.temperature, whole(0, 3) / 2),

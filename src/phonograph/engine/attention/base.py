@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from phonograph.engine.cache.groups import PagedCache
+
 if TYPE_CHECKING:
     from phonograph.engine.kernels.base import Heads, Places
 
@@ -53,46 +55,14 @@ class Queries:
         return self.positions[self.rows] if self.by_row else self.positions
 
 
-@dataclass(frozen=True)
-class PagedCache:
-    """Keys and values of all layers, in pages; page 0 belongs to padding."""
-
-    keys: torch.Tensor  # [num_layers, num_pages, page_size, num_kv_heads, head_dim]
-    values: torch.Tensor
-
-    @property
-    def page_size(self) -> int:
-        return self.keys.shape[2]
-
-    @cached_property
-    def layers(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Keys and values of each layer."""
-        return tuple(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
-
-    @staticmethod
-    def empty(
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> PagedCache:
-        shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
-        return PagedCache(
-            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-        )
-
-
 class StepAttention(Protocol):
     """Attention of one step: what all layers share is already computed."""
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Mix values for q ([num_tokens, num_heads, head_dim]); with a window, only over that many last positions.
 
-        The result is new, or `out`, contiguous, where that is given.
+        `layer` counts the layers of the cache that was prepared for. The result is new, or `out`, contiguous, where
+        that is given.
         """
         ...
 
@@ -116,6 +86,8 @@ class Attention(Protocol):
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         """Do once per step, before the layers, what depends on the queries alone.
+
+        The cache holds layers of one shape. A model whose layers differ prepares for each shape (`PreparedAttention`).
 
         It runs inside the recording. Host planning that a library needs belongs in `Phase.plan` or in a gap, outside
         of it; what `Phase.plan` planned is picked up here by the number of tokens.

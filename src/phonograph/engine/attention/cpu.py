@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.engine.attention.base import PagedCache, Queries, StepAttention
+from phonograph.engine.attention.base import Queries, StepAttention
 from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.native.library import Library
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from phonograph.devices import Device, Fence
-from phonograph.engine.attention.base import Attention, PagedCache, Queries, Span, StepAttention
+from phonograph.engine.attention.base import Attention, Queries, Span, StepAttention
+from phonograph.engine.cache.groups import PagedCache
 from phonograph.errors import DeviceError
 
 _WORKSPACE = 128 << 20

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from phonograph.engine.attention.base import PagedCache, Queries, Span, StepAttention
+from phonograph.engine.attention.base import Queries, Span, StepAttention
+from phonograph.engine.cache.groups import PagedCache
 
 ByToken = Callable[[PagedCache, torch.Tensor, torch.Tensor, torch.Tensor], StepAttention]
 """Attention of tokens that each look at their own row: from the cache, their rows and positions, and the table."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.engine.attention.base import PagedCache, Queries, StepAttention
+from phonograph.engine.attention.base import Queries, StepAttention
 from phonograph.engine.attention.kernel import attend
 from phonograph.engine.attention.launches import Launches, launches_for, pick
 from phonograph.engine.attention.tiles import list_tiles
+from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.kernels.base import Heads, Places
 from phonograph.engine.kernels.triton.launch import ceil_div, code, dependent
 from phonograph.engine.kernels.tuning import Overlap

@@ -10,15 +10,12 @@ from typing import Protocol
 import torch
 
 from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.registry import family_of
+from phonograph.engine.models.tensors import Shape
 from phonograph.engine.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
-
-Shape = tuple[int, ...]
-
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 _NAMED = 5
 """How many tensors an error names before it only counts."""
@@ -65,46 +62,22 @@ class Checkpoint(Protocol):
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that a model of this configuration consists of."""
-    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab, config.hidden)}
-    for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
-            shapes[f"model.layers.{layer}.{name}"] = shape
-    shapes["model.norm.weight"] = (config.hidden,)
-    if not config.tied_embeddings:
-        shapes[HEAD] = (config.vocab, config.hidden)
-    return shapes
+    """Every tensor that a checkpoint of this configuration must have."""
+    return {tensor.name: tensor.shape for tensor in family_of(config).tensors(config) if tensor.same_as is None}
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = [
-        ("self_attn.q_proj", heads, config.hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_heads, config.hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_heads, config.hidden, config.qkv_bias),
-        ("self_attn.o_proj", config.hidden, heads, config.o_bias),
-        ("mlp.gate_proj", config.intermediate, config.hidden, config.mlp_bias),
-        ("mlp.up_proj", config.intermediate, config.hidden, config.mlp_bias),
-        ("mlp.down_proj", config.hidden, config.intermediate, config.mlp_bias),
-    ]
-    shapes: dict[str, Shape] = {"input_layernorm.weight": (config.hidden,)}
-    for name, num_out, num_in, has_bias in projections:
-        shapes[f"{name}.weight"] = (num_out, num_in)
-        if has_bias:
-            shapes[f"{name}.bias"] = (num_out,)
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
-    shapes["post_attention_layernorm.weight"] = (config.hidden,)
-    return shapes
+def refuse_missing_layers(source: str, config: ModelConfig, num_tensors: int) -> None:
+    """Refuse a number of layers that the tensors can't be enough for, before as many are looked for."""
+    if config.num_layers > num_tensors:
+        raise CheckpointError(
+            f"checking {source}: the configuration says {config.num_layers} layers, but there are {num_tensors} "
+            "tensors in all. The weights and the configuration don't belong together: get the checkpoint again."
+        )
 
 
 def check_tensors(source: str, config: ModelConfig, found: Mapping[str, TensorInfo]) -> None:
     """Refuse tensors that are missing, unexpected, or of another shape than the configuration says."""
-    if config.num_layers > len(found):
-        raise CheckpointError(
-            f"checking {source}: the configuration says {config.num_layers} layers, but there are {len(found)} tensors "
-            "in all. The weights and the configuration don't belong together: get the checkpoint again."
-        )
+    refuse_missing_layers(source, config, len(found))
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]

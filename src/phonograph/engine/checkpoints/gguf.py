@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from phonograph.engine.checkpoints import sampling
-from phonograph.engine.checkpoints.base import EMBEDDING, HEAD, TensorInfo, check_tensors
+from phonograph.engine.checkpoints.base import TensorInfo, check_tensors, refuse_missing_layers
 from phonograph.engine.checkpoints.gguf_header import GgufHeader, StoredTensor
 from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.registry import config_from_gguf, family_of
 from phonograph.engine.models.rope_scaling import FactorsRope
 from phonograph.engine.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
@@ -23,30 +24,8 @@ from phonograph.errors import CheckpointError
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3.1's stretched frequencies: a tensor in the file, but part of the configuration here."""
 
-_OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": "model.norm.weight", "output.weight": HEAD}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _NATIVE = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16), "BF16": (np.int16, torch.bfloat16)}
 """Stored as torch has them; everything else is unpacked to float32."""
-
-
-def canonical_name(name: str) -> str:
-    """The name that `transformers` has for a tensor; an unknown one is kept, so that errors can say it."""
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _IN_LAYER:
-        return f"model.layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{parts[3]}"
-    return _OUTSIDE.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -63,10 +42,13 @@ class GgufCheckpoint:
     def open(cls, path: Path) -> GgufCheckpoint:
         """Read and check the header; refuse what can't be loaded before any weight is read."""
         header = GgufHeader.read(path)
-        config = ModelConfig.from_gguf(header.metadata, header.tensors, str(path))
+        config = config_from_gguf(header.metadata, header.tensors, str(path))
         if ROPE_FACTORS in header.tensors:
             config = replace(config, rope_scaling=_rope_factors(header, config))
-        stored = {canonical_name(name): tensor for name, tensor in header.tensors.items() if name != ROPE_FACTORS}
+        refuse_missing_layers(str(path), config, len(header.tensors))
+        # An unknown name is kept, so that errors can say it.
+        names = {tensor.gguf: tensor.name for tensor in family_of(config).tensors(config) if tensor.gguf}
+        stored = {names.get(name, name): tensor for name, tensor in header.tensors.items() if name != ROPE_FACTORS}
         checkpoint = cls(header, config, stored, sampling.from_gguf(header.metadata, str(path)))
         check_tensors(str(path), config, checkpoint.names)
         quantised = next((name for name, tensor in stored.items() if tensor.type.name not in _NATIVE), None)
@@ -87,8 +69,12 @@ class GgufCheckpoint:
         return {name: _info(tensor) for name, tensor in self.stored.items()}
 
     def tensors(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        heads = dict[str, int]()
+        if self.header.metadata["general.architecture"] == "llama":  # of the others it leaves the rows alone
+            heads = {tensor.name: tensor.heads for tensor in family_of(self.config).tensors(self.config)}
         for name, stored in self.stored.items():
-            yield name, self._in_order(name, _read(self.header.path, stored)).to(device)
+            tensor, num_heads = _read(self.header.path, stored), heads.get(name, 0)
+            yield name, (self._in_order(num_heads, tensor) if num_heads else tensor).to(device)
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self.header.metadata, self.config.eos_ids, self.source)
@@ -98,14 +84,8 @@ class GgufCheckpoint:
         template = self.header.metadata.get("tokenizer.chat_template")
         return ChatTemplate(template if isinstance(template, str) else None, tokenizer.special_tokens, self.source)
 
-    def _in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Undo llama.cpp's order of the rows of `llama` queries and keys: it rotates neighbours, we rotate halves."""
-        if self.header.metadata["general.architecture"] != "llama":
-            return tensor
-        module = name.rsplit(".", 2)[-2]
-        if module not in ("q_proj", "k_proj"):
-            return tensor
-        num_heads = self.config.num_heads if module == "q_proj" else self.config.num_kv_heads
+    def _in_order(self, num_heads: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Undo llama.cpp's order of the rows of heads that are rotated: it rotates neighbours, we rotate halves."""
         pairs = tensor.view(num_heads, self.config.head_dim // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
 

@@ -9,8 +9,10 @@ from typing import NoReturn
 
 import torch
 
-from phonograph.engine.checkpoints.base import TensorInfo, expected_shapes
+from phonograph.engine.checkpoints.base import TensorInfo
 from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.registry import family_of
+from phonograph.engine.models.tensors import ModelTensor
 from phonograph.engine.request import SamplingParams
 from phonograph.errors import CheckpointError
 
@@ -30,15 +32,18 @@ class RandomCheckpoint:
     def names(self) -> dict[str, TensorInfo]:
         dtype = self.config.dtype
         return {
-            name: TensorInfo(shape, dtype, "random", math.prod(shape) * dtype.itemsize)
-            for name, shape in expected_shapes(self.config).items()
+            tensor.name: TensorInfo(tensor.shape, dtype, "random", math.prod(tensor.shape) * dtype.itemsize)
+            for tensor in self._stored()
         }
 
     def tensors(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         numbers = torch.Generator(device).manual_seed(self.seed)
-        for name, info in self.names.items():
-            tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
-            yield name, tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, STD, generator=numbers)
+        for row in self._stored():
+            tensor = torch.empty(row.shape, dtype=self.config.dtype, device=device)
+            yield row.name, tensor.fill_(1.0) if row.init == "ones" else tensor.normal_(0.0, STD, generator=numbers)
+
+    def _stored(self) -> list[ModelTensor]:
+        return [tensor for tensor in family_of(self.config).tensors(self.config) if tensor.same_as is None]
 
     def tokenizer(self) -> NoReturn:
         raise CheckpointError("making a tokenizer: random weights have none. Give prompts as token ids.")

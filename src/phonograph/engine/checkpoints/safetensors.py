@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phonograph.engine.checkpoints import sampling
-from phonograph.engine.checkpoints.base import EMBEDDING, HEAD, TensorInfo, check_tensors
+from phonograph.engine.checkpoints.base import TensorInfo, check_tensors, refuse_missing_layers
 from phonograph.engine.models.config import ModelConfig, known_ids
 from phonograph.engine.models.fields import Fields
+from phonograph.engine.models.registry import config_from_hf, family_of
 from phonograph.engine.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
@@ -58,6 +60,7 @@ class SafetensorsCheckpoint:
                     both = f"{owner[name].name} and in {path.name}"
                     raise CheckpointError(f"checking {folder}: {name} is in {both}; expected it once.")
                 owner[name] = path
+        refuse_missing_layers(str(folder), config, len(owner))
         check_tensors(str(folder), config, checkpoint.names)
         if (folder / ADAPTER).is_file():
             problem = "the adapter that it describes is not applied, the base weights are served as they are"
@@ -73,8 +76,8 @@ class SafetensorsCheckpoint:
         return {name: info for tensors in self.shards.values() for name, info in tensors.items() if self._is_used(name)}
 
     def tensors(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        if self.config.tied_embeddings:
-            self._check_tied()
+        for name, other in self._tied.items():
+            self._check_tied(name, other)
         for path, tensors in self.shards.items():
             with _opened(path, device) as file:
                 for name in tensors:
@@ -88,19 +91,25 @@ class SafetensorsCheckpoint:
         return ChatTemplate.from_folder(self.folder)
 
     def _is_used(self, name: str) -> bool:
-        return not (name.endswith(_IGNORED) or (name == HEAD and self.config.tied_embeddings))
+        return not (name.endswith(_IGNORED) or name in self._tied)
 
-    def _check_tied(self) -> None:
-        """A head beside tied embeddings is only left out if it is the same matrix."""
+    @cached_property
+    def _tied(self) -> dict[str, str]:
+        """Tensors that are stored beside those they are equal to."""
+        tensors = family_of(self.config).tensors(self.config)
+        return {tensor.name: tensor.same_as for tensor in tensors if tensor.same_as is not None}
+
+    def _check_tied(self, name: str, other: str) -> None:
+        """One that is stored all the same is only left out if it is the same."""
         found: dict[str, torch.Tensor] = {}
-        if not any(HEAD in tensors for tensors in self.shards.values()):
+        if not any(name in tensors for tensors in self.shards.values()):
             return
         for path, tensors in self.shards.items():
             with _opened(path) as file:
-                found.update({name: file.get_tensor(name) for name in (EMBEDDING, HEAD) if name in tensors})
-        if not torch.equal(found[EMBEDDING].double(), found[HEAD].double()):
+                found.update({one: file.get_tensor(one) for one in (name, other) if one in tensors})
+        if not torch.equal(found[name].double(), found[other].double()):
             raise CheckpointError(
-                f"loading {self.folder}: {HEAD} differs from {EMBEDDING}, but config.json says tie_word_embeddings. "
+                f"loading {self.folder}: {name} differs from {other}, but config.json says tie_word_embeddings. "
                 "Set it to false if the model has a head of its own."
             )
 
@@ -171,7 +180,7 @@ def _read_config(folder: Path) -> tuple[ModelConfig, Fields]:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"opening {folder}: it has no config.json. Give a folder with a Hugging Face checkpoint.")
-    config = ModelConfig.from_hf(Fields.from_json(path).values, str(path))
+    config = config_from_hf(Fields.from_json(path).values, str(path))
     path = folder / "generation_config.json"
     generation = Fields.from_json(path) if path.is_file() else Fields(str(path), {})
     more = known_ids(generation, "eos_token_id", config.vocab)

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.cache.groups import PagedCache
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class Kernels(Protocol):
 
         Padding gets the first place of the null page. Where the queries go by row, the tokens do.
         """
+        ...
+
+    def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
+        """The places alone, for a step whose embeddings are given."""
         ...
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:

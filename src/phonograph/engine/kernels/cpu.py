@@ -7,7 +7,8 @@ from collections import Counter
 import torch
 from torch.nn import functional
 
-from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
 from phonograph.engine.kernels.packing import PackedMatrix
 from phonograph.engine.kernels.reference import ReferenceKernels
@@ -69,6 +70,9 @@ class CpuKernels:
         residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
         return _REFERENCE.enter(embedding, tokens, angles, queries, page_size, residual)
+
+    def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
+        return _REFERENCE.places(angles, queries, page_size)
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
         _REFERENCE.advance(queries, tokens, last_token, length)

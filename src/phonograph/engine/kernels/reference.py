@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
 
 
@@ -29,11 +30,14 @@ class ReferenceKernels:
         page_size: int,
         residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
-        positions = queries.token_positions
-        pages = queries.table[queries.rows, positions // page_size].long()
-        places = Places(angles.cos[positions], angles.sin[positions], pages * page_size + positions % page_size)
+        places = self.places(angles, queries, page_size)
         x = functional.embedding(tokens[queries.rows] if queries.by_row else tokens, embedding)
         return x.to(residual), places
+
+    def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
+        positions = queries.token_positions
+        pages = queries.table[queries.rows, positions // page_size].long()
+        return Places(angles.cos[positions], angles.sin[positions], pages * page_size + positions % page_size)
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
         real = queries.rows > 0

@@ -1,1 +1,1 @@
-"""Models: one dense decoder family, by hand."""
+"""Models: the protocol, the registry of families, and the dense family."""

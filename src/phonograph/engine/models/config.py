@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 
@@ -16,16 +16,6 @@ from phonograph.engine.models.rope_scaling import RopeScaling
 from phonograph.errors import CheckpointError
 
 log = logging.getLogger("phonograph")
-
-_BY_MODEL_TYPE = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-ARCHITECTURES = tuple(_BY_MODEL_TYPE.values())
-GGUF_ARCHITECTURES = {name: _BY_MODEL_TYPE[name] for name in ("llama", "qwen2", "qwen3")}
-"""In GGUF files a Mistral is a `llama` too."""
 
 _LARGEST = {
     "num_layers": 10_000,
@@ -59,7 +49,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model of the dense decoder family: Llama (also SmolLM2), Mistral, Qwen2, Qwen3."""
+    """The shape of a model of the dense family; another family adds its fields in a subclass."""
 
     architecture: str
     """The class name in `transformers`."""
@@ -139,17 +129,15 @@ class ModelConfig:
         return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_factor
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, object], source: str = "config.json") -> ModelConfig:
-        """From the content of a Hugging Face config.json."""
-        fields = Fields(source, values)
-        architecture = _hf_architecture(fields)
+    def from_hf(cls, fields: Fields, architecture: str, *, also_read: Collection[str] = ()) -> Self:
+        """From the content of a Hugging Face config.json; `also_read` are fields that a family reads besides."""
         num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
         hidden, max_len = fields.integer("hidden_size"), fields.integer("max_position_embeddings")
         rope = rope_scaling.hf_section(fields)
         window, sliding_layers = _hf_window(fields, architecture, min(num_layers, _LARGEST["num_layers"]))
         is_qwen2, is_qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
         head_dim = fields.integer("head_dim", 128 if is_qwen3 else hidden // max(num_heads, 1))
-        features.check_hf(fields, head_dim)
+        features.check_hf(fields, head_dim, also_read)
         may_have_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         attention_bias = may_have_bias and fields.flag("attention_bias", False)
         return cls(
@@ -178,15 +166,9 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_gguf(
-        cls, metadata: Mapping[str, object], tensor_names: Collection[str], source: str = "the GGUF metadata"
-    ) -> ModelConfig:
+    def from_gguf(cls, everything: Fields, architecture: str, tensor_names: Collection[str]) -> Self:
         """From the metadata of a GGUF file; its tensor names tell what the metadata leave out."""
-        everything = Fields(source, metadata)
         name = everything.text("general.architecture")
-        if name not in GGUF_ARCHITECTURES:
-            supported = ", ".join(GGUF_ARCHITECTURES)
-            raise CheckpointError(f"reading {source}: general.architecture is {name!r}; supported are {supported}.")
         fields, tokens = everything.below(f"{name}."), everything.below("tokenizer.ggml.")
         hidden, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
         head_dim = fields.integer("attention.key_length", hidden // max(num_heads, 1))
@@ -195,7 +177,7 @@ class ModelConfig:
         vocab = fields.integer("vocab_size", len(tokens.texts("tokens")))
         ends = [known_ids(tokens, f"{kind}_token_id", vocab) for kind in ("eos", "eot", "eom")]
         return cls(
-            architecture=GGUF_ARCHITECTURES[name],
+            architecture=architecture,
             num_layers=fields.integer("block_count"),
             hidden=hidden,
             intermediate=fields.integer("feed_forward_length"),
@@ -223,23 +205,6 @@ def known_ids(fields: Fields, name: str, vocab: int) -> tuple[int, ...]:
     if outside := [token for token in ids if not 0 <= token < vocab]:
         log.warning("%s: %s has %d, which a vocabulary of %d does not have", fields.source, name, outside[0], vocab)
     return tuple(token for token in ids if 0 <= token < vocab)
-
-
-def _hf_architecture(fields: Fields) -> str:
-    model_type = fields.text("model_type", "")
-    named = fields.texts("architectures") or [_BY_MODEL_TYPE.get(model_type, "")]
-    if named[0] in ARCHITECTURES:
-        # transformers goes by model_type, others by architectures: what is read must not depend on the reader.
-        if model_type and _BY_MODEL_TYPE.get(model_type) != named[0]:
-            raise CheckpointError(
-                f"reading {fields.source}: architectures says {named[0]}, but model_type is {model_type!r}; "
-                "expected that both name the same model. Correct one of them."
-            )
-        return named[0]
-    found = named[0] or fields.text("model_type", "missing")
-    raise CheckpointError(
-        f"reading {fields.source}: architectures is {found!r}; supported are {', '.join(ARCHITECTURES)}."
-    )
 
 
 def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, frozenset[int]]:

@@ -1,15 +1,18 @@
-"""The dense decoder: Llama, Qwen2, Qwen3, Mistral, SmolLM and their kin, with fused projections."""
+"""Decoder: the arithmetic of the dense family, with fused projections."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
-from phonograph.engine.attention.base import Attention, PagedCache, Queries, RotatingAttention
-from phonograph.engine.kernels.base import Heads, Kernels, Norm, Places
+from phonograph.engine.attention.base import Attention, Queries
+from phonograph.engine.attention.prepared import PreparedAttention
+from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
+from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
 from phonograph.engine.models.config import ModelConfig
-from phonograph.engine.models.rope import rope_table
+from phonograph.engine.models.interface import Hidden
 
 PIECE = 2048
 """Tokens that go through a layer's widest part at a time: so many keep a device busy; all of a long step would set
@@ -42,74 +45,97 @@ class Weights:
     norm: Norm
     head: torch.Tensor
 
+
+@dataclass(frozen=True)
+class Decoder:
+    """The protocol `Model`: from token ids and their places to hidden states, and from those to logits."""
+
+    config: ModelConfig
+    weights: Weights
+    attention: Attention
+    kernels: Kernels
+    rope: Angles
+    residual: torch.dtype
+    """Of the residual stream."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    @property
+    def max_len(self) -> int:
+        return self.rope.cos.shape[0]
+
+    @property
+    def keeps(self) -> tuple[Paged, ...]:
+        return tuple(Paged(layer.heads.num_kv_heads, layer.heads.head_dim) for layer in self.weights.layers)
+
     @property
     def matrices(self) -> list[torch.Tensor]:
-        """Every matrix that something is projected with."""
-        return [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [self.head]
+        layers = self.weights.layers
+        return [m for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [self.weights.head]
 
+    def with_attention(self, attention: Attention) -> Self:
+        return replace(self, attention=attention)
 
-class Decoder:
-    """From token ids and their places to hidden states, and from those to logits."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        attention: Attention,
-        kernels: Kernels,
-        max_len: int,
-        residual: torch.dtype | None = None,
-    ) -> None:
-        """`residual` is the dtype of the residual stream; default: that of the weights."""
-        self.config = config
-        self.weights = weights
-        self.attention = attention
-        self.kernels = kernels
-        self.dtype = weights.embedding.dtype
-        self.residual = residual or self.dtype
-        self.rope = rope_table(config, max_len, weights.embedding.device)
+    def with_kernels(self, kernels: Kernels) -> Self:
+        return replace(self, kernels=kernels)
 
     def hidden(
-        self, tokens: torch.Tensor, queries: Queries, cache: PagedCache, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Normed hidden states of the wanted tokens, or of all; the cache gets keys and values of every token.
-
-        Where the queries go by row, `tokens` is the table of all rows' last tokens.
-        """
-        kernels, delta = self.kernels, None
-        x, places = kernels.enter(self.weights.embedding, tokens, self.rope, queries, cache.page_size, self.residual)
-        attention = self.attention.prepare(cache, queries, self.config.num_heads)
-        rotating = attention if isinstance(attention, RotatingAttention) else None
+        self,
+        inputs: torch.Tensor,
+        queries: Queries,
+        cache: CacheGroup,
+        wanted: torch.Tensor | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Hidden:
+        kernels, delta, tapped = self.kernels, None, dict[int, torch.Tensor]()
+        x, places = self._embedded(inputs, queries, cache.page_size)
+        attention = PreparedAttention(self.attention, cache, queries)
         for index, layer in enumerate(self.weights.layers):
-            if rotating is not None:
+            if attention.rotates(index, layer.heads.num_heads):
                 qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
-                mixed = rotating.rotate_and_attend(index, qkv, layer.heads, places, layer.window).flatten(1)
+                mixed = attention.rotate_and_attend(index, qkv, layer.heads, places, layer.window).flatten(1)
             else:
-                q, x = self._queries(index, x, delta, places, cache)
+                q, x = self._queries(layer, x, delta, places, cache.places[index])
                 del delta  # what nobody needs any more would stand beside the widest tensors of the layer
                 mixed = attention.attend(index, q, layer.window).flatten(1)
                 del q
             delta, x = self._mlp(layer, x, mixed)
             del mixed
+            if index in taps:
+                tapped[index] = x + delta
         if wanted is not None:
             x, delta = x[wanted], None if delta is None else delta[wanted]
-        return kernels.add_norm(x, delta, self.weights.norm)[0]
+        return Hidden(kernels.add_norm(x, delta, self.weights.norm)[0], tuple(tapped[index] for index in taps))
+
+    def _embedded(self, inputs: torch.Tensor, queries: Queries, page_size: int) -> tuple[torch.Tensor, Places]:
+        """The residual stream before the first layer, and where its tokens stand."""
+        if inputs.is_floating_point():
+            # The layers change x in place; what was given stays as it is.
+            return inputs.to(self.residual, copy=True), self.kernels.places(self.rope, queries, page_size)
+        return self.kernels.enter(self.weights.embedding, inputs, self.rope, queries, page_size, self.residual)
 
     def _queries(
-        self, index: int, x: torch.Tensor, delta: torch.Tensor | None, places: Places, cache: PagedCache
+        self,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        places: Places,
+        kept: tuple[PagedCache, int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(a layer's queries, x with what the layer before adds). With many tokens x is changed in place."""
-        kernels, layer = self.kernels, self.weights.layers[index]
+        kernels = self.kernels
         if x.shape[0] <= PIECE:
             qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
-            return kernels.rotate_and_store(qkv, layer.heads, places, cache, index), x
+            return kernels.rotate_and_store(qkv, layer.heads, places, *kept), x
         shape = (x.shape[0], layer.heads.num_heads, layer.heads.head_dim)
         q = torch.empty(shape, dtype=self.dtype, device=x.device)
         for part in _pieces(x.shape[0]):
             added = None if delta is None else delta[part]
             qkv, total = kernels.norm_linear(x[part], added, layer.input_norm, layer.qkv, layer.qkv_bias)
             _put(total, x[part])
-            kernels.rotate_and_store(qkv, layer.heads, places[part], cache, index, out=q[part])
+            kernels.rotate_and_store(qkv, layer.heads, places[part], *kept, out=q[part])
             del qkv, total
         return q, x
 
@@ -132,7 +158,6 @@ class Decoder:
         return delta, x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of these rows, in the model's precision."""
         return self.kernels.linear(hidden, self.weights.head)
 
 

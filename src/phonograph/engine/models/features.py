@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Collection
 
 from phonograph.engine.models.fields import Fields
 from phonograph.errors import CheckpointError
@@ -60,7 +61,7 @@ _GGUF_READ = _names(
 _GGUF_WITHOUT_EFFECT = frozenset(["expert_used_count", "pooling_type", "tensor_data_layout"])
 
 
-def check_hf(fields: Fields, head_dim: int) -> None:
+def check_hf(fields: Fields, head_dim: int, also_read: Collection[str] = ()) -> None:
     """Refuse what a config.json asks for and the decoder does not do; name the fields that nobody here knows."""
     for name in _HF_QUANTISED:
         if name in fields:
@@ -75,9 +76,8 @@ def check_hf(fields: Fields, head_dim: int) -> None:
         raise CheckpointError(f"reading {fields.source}: partial_rotary_factor is {share}; supported is 1.")
     if fields.values.get("per_layer_config"):
         raise CheckpointError(f"reading {fields.source}: per_layer_config is not supported; layers must be alike.")
-    unknown = [
-        name for name, value in fields.values.items() if value is not None and name not in _HF_READ | _HF_WITHOUT_EFFECT
-    ]
+    known = (_HF_READ | _HF_WITHOUT_EFFECT).union(also_read)
+    unknown = [name for name, value in fields.values.items() if value is not None and name not in known]
     scales = [name for name in unknown if _SCALES.search(name) and _is_number(fields.values[name])]
     for name in scales:
         _refuse_unless_neutral(fields, name, head_dim, {1.0})

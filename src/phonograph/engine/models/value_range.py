@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from phonograph.devices import Device
-from phonograph.engine.attention.base import PagedCache, Queries, Span
+from phonograph.engine.attention.base import Queries, Span
+from phonograph.engine.cache.groups import CacheGroup, PagedCache
 from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
-from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.interface import Model
 
 NUM_TOKENS = 512
 _PAGE = 16
@@ -27,26 +28,24 @@ class ValueRange:
     layer: int
 
 
-def value_range(decoder: Decoder, device: Device) -> ValueRange:
+def value_range(model: Model, device: Device) -> ValueRange:
     """Of one sequence of tokens from all over the vocabulary, behind the token that texts begin with."""
-    config, on = decoder.config, device.torch_device
-    num_tokens = min(NUM_TOKENS, decoder.rope.cos.shape[0])
+    config, on = model.config, device.torch_device
+    num_tokens = min(NUM_TOKENS, model.max_len)
     num_pages = -(-num_tokens // _PAGE)
-    watched = _Watched(decoder.kernels, decoder.dtype)
-    model = Decoder(config, decoder.weights, decoder.attention, watched, num_tokens, decoder.residual)
+    watched = _Watched(model.kernels, model.dtype)
+    model = model.with_kernels(watched)
     tokens = (torch.arange(1, num_tokens + 1, dtype=torch.float64) * _STRIDE % 1 * config.vocab).long()
     if config.bos_id is not None:
         tokens[0] = config.bos_id
     table = torch.zeros(2, num_pages, dtype=torch.int32)
     table[1] = torch.arange(1, num_pages + 1)
-    cache = PagedCache.empty(
-        config.num_layers, num_pages + 1, _PAGE, config.num_kv_heads, config.head_dim, dtype=decoder.dtype, device=on
-    )
+    cache = CacheGroup.empty(model.keeps, num_pages + 1, _PAGE, dtype=model.dtype, device=on)
     rows, positions = torch.ones(num_tokens, dtype=torch.int64), torch.arange(num_tokens)
     spans = (Span(row=1, first=0, start=0, count=num_tokens),)
     with torch.no_grad():
         queries = Queries(rows.to(on), positions.to(on), table.to(on), one_per_sequence=False, spans=spans)
-        model.logits(model.hidden(tokens.to(on), queries, cache))
+        model.logits(model.hidden(tokens.to(on), queries, cache).states)
         peaks = torch.stack(watched.peaks).nan_to_num(nan=torch.inf).cpu()
     largest, index = peaks.max(0)
     per_layer = (len(watched.peaks) - _AT_THE_END) // config.num_layers
@@ -86,6 +85,9 @@ class _Watched:
         residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
         return self.inner.enter(embedding, tokens, angles, queries, page_size, residual)
+
+    def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
+        return self.inner.places(angles, queries, page_size)
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
         self.inner.advance(queries, tokens, last_token, length)

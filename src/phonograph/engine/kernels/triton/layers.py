@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.engine.attention.base import PagedCache, Queries
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
+from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.triton import rotate, rows, steps
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Op, Overlap, Product, Tuning
@@ -39,6 +41,9 @@ class TritonKernels:
         residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
         return steps.enter(embedding, tokens, angles, queries, page_size, residual, overlap=self._overlap)
+
+    def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
+        return ReferenceKernels().places(angles, queries, page_size)
 
     def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
         steps.advance(queries, tokens, last_token, length)

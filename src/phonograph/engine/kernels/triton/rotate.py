@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.engine.attention.base import PagedCache
+from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.kernels.base import Heads, Places
 from phonograph.engine.kernels.triton.kernel import kernel
 from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, wait_for_inputs

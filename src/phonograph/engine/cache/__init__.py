@@ -1,0 +1,1 @@
+"""Cache: what the layers of a model keep of the tokens before."""
