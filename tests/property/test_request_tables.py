@@ -101,7 +101,8 @@ class House:
         self.run(Step(self.number, self.decodes, tuple(chunks), updates), data)
 
     def entering(self, row: int, data: st.DataObject) -> Chunk:
-        if self.preempted and data.draw(st.booleans()):
+        comes_back = data.draw(st.booleans())
+        if self.preempted and comes_back:
             sequence = self.preempted.pop()
         else:
             request = Request(f"r{self.number}.{row}", tuple(data.draw(prompts)), data.draw(params))

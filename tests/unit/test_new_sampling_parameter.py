@@ -7,6 +7,7 @@ engine/state/columns.py, the sampler that reads it (engine/sampler.py), and its 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_new_parameter_is_a_column_a_sampler_and_a_field(device: Device, monke
             for lowest, top_k in ((0, 0), (200, 0), (250, 4))
         ]
         alone = [llm.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, asked, strict=True)]
-        readers = {}
+        readers: dict[Any, Any] = {}
         for prompt, one in zip(prompts, asked, strict=True):
             readers |= llm._submit([tuple(prompt)], one)
         for _ in llm._run(readers):

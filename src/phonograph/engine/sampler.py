@@ -104,8 +104,8 @@ class TorchSampler:
     """In torch ops, for any device; truncation sorts."""
 
     name = "torch"
-    columns = SAMPLING
-    rows = SamplingRows
+    columns: Sequence[Column] = SAMPLING
+    rows: type[SamplingRows] = SamplingRows
 
     def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
         with few_threads(logits):

@@ -21,12 +21,14 @@ def _trial_pages(trial: TrialRows) -> torch.Tensor:
 
 def _counted(entry: Entry) -> tuple[Array, Array]:
     """What the sequence has put out so far: nothing, but after a preemption."""
-    tokens, counts = np.unique(np.asarray(entry.sequence.outputs, dtype=np.int64), return_counts=True)
+    said = entry.sequence.outputs
+    tokens, counts = np.unique(np.fromiter(said, dtype=np.int64, count=len(said)), return_counts=True)
     return tokens, np.minimum(counts, _MOST)
 
 
 def _prompted(entry: Entry) -> tuple[Array, Array]:
-    prompt = np.asarray(entry.sequence.request.prompt, dtype=np.int64)
+    given = entry.sequence.request.prompt
+    prompt = np.fromiter(given, dtype=np.int64, count=len(given))  # several times as fast as asarray of a tuple
     return prompt, np.ones(len(prompt), dtype=bool)
 
 
