@@ -73,7 +73,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
     rows = rows_of(CASES["together"], torch.arange(8, device="cuda"), torch.arange(8, device="cuda") * 100)
     together = sampler.pick(logits, rows, Sampling.TRUNCATED)
     for i in range(8):
-        one = rows_of(CASES["together"], rows.seeds[i : i + 1], rows.positions[i : i + 1])
+        one = rows_of(CASES["together"], rows.seed[i : i + 1], rows.positions[i : i + 1])
         assert sampler.pick(logits[i : i + 1], one, Sampling.TRUNCATED)[0] == together[i]
 
 

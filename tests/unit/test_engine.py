@@ -525,12 +525,12 @@ def test_what_memory_has_no_room_for_is_told_by_name(options: dict[str, Any], sa
 
 
 def test_wide_tables_that_memory_has_no_room_for_are_told_by_name() -> None:
-    passes = make("cpu").executor.passes
-    passes.limits = replace(passes.limits, max_seqs=10**15, max_tokens=10**15)
+    tables = make("cpu").executor.passes.tables
+    tables.sizes = replace(tables.sizes, max_seqs=10**15)
     with pytest.raises(DeviceError, match=r"allocating penalty tables for 1,.* sequences: .*\. Lower max_seqs"):
-        _ = passes.penalties
+        _ = tables["counts"]
     with pytest.raises(DeviceError, match="allocating grammar masks for 1,"):
-        _ = passes.masks
+        _ = tables["allowed"]
 
 
 @pytest.mark.parametrize(

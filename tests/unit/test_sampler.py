@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 
 from phonograph.engine.kernels.cpu_sampler import CpuSampler
 from phonograph.engine.native.library import library
+from phonograph.engine.penalties import Penalties, penalise
 from phonograph.engine.sampler import (
-    Penalties,
     Sampler,
     Sampling,
     SamplingRows,
@@ -25,7 +25,6 @@ from phonograph.engine.sampler import (
     few_threads,
     gumbel,
     kept,
-    penalise,
 )
 from phonograph.engine.step import NOT_FINITE, NOTHING_ALLOWED
 from phonograph.errors import DeviceError
@@ -133,7 +132,7 @@ def test_all_pick_the_tokens_that_torch_picks(name: str, cut: str, dtype: torch.
     logits[2, 1000:4500] = -INF
     logits[5] = 1.0
     asked = rows(6, **CUTS[cut])  # type: ignore[arg-type]
-    asked.seeds[3:] = -0x2BCDEF0123456789
+    asked.seed[3:] = -0x2BCDEF0123456789
     for level in (Sampling.SAMPLED, Sampling.TRUNCATED)[cut != "none" :]:
         found, wanted = (SAMPLERS[n].pick(logits.to(dtype), asked, level) for n in (name, "torch"))
         assert torch.equal(found, wanted)
@@ -282,7 +281,7 @@ def test_the_ends_of_temperature(name: str, temperature: float) -> None:
 @pytest.mark.parametrize("name", list(SAMPLERS))
 def test_the_ends_of_seeds_positions_and_vocabularies(name: str) -> None:
     asked = rows(6)
-    asked.seeds.copy_(torch.tensor([0, 2**63 - 1, 2**63 - 1, 2**62, -1, -(2**63)]))
+    asked.seed.copy_(torch.tensor([0, 2**63 - 1, 2**63 - 1, 2**62, -1, -(2**63)]))
     asked.positions.copy_(torch.tensor([0, 2**31 - 1, 2**31 - 2, 0, 1, 1]))
     logits = torch.zeros(6, 4000, device=DEVICE)
     found = SAMPLERS[name].pick(logits, asked, Sampling.SAMPLED)

@@ -10,9 +10,7 @@ import numpy as np
 
 from phonograph.engine.attention.base import Span
 from phonograph.engine.limits import Limits
-from phonograph.engine.penalties import is_penalised
-from phonograph.engine.request import SamplingParams
-from phonograph.engine.sampler import Sampling
+from phonograph.engine.sampler import Sampling, level_of
 from phonograph.engine.sequence import Sequence
 from phonograph.engine.step import Step
 
@@ -62,19 +60,10 @@ def wants_of(sequences: Many[Sequence]) -> Wants:
     level, logprobs, constrained = Sampling.GREEDY, False, False
     for sequence in sequences:
         params = sequence.request.params
-        level = max(level, _level(params))
+        level = max(level, level_of(params))
         logprobs |= params.logprobs is not None
         constrained |= sequence.constraint is not None
     return Wants(level, logprobs, constrained)
-
-
-def _level(params: SamplingParams) -> Sampling:
-    if is_penalised(params):
-        return Sampling.PENALISED
-    if params.temperature == 0:
-        return Sampling.GREEDY
-    truncated = params.top_k or params.min_p or params.top_p not in (None, 1.0)
-    return Sampling.TRUNCATED if truncated else Sampling.SAMPLED
 
 
 class BatchBuilder:

@@ -171,6 +171,6 @@ def _note_logprobs(step: Step, sampled: Sampled, committed: set[Sequence]) -> No
 
 
 def _parts(step: Step) -> list[Step]:
-    """The step's sequences, each in a step of its own."""
-    parts = [Step(step.number, (sequence,), (), ()) for sequence in step.decodes]
+    """The step's sequences, each in a step of its own; who knows whether the page updates were written."""
+    parts = [Step(step.number, (sequence,), (), step.page_updates) for sequence in step.decodes]
     return parts + [Step(step.number, (), (chunk,), step.page_updates) for chunk in step.prefills]

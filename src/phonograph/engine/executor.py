@@ -15,11 +15,11 @@ from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes import Passes
-from phonograph.engine.penalties import is_penalised
 from phonograph.engine.readback import Pending, Picked, Readback, Sampled
 from phonograph.engine.sampler import Sampler
+from phonograph.engine.state.tables import allocating
+from phonograph.engine.state.updates import UpdateBuilder
 from phonograph.engine.step import Step
-from phonograph.engine.tables import TableUpdates, allocating
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase
@@ -92,6 +92,7 @@ class Executor:
             for name, phase in phases.items()
         }
         self._batches = BatchBuilder(limits)
+        self._updates = UpdateBuilder(self.passes.tables.columns, self.passes.tables.sizes)
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
             self._readback = Readback(device, limits.max_seqs, depth)
@@ -137,21 +138,12 @@ class Executor:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())
         batch = self._batches.decode(step) if step.is_decode else self._batches.prefill(step)
-        if batch.wants.constrained:
-            self.passes.masks.load(step.sampling)
         return _picked(runner.run(batch))
 
     def _update_tables(self, step: Step) -> None:
-        if not step.page_updates and not step.prefills:
-            return
-        updates = TableUpdates(pages=list(step.page_updates))
-        for chunk in step.new_rows:
-            request = chunk.sequence.request
-            updates.enter(chunk.sequence.row, request.params, chunk.sequence.noise_seed, chunk.start)
-            self.passes.masks.free(chunk.sequence.row)
-            if is_penalised(request.params) or self.passes.has_penalties:
-                self.passes.penalties.enter(chunk.sequence)
-        self.passes.tables.apply(updates)
+        updates = self._updates.build(step)
+        if updates is not None:
+            self.passes.tables.apply(updates)
 
 
 def _picked(outputs: object) -> Picked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,16 @@ from phonograph.engine.attention.base import Queries
 from phonograph.engine.attention.gaps import GapAttention
 from phonograph.engine.batches import DecodeBatch, PrefillBatch, Wants
 from phonograph.engine.cache.groups import CacheGroup
-from phonograph.engine.constraints import MaskTable
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.interface import Model
-from phonograph.engine.penalties import PenaltyTables
+from phonograph.engine.penalties import Penalties, count_tokens, penalise
 from phonograph.engine.readback import Picked
 from phonograph.engine.request import MAX_LOGPROBS
-from phonograph.engine.sampler import Sampler, Sampling, few_threads, penalise
-from phonograph.engine.tables import RequestTables, allocating
+from phonograph.engine.sampler import Sampler, Sampling, few_threads
+from phonograph.engine.sampling.masks import mask
+from phonograph.engine.state.column import TableSizes
+from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
+from phonograph.engine.state.tables import RequestTables
 from phonograph.engine.trials import Trials
 from phonograph.graphs.axes import Axis
 from phonograph.graphs.context import Stage, current
@@ -48,39 +49,20 @@ class Passes:
         self.limits = limits
         self.cache = cache
         self.vocab = model.config.vocab
-        with self._allocating("request tables"):
-            self.tables = RequestTables(device, limits.max_seqs, -(-limits.max_len // limits.page_size))
-        self._device = device
+        sizes = TableSizes(limits.max_seqs, self.vocab, -(-limits.max_len // limits.page_size))
+        self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS), sizes)
         self._decoder = model
         self._sampler = sampler
         self._prefiller = model.with_attention(GapAttention(model.attention))
-
-    @cached_property
-    def penalties(self) -> PenaltyTables:
-        """As wide as the vocabulary: made when recordings need them, or for the first request that asks."""
-        with self._allocating("penalty tables"):
-            return PenaltyTables(self.limits.max_seqs, self.vocab, self._device.torch_device)
-
-    @cached_property
-    def masks(self) -> MaskTable:
-        """As wide as the vocabulary, in bits."""
-        with self._allocating("grammar masks"):
-            return MaskTable(self.limits.max_seqs, self.vocab, self._device.torch_device)
-
-    def _allocating(self, what: str) -> AbstractContextManager[None]:
-        return allocating(f"{what} for {self.limits.max_seqs:,} sequences", "Lower max_seqs.")
-
-    @property
-    def has_penalties(self) -> bool:
-        return "penalties" in self.__dict__
 
     # -- phases -------------------------------------------------------------------------------------------
 
     def phases(self, backends: Mapping[str, str]) -> dict[str, Phase]:
         """Every phase by name, for the backends that they will have."""
-        wide = (*self.penalties.tensors, self.masks.words) if backends["decode"] != "disabled" else ()
+        if backends["decode"] != "disabled":
+            self.tables.make_all()
         broken = backends["prefill"] == "breakable"
-        trials = Trials(self.tables, self.cache, self.limits, self.vocab, others=wide, spans=broken)
+        trials = Trials(self.tables, self.cache, self.limits, self.vocab, spans=broken)
         phases = self._decode_phase(trials), self._prefill_phase(trials), self._idle_phase()
         return {phase.name: phase for phase in phases}
 
@@ -164,14 +146,16 @@ class Passes:
         logits, rows, penalised = logits[part], queries.rows[part], wants.level is Sampling.PENALISED
         with few_threads(logits):
             if penalised:
-                logits = penalise(logits.float(), self.penalties.rows(rows))
+                logits = penalise(logits.float(), self.tables.gather(Penalties, rows))
             if wants.constrained:
-                logits = self.masks.apply(logits, rows)
-        is_drawn = wants.level > Sampling.GREEDY
-        sampling = self.tables.sampling(rows, queries.token_positions[part] + 1) if is_drawn else None
+                logits = mask(logits, self.tables["allowed"][rows])
+        sampling = None
+        if wants.level > Sampling.GREEDY:
+            positions = queries.token_positions[part] + 1
+            sampling = self.tables.gather(self._sampler.rows, rows, positions=positions)
         tokens = self._sampler.pick(logits, sampling, wants.level)
         if penalised:
-            self.penalties.count(rows, tokens)
+            count_tokens(self.tables["counts"], rows, tokens)
         return tokens
 
 

@@ -147,6 +147,12 @@ class SamplingParams:
                 found[name] = neutral if said is None else said
         return replace(self, **found) if found else self
 
+    @property
+    def is_penalised(self) -> bool:
+        """Whether penalties or biases change the logits that it is sampled from."""
+        changes = (self.presence_penalty != 0.0, self.frequency_penalty != 0.0, bool(self.logit_bias))
+        return any(changes) or self.repetition_penalty not in (None, 1.0)
+
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end an answer and are not part of its text, of a model with these ends."""
         return frozenset([*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)])

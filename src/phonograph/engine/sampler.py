@@ -9,7 +9,7 @@ equals, those with the higher numbers stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,11 +17,13 @@ from typing import Protocol
 
 import torch
 
+from phonograph.engine.request import SamplingParams
+from phonograph.engine.state.column import Column
+from phonograph.engine.state.columns import SAMPLING
 from phonograph.engine.step import NOT_FINITE, NOTHING_ALLOWED
 
 _MASK = 0xFFFFFFFF
 _FEW = 1 << 18
-_FINITE = torch.finfo(torch.float32).max
 
 
 class Sampling(IntEnum):
@@ -36,29 +38,26 @@ class Sampling(IntEnum):
     """Repetition, presence and frequency penalties, logit bias."""
 
 
+def level_of(params: SamplingParams) -> Sampling:
+    """How much a request asks of the sampler."""
+    if params.is_penalised:
+        return Sampling.PENALISED
+    if params.temperature == 0:
+        return Sampling.GREEDY
+    truncated = params.top_k or params.min_p or params.top_p not in (None, 1.0)
+    return Sampling.TRUNCATED if truncated else Sampling.SAMPLED
+
+
 @dataclass(frozen=True)
 class SamplingRows:
-    """The sampling parameters of the rows of a step, gathered from the request tables."""
+    """The sampling parameters of the rows of a step, gathered from the columns of the same names."""
 
     temperature: torch.Tensor  # [num_rows], 0 for greedy
     top_k: torch.Tensor  # 0 for all
     top_p: torch.Tensor
     min_p: torch.Tensor
-    seeds: torch.Tensor  # int64
+    seed: torch.Tensor  # int64
     positions: torch.Tensor  # of the token that is picked
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """What changes logits by what was said so far."""
-
-    counts: torch.Tensor  # [num_rows, vocab]: how often each token was put out
-    prompted: torch.Tensor  # [num_rows, vocab]: whether the prompt has it
-    bias_ids: torch.Tensor  # [num_rows, MAX_BIASED]; unused places add 0 to token 0
-    bias: torch.Tensor
-    repetition: torch.Tensor  # [num_rows]
-    presence: torch.Tensor
-    frequency: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,16 @@ class Sampler(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        """The columns that it reads: request state which every sequence has."""
+        ...
+
+    @property
+    def rows(self) -> type[SamplingRows]:
+        """What it wants gathered: its fields are columns, except for the positions."""
+        ...
 
     def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
         """The next token of every row, from logits after penalties; at a level, what it and those below it offer.
@@ -95,6 +104,8 @@ class TorchSampler:
     """In torch ops, for any device; truncation sorts."""
 
     name = "torch"
+    columns: Sequence[Column] = SAMPLING
+    rows: type[SamplingRows] = SamplingRows
 
     def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
         with few_threads(logits):
@@ -131,20 +142,6 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopL
     return TopLogprobs(own[:, 0], ids, top - total)
 
 
-def penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
-    """Logits after bias and penalties, in the order and with the meaning that the OpenAI API gives them.
-
-    What would be beyond float32 is the largest number there is: no penalty makes logits that are not finite.
-    """
-    biased = logits.scatter_add(1, penalties.bias_ids, penalties.bias)
-    said = penalties.counts > 0
-    repeated = said | penalties.prompted
-    factor = torch.where(repeated, penalties.repetition[:, None], 1.0)
-    changed = torch.where(biased > 0, biased / factor, biased * factor)
-    changed = changed - penalties.frequency[:, None] * penalties.counts - penalties.presence[:, None] * said
-    return torch.where(logits.isfinite(), changed.clamp(-_FINITE, _FINITE), logits)
-
-
 def pick(logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
     """The next token of every row, or what is wrong with its logits."""
     top, best = logits.max(-1)  # NaN where there is one
@@ -159,7 +156,7 @@ def _drawn(
     warm = rows.temperature > 0
     # From the highest down: nothing overflows upwards, and a low temperature leaves room for the noise.
     scaled = (logits - top[:, None]) / torch.where(warm, rows.temperature, 1.0)[:, None]
-    score = scaled + gumbel(rows.seeds, rows.positions, logits.shape[-1])
+    score = scaled + gumbel(rows.seed, rows.positions, logits.shape[-1])
     if level > Sampling.SAMPLED:
         score = torch.where(kept(scaled, rows), score, float("-inf"))
     return torch.where(warm, score.argmax(-1), best)

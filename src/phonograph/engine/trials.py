@@ -17,7 +17,8 @@ from phonograph.engine.attention.base import Span
 from phonograph.engine.batches import DecodeBatch, PrefillBatch, Wants, rows_and_positions
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.limits import Limits
-from phonograph.engine.tables import RequestTables
+from phonograph.engine.state.column import TrialRows
+from phonograph.engine.state.tables import RequestTables
 from phonograph.graphs.extent import Extent
 
 _MAX_ROWS = 32
@@ -38,15 +39,12 @@ class Trials:
         limits: Limits,
         vocab: int,
         *,
-        others: Sequence[torch.Tensor],
         spans: bool,
     ) -> None:
         self._tables = tables
         self._cache = cache
         self._size = limits.page_size
         self._vocab = vocab
-        self._others = others
-        """Further tables of which trials change the first rows."""
         self._spans = spans
         """Whether prefill samples tell their spans, as gaps between graphs want to know them."""
         fits = limits.max_len >= 2 * limits.page_size
@@ -91,52 +89,35 @@ class Trials:
     @contextmanager
     def running(self, batch: Any) -> Iterator[None]:
         """Put random sequences into the rows; afterwards they hold what they held."""
-        count = self.num_rows
-        touched = [*self._tables.tensors, *self._others]
-        rows = [tensor[: count + 1] for tensor in touched]
-        pages = [part[:, : count + 2] for part in self._cache.tensors]
-        held = [tensor.clone() for tensor in (*rows, *pages)]
-        self._fill(pages)
-        try:
-            yield
-        finally:
-            for tensor, before in zip((*rows, *pages), held, strict=True):
-                tensor.copy_(before)
+        pages = [part[:, : self.num_rows + 2] for part in self._cache.tensors]
+        held = [tensor.clone() for tensor in pages]
+        with self._tables.kept(self.num_rows):
+            self._fill(pages)
+            try:
+                yield
+            finally:
+                for tensor, before in zip(pages, held, strict=True):
+                    tensor.copy_(before)
 
     def _fill(self, pages: Sequence[torch.Tensor]) -> None:
-        count, tables, (noises, values) = self.num_rows, self._tables, self._random
-        device = tables.length.device
+        noises, values = self._random
         for part, noise in zip(pages, noises, strict=True):
             # One random page, shifted by layer and page: as good a check, and a fraction of the work.
-            shifts = torch.arange(part.shape[0] * part.shape[1], device=device).view(part.shape[:2]) % 7 + 1
+            shifts = torch.arange(part.shape[0] * part.shape[1], device=part.device).view(part.shape[:2]) % 7 + 1
             part.copy_(noise * shifts[..., None, None, None].to(part.dtype) / 4)
-        if not count:
-            return
-        within = slice(1, count + 1)
-        for tensor, value in values:
-            tensor[within] = value
-        tables.pages[within, 0] = 1
-        tables.pages[within, 1] = torch.arange(2, count + 2, device=device, dtype=torch.int32)
+        for rows, value in values:
+            rows.copy_(value)
 
     @cached_property
     def _random(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """(a page of each of the cache's tensors; tables, and what their rows hold): brought over once, since a copy
+        """(a page of each tensor of the cache; rows of the tables, and what they hold): brought over once, since a copy
         from the host would wait for the trial before."""
-        count, tables = self.num_rows, self._tables
-        numbers = torch.Generator().manual_seed(count)
+        numbers = torch.Generator().manual_seed(self.num_rows)
 
         def page(like: torch.Tensor) -> torch.Tensor:
             return torch.randn(like.shape[2:], generator=numbers, dtype=torch.float32).to(like.device, like.dtype)
 
-        def whole(low: int, high: int) -> torch.Tensor:
-            return torch.randint(low, high, (count,), generator=numbers).to(tables.length.device)
-
-        return [page(part) for part in self._cache.tensors], [
-            (tables.last_token, whole(0, self._vocab)),
-            (tables.length, whole(self._size, 2 * self._size)),
-            (tables.temperature, whole(0, 3) / 2),
-            (tables.top_k, whole(0, 9).int()),
-            (tables.top_p, 0.5 + whole(0, 6) / 10),
-            (tables.min_p, whole(0, 2) / 20),
-            (tables.seed, whole(0, 1 << 40)),
-        ]
+        noises = [page(part) for part in self._cache.tensors]
+        if not self.num_rows:
+            return noises, []
+        return noises, self._tables.trial_values(TrialRows(self.num_rows, self._vocab, self._size, numbers))

@@ -6,6 +6,7 @@ import torch
 
 from phonograph.engine.native.library import Library
 from phonograph.engine.sampler import Sampling, SamplingRows, TopLogprobs, few_threads, top_logprobs
+from phonograph.engine.state.columns import SAMPLING
 
 
 class CpuSampler:
@@ -16,6 +17,8 @@ class CpuSampler:
     """
 
     name = "cpu"
+    columns = SAMPLING
+    rows = SamplingRows
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -27,7 +30,7 @@ class CpuSampler:
         addresses: list[int | None] = [None] * 6
         if rows is not None and level > Sampling.GREEDY:
             cuts = (rows.top_k, rows.top_p, rows.min_p) if level > Sampling.SAMPLED else (None, None, None)
-            parameters = (rows.temperature, *cuts, rows.seeds, rows.positions)
+            parameters = (rows.temperature, *cuts, rows.seed, rows.positions)
             held = [None if tensor is None else tensor.contiguous() for tensor in parameters]
             addresses = [None if tensor is None else tensor.data_ptr() for tensor in held]
         shape = logits.shape[0], logits.stride(0), logits.shape[1]

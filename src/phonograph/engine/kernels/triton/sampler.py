@@ -7,12 +7,15 @@ import triton
 
 from phonograph.engine.kernels.triton.picking import CHUNK, KEPT, favourites, rank, settle, survey
 from phonograph.engine.sampler import Sampling, SamplingRows, TopLogprobs
+from phonograph.engine.state.columns import SAMPLING
 
 
 class TritonSampler:
     """The protocol `Sampler`, for logits in any float type; picks the tokens that the torch sampler picks."""
 
     name = "triton"
+    columns = SAMPLING
+    rows = SamplingRows
 
     def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
         if rows is None:
@@ -27,13 +30,13 @@ class TritonSampler:
         tops, masses = torch.empty((2, num_rows, num_chunks), device=logits.device).unbind(0)
         tokens = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
         survey[(num_rows, num_chunks)](
-            logits, rows.temperature, rows.seeds, rows.positions, tokens, tops, masses,
+            logits, rows.temperature, rows.seed, rows.positions, tokens, tops, masses,
             logits.stride(0), vocab, num_chunks,
             chunk=CHUNK, is_greedy=greedy, with_mass=truncated, precise=precise, num_warps=4,
         )  # fmt: skip
         kept = torch.empty((num_rows, KEPT), dtype=torch.int32, device=logits.device) if truncated else tokens
         settle[(num_rows,)](
-            logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions,
+            logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.positions,
             tokens, tops, masses, kept, out, logits.stride(0), vocab, num_chunks,
             chunks=triton.next_power_of_2(num_chunks), kept=KEPT, is_greedy=greedy, truncated=truncated,
             precise=precise, num_warps=16 if truncated else 1,

@@ -1,0 +1,1 @@
+"""Arithmetic between logits and the sampler."""

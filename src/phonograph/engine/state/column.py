@@ -1,0 +1,179 @@
+"""Column: one piece of request state on the device, with a value for every row, declared once.
+
+A declaration says what the state looks like, who writes it and in which form, and how it is read. The tensor, the
+host's updates, the values of trial runs, and what trial runs save and put back all follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from enum import Enum, Flag, auto
+from typing import Any
+
+import numpy as np
+import torch
+
+from phonograph.engine.request import SamplingParams
+from phonograph.engine.sequence import Sequence
+from phonograph.engine.step import Step
+from phonograph.errors import DeclarationError
+from phonograph.graphs.values import numpy_dtype
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Width(Enum):
+    """Widths that depend on the model and the limits."""
+
+    VOCABULARY = "vocabulary"
+    BITS = "bits"
+    """A bit for every token of the vocabulary, packed into int32 words, the lowest bit first."""
+    PAGES = "pages"
+    """As many as the longest sequence has."""
+
+
+class Writer(Flag):
+    """Who writes a column."""
+
+    ENTRY = auto()
+    """The host, when a sequence takes its row: fresh, or again after a preemption."""
+    STEP = auto()
+    """The host, before every step that has something for it."""
+    GRAPH = auto()
+    """The forward pass itself."""
+
+
+class Form(Flag):
+    """In which form the host's values go over."""
+
+    ROW = auto()
+    """All of a row."""
+    PAIRS = auto()
+    """(index, value) for the few places of a row that change; the others stay."""
+    RESET = auto()
+    """Nothing goes over: a row with a new owner is set to the default, on the device, before anything else."""
+
+
+class Access(Enum):
+    """How a forward pass reads a column."""
+
+    GATHERED = "gathered"
+    """The rows of the batch are gathered first."""
+    BY_ROW = "by row"
+    """Kernels get the whole tensor and the rows, and index it themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A sequence whose values are wanted."""
+
+    sequence: Sequence
+    start: int
+    """Tokens that are computed already: the length that its row begins with."""
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sequence.request.params
+
+
+@dataclass(frozen=True)
+class TrialRows:
+    """Rows 1 to `count`, for trial runs, and the random numbers to fill them with."""
+
+    count: int
+    vocab: int
+    page_size: int
+    numbers: torch.Generator
+
+    def whole(self, low: int, high: int) -> torch.Tensor:
+        """A whole number for each row, below `high`."""
+        return torch.randint(low, high, (self.count,), generator=self.numbers)
+
+
+@dataclass(frozen=True)
+class TableSizes:
+    """What the widths of columns depend on."""
+
+    max_seqs: int
+    vocab: int
+    max_pages: int
+
+    def width(self, width: int | Width) -> int:
+        """A width as a number."""
+        match width:
+            case Width.VOCABULARY:
+                return self.vocab
+            case Width.BITS:
+                return -(-self.vocab // 32)
+            case Width.PAGES:
+                return self.max_pages
+        return width
+
+
+@dataclass(frozen=True)
+class Group:
+    """Columns that come into being together: with the tables, or when somebody needs them.
+
+    Where only some sequences ask for a group, the rows of the others hold the defaults and cost nothing. What a forward
+    pass itself writes into those rows does not matter, until a sequence that asks takes one of them.
+    """
+
+    name: str
+    """What it is, for errors."""
+    asked: Callable[[Sequence], bool] | None = None
+    """Whether a sequence needs it; None where all do."""
+
+
+TABLES = Group("request tables")
+"""What every sequence has."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """The declaration of a column."""
+
+    name: str
+    dtype: torch.dtype
+    default: float = 0
+    """What rows hold that were never written, and what a reset leaves."""
+    width: int | Width = 1
+    """1 makes a tensor of [rows], everything else one of [rows, width]."""
+    writer: Writer = Writer.ENTRY
+    form: Form = Form.ROW
+    value: Callable[[Entry], Any] | None = None
+    """What the host writes for a sequence: a number, a row (where it is too short, zeros follow), or the indices and
+    the values of pairs, no index with two values."""
+    changes: Callable[[Step], Many[tuple[int, int, Any]]] | None = None
+    """Pairs that the step lists itself, as (row, index, value), instead of `value`; names no place twice."""
+    access: Access = Access.GATHERED
+    trial: Callable[[TrialRows], torch.Tensor] | None = None
+    """Values for trial runs, for the first places of each row; None leaves what is there."""
+    group: Group = TABLES
+
+    def __post_init__(self) -> None:
+        problem = next((problem for wrong, problem in self._problems() if wrong), None)
+        if problem is not None:
+            raise DeclarationError(f"column {self.name!r} {problem}")
+
+    def _problems(self) -> Iterable[tuple[bool, str]]:
+        by_host, sent = bool(self.writer & (Writer.ENTRY | Writer.STEP)), bool(self.form & (Form.ROW | Form.PAIRS))
+        given = (self.value is not None) + (self.changes is not None)
+        fixed = isinstance(self.width, int)
+        yield not self.name.isidentifier(), "has no name that a field can have. Rename it."
+        yield numpy_dtype(self.dtype) is None, f"is {self.dtype}, which numpy can't write. Take another type."
+        yield fixed and self.width < 1, f"is {self.width} wide. Give it a width of at least 1."  # type: ignore[operator]
+        yield self.width is Width.BITS and self.dtype != torch.int32, "holds bits, packed into int32. Make it int32."
+        yield Form.ROW | Form.PAIRS in self.form, "goes over in two forms. Take ROW or PAIRS."
+        yield Writer.ENTRY | Writer.STEP in self.writer, "is written at entry and in every step. Take one."
+        yield Form.PAIRS in self.form and self.width == 1, "is one value wide and has no places for pairs. Take ROW."
+        yield (
+            given > int(by_host and sent),
+            "has a source that nobody writes from. Give the host a form to write it in.",
+        )
+        yield given < int(by_host and sent), "is written by the host: say from what, by value= or changes=."
+        yield (
+            self.changes is not None and (Writer.STEP not in self.writer or Form.PAIRS not in self.form),
+            "lists changes: they are pairs, written by STEP.",
+        )

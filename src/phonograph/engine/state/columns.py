@@ -1,0 +1,172 @@
+"""The engine's columns: all state that a request has on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from phonograph.engine.request import MAX_BIASED
+from phonograph.engine.state.column import Access, Array, Column, Entry, Form, Group, TrialRows, Width, Writer
+
+_LARGEST = 2**31 - 1
+"""More than any vocabulary has."""
+_MOST = torch.iinfo(torch.int16).max
+
+
+def _trial_pages(trial: TrialRows) -> torch.Tensor:
+    """Page 1, which all rows read, and a page of each row's own."""
+    own = torch.arange(2, trial.count + 2)
+    return torch.stack([torch.ones_like(own), own], dim=1)
+
+
+def _counted(entry: Entry) -> tuple[Array, Array]:
+    """What the sequence has put out so far: nothing, but after a preemption."""
+    said = entry.sequence.outputs
+    tokens, counts = np.unique(np.fromiter(said, dtype=np.int64, count=len(said)), return_counts=True)
+    return tokens, np.minimum(counts, _MOST)
+
+
+def _prompted(entry: Entry) -> tuple[Array, Array]:
+    given = entry.sequence.request.prompt
+    prompt = np.fromiter(given, dtype=np.int64, count=len(given))  # several times as fast as asarray of a tuple
+    return prompt, np.ones(len(prompt), dtype=bool)
+
+
+def _mask(entry: Entry) -> Array:
+    assert entry.sequence.constraint is not None
+    mask: Array = entry.sequence.constraint.mask()
+    return mask
+
+
+PLACE = (
+    Column(
+        "last_token",
+        torch.int64,
+        writer=Writer.GRAPH,
+        access=Access.BY_ROW,
+        trial=lambda trial: trial.whole(0, trial.vocab),
+    ),
+    Column(
+        "length",
+        torch.int64,
+        writer=Writer.ENTRY | Writer.GRAPH,
+        value=lambda entry: entry.start,
+        access=Access.BY_ROW,
+        trial=lambda trial: trial.whole(trial.page_size, 2 * trial.page_size),
+    ),
+    Column(
+        "pages",
+        torch.int32,
+        width=Width.PAGES,
+        writer=Writer.STEP,
+        form=Form.PAIRS,
+        changes=lambda step: step.page_updates,
+        access=Access.BY_ROW,
+        trial=_trial_pages,
+    ),
+)
+"""Where a sequence is: its last token, how many are computed, and the pages that they are in."""
+
+SAMPLING = (
+    Column(
+        "temperature",
+        torch.float32,
+        value=lambda entry: entry.params.temperature,
+        trial=lambda trial: trial.whole(0, 3) / 2,
+    ),
+    Column(
+        "top_k",
+        torch.int32,
+        value=lambda entry: min(entry.params.top_k or 0, _LARGEST),
+        trial=lambda trial: trial.whole(0, 9),
+    ),
+    Column(
+        "top_p",
+        torch.float32,
+        default=1,
+        value=lambda entry: entry.params.top_p,
+        trial=lambda trial: 0.5 + trial.whole(0, 6) / 10,
+    ),
+    Column("min_p", torch.float32, value=lambda entry: entry.params.min_p, trial=lambda trial: trial.whole(0, 2) / 20),
+    Column(
+        "seed",
+        torch.int64,
+        value=lambda entry: entry.sequence.noise_seed,
+        trial=lambda trial: trial.whole(0, 1 << 40),
+    ),
+)
+"""What the samplers of the engine read."""
+
+PENALISED = Group("penalty tables", lambda sequence: sequence.request.params.is_penalised)
+PENALTIES = (
+    Column(
+        "counts",
+        torch.int16,
+        width=Width.VOCABULARY,
+        writer=Writer.ENTRY | Writer.GRAPH,
+        form=Form.PAIRS | Form.RESET,
+        value=_counted,
+        group=PENALISED,
+    ),
+    Column(
+        "prompted",
+        torch.bool,
+        width=Width.VOCABULARY,
+        form=Form.PAIRS | Form.RESET,
+        value=_prompted,
+        group=PENALISED,
+    ),
+    Column(
+        "bias_ids",
+        torch.int64,
+        width=MAX_BIASED,
+        form=Form.PAIRS | Form.RESET,
+        value=lambda entry: (range(len(entry.params.logit_bias)), list(entry.params.logit_bias)),
+        group=PENALISED,
+    ),
+    Column(
+        "bias",
+        torch.float32,
+        width=MAX_BIASED,
+        form=Form.PAIRS | Form.RESET,
+        value=lambda entry: (range(len(entry.params.logit_bias)), list(entry.params.logit_bias.values())),
+        group=PENALISED,
+    ),
+    Column(
+        "repetition",
+        torch.float32,
+        default=1,
+        value=lambda entry: entry.params.repetition_penalty,
+        trial=lambda trial: 1 + trial.whole(0, 3) / 4,
+        group=PENALISED,
+    ),
+    Column(
+        "presence",
+        torch.float32,
+        value=lambda entry: entry.params.presence_penalty,
+        trial=lambda trial: trial.whole(-2, 3) / 2,
+        group=PENALISED,
+    ),
+    Column(
+        "frequency",
+        torch.float32,
+        value=lambda entry: entry.params.frequency_penalty,
+        trial=lambda trial: trial.whole(-2, 3) / 2,
+        group=PENALISED,
+    ),
+)
+"""What changes logits by what was said so far: as wide as the vocabulary, for requests that ask for it."""
+
+CONSTRAINED = Group("grammar masks", lambda sequence: sequence.constraint is not None)
+MASKS = (
+    Column(
+        "allowed",
+        torch.int32,
+        default=-1,
+        width=Width.BITS,
+        writer=Writer.STEP,
+        value=_mask,
+        group=CONSTRAINED,
+    ),
+)
+"""Which tokens a grammar allows next; a row without one allows everything."""

@@ -1,0 +1,79 @@
+"""A sampling parameter that only this test has: no token below `lowest_id` is drawn.
+
+Files of the package that it touches: none. As part of the package it would touch three: its column in
+engine/state/columns.py, the sampler that reads it (engine/sampler.py), and its field in engine/request.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph import LLM, Device, EngineOptions, SamplingParams, verify
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.state.column import Column, Entry
+from phonograph.engine.state.columns import SAMPLING
+from phonograph.graphs.config import ask
+
+
+@dataclass(frozen=True)
+class Params(SamplingParams):
+    lowest_id: int = 0
+
+
+def lowest_id(entry: Entry) -> int:
+    return entry.params.lowest_id if isinstance(entry.params, Params) else 0
+
+
+@dataclass(frozen=True)
+class Rows(SamplingRows):
+    lowest_id: torch.Tensor
+
+
+class LowestIdSampler(TorchSampler):
+    columns = (*SAMPLING, Column("lowest_id", torch.int32, value=lowest_id, trial=lambda trial: trial.whole(0, 9)))
+    rows = Rows
+
+    def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
+        if isinstance(rows, Rows):
+            ids = torch.arange(logits.shape[1], device=logits.device)
+            logits = torch.where(ids < rows.lowest_id[:, None], float("-inf"), logits)
+        return super().pick(logits, rows, level)
+
+
+def make(device: Device, backend: str) -> LLM:
+    asked = [ask(f"{phase}.backend", backend, origin="test") for phase in ("decode", "prefill")]
+    options = EngineOptions(max_seqs=3, max_len=96, max_tokens=32, page_size=8, dtype=torch.float32)
+    return LLM(RandomCheckpoint(SHAPES["tiny"]), device=device, options=options, asked=asked)
+
+
+def test_a_new_parameter_is_a_column_a_sampler_and_a_field(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, found = [[5, 9], [7] * 12, [3]], {}
+    monkeypatch.setattr("phonograph.engine.llm.sampler_for", lambda *_: LowestIdSampler())
+    for backend in ("disabled", "full"):
+        llm = make(device, backend)
+        asked = [
+            Params(max_tokens=12, temperature=1.5, top_k=top_k, seed=2, ignore_eos=True, lowest_id=lowest)
+            for lowest, top_k in ((0, 0), (200, 0), (250, 4))
+        ]
+        alone = [llm.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, asked, strict=True)]
+        readers: dict[Any, Any] = {}
+        for prompt, one in zip(prompts, asked, strict=True):
+            readers |= llm._submit([tuple(prompt)], one)
+        for _ in llm._run(readers):
+            pass
+        assert [reader.done.tokens for reader in readers.values()] == alone
+        assert [min(tokens) >= one.lowest_id for tokens, one in zip(alone, asked, strict=True)] == [True] * 3
+        assert min(alone[0]) < 200
+        plain = llm.generate([prompts[1]], SamplingParams(max_tokens=12, temperature=1.5, seed=2, ignore_eos=True))
+        assert min(plain[0].tokens) < 200  # whoever has the row next does not have its parameter
+        if backend == "full":
+            assert llm.executor.runners["decode"].stats.eager.total() == 0
+            assert verify(llm.executor.runners["decode"], batches=1).ok
+        found[backend] = alone
+    assert found["disabled"] == found["full"]

@@ -1,0 +1,203 @@
+"""Columns and request tables: what a declaration refuses, the ends of domains, and what costs a transfer."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph import DeclarationError, Device, EmulatedDevice
+from phonograph.engine.request import MAX_BIASED, Request, SamplingParams
+from phonograph.engine.sampling.masks import mask
+from phonograph.engine.sequence import Sequence
+from phonograph.engine.state.column import Access, Column, Form, Group, TableSizes, TrialRows, Width, Writer
+from phonograph.engine.state.columns import CONSTRAINED, MASKS, PENALISED, PENALTIES, PLACE, SAMPLING
+from phonograph.engine.state.tables import RequestTables
+from phonograph.engine.state.updates import UpdateBuilder
+from phonograph.engine.step import Chunk, Step
+
+COLUMNS = (*PLACE, *SAMPLING, *PENALTIES, *MASKS)
+SIZES = TableSizes(max_seqs=4, vocab=300, max_pages=8)
+
+
+def sequence(row: int, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Sequence:
+    request = Request(f"of row {row}", prompt, SamplingParams(**params))
+    return Sequence(request, 0, 8, frozenset(), (0, 0, 0.0, 0), row=row)
+
+
+def entry(*sequences: Sequence, pages: tuple[tuple[int, int, int], ...] = ()) -> Step:
+    return Step(1, (), tuple(Chunk(one, 0, one.known(), True, True) for one in sequences), pages)
+
+
+class Engine:
+    """Tables with their host side."""
+
+    def __init__(self, device: Device, sizes: TableSizes = SIZES, columns: tuple[Column, ...] = COLUMNS) -> None:
+        self.tables = RequestTables(device, columns, sizes)
+        self.builder = UpdateBuilder(columns, sizes)
+
+    def run(self, step: Step) -> int:
+        """How many transfers the step's updates took."""
+        before, updates = self.tables.counts.transfers, self.builder.build(step)
+        if updates is not None:
+            self.tables.apply(pickle.loads(pickle.dumps(updates)))  # plain data: it may come from another process
+        counts = self.tables.counts
+        assert counts.grouped == counts.plain == 0
+        return counts.transfers - before
+
+
+class Words:
+    """A grammar of one mask."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+
+    def mask(self) -> Any:
+        return self.words
+
+    def accept(self, token: int) -> None:
+        """Nothing to follow."""
+
+
+def test_everything_that_the_host_writes_goes_over_in_one_transfer(device: Device) -> None:
+    engine = Engine(device)
+    engine.tables.make_all()
+    constrained = sequence(3, presence_penalty=1.0)
+    constrained.constraint = Words(np.full(10, 5, dtype=np.int32))
+    others = [sequence(1, logit_bias={7: 1.0, 8: -1.0}), sequence(2, temperature=0.5), constrained]
+    assert engine.run(entry(*others, pages=((1, 0, 3), (4, 7, 9)))) == 1
+    assert engine.tables.pages[4, 7] == 9
+    assert engine.tables["bias_ids"][1, :3].tolist() == [7, 8, 0]
+    assert engine.tables["allowed"][1:4, 0].tolist() == [-1, -1, 5]
+    assert engine.run(Step(2, tuple(others), (), ())) == 1  # the mask
+    assert engine.run(Step(3, tuple(others[:2]), (), ())) == 0
+
+
+def test_who_asks_for_nothing_pays_nothing_for_wide_columns(device: Device) -> None:
+    engine = Engine(device)
+    updates = engine.builder.build(entry(sequence(1), sequence(2)))
+    assert updates is not None
+    assert [write.group for write in updates.writes] == ["request tables"]
+    engine.run(entry(sequence(1), sequence(2)))
+    assert not engine.tables.is_made(PENALISED)
+    assert not engine.tables.is_made(CONSTRAINED)
+
+
+def test_most_biases_in_the_last_row(device: Device) -> None:
+    engine, biases = Engine(device), {token: token / 4 - 30 for token in range(MAX_BIASED)}
+    engine.run(entry(sequence(4, logit_bias=biases)))
+    assert engine.tables["bias_ids"][4].tolist() == list(biases)
+    assert engine.tables["bias"][4].tolist() == list(biases.values())
+    engine.run(entry(sequence(4)))
+    assert not engine.tables["bias"].any()
+    assert not engine.tables["bias_ids"].any()
+
+
+def test_counts_stop_at_the_most_that_they_hold(device: Device) -> None:
+    engine, again = Engine(device), sequence(2, (0, 0, 0, 299, 299), frequency_penalty=1.0)
+    again.outputs = [299] * 40_000 + [0]
+    engine.run(entry(again))
+    assert engine.tables["counts"][2, 299] == 2**15 - 1
+    assert engine.tables["counts"][2, 0] == 1
+    assert engine.tables["counts"].sum() == 2**15
+    assert engine.tables["prompted"].nonzero().tolist() == [[2, 0], [2, 299]]
+
+
+@pytest.mark.parametrize("vocab", [151_936, 151_937, 33])
+@pytest.mark.parametrize("words", [-1, 0, 1])
+def test_masks_of_a_whole_vocabulary(vocab: int, words: int) -> None:
+    """By masks of a word less, as many, and a word more than the model has."""
+    engine = Engine(EmulatedDevice(), TableSizes(3, vocab, 2))
+    width = -(-vocab // 32)
+    bits = np.random.default_rng(0).integers(0, 2, size=32 * (width + words)).astype(bool)
+    held = sequence(3)
+    held.constraint = Words(np.packbits(bits, bitorder="little").view(np.int32))
+    assert engine.run(entry(held)) == 1
+    logits = mask(torch.zeros(2, vocab), engine.tables["allowed"][torch.tensor([3, 1])])
+    wanted = np.zeros(vocab, dtype=bool)
+    wanted[: len(bits)] = bits[:vocab]
+    assert torch.equal(logits[0].isfinite(), torch.from_numpy(wanted))
+    assert logits[1].isfinite().all()
+
+
+def test_a_value_beyond_its_row_is_refused_before_anything_is_written() -> None:
+    engine = Engine(EmulatedDevice())
+    with pytest.raises(DeclarationError, match="'prompted' is 300 wide and has no place 300"):
+        engine.run(entry(sequence(1, (300,), presence_penalty=1.0), pages=((1, 0, 5),)))
+    assert not engine.tables.pages.any()
+
+
+def test_a_reset_without_values_reaches_the_rows_that_are_entered(device: Device) -> None:
+    """State that forward passes alone write, as a recurrent one."""
+    state = Column("state", torch.float32, default=2, width=3, writer=Writer.GRAPH, form=Form.RESET)
+    engine = Engine(device, columns=(*PLACE, state))
+    engine.tables["state"].fill_(7)
+    engine.run(entry(sequence(1), sequence(4)))
+    assert engine.tables["state"][:, 0].tolist() == [7, 2, 7, 7, 2]
+
+
+def test_trial_values_stay_in_their_rows_and_leave_again(device: Device) -> None:
+    tables = Engine(device).tables
+    tables.make_all()
+    before = {column.name: tables[column.name].clone() for column in COLUMNS}
+    trial = TrialRows(3, SIZES.vocab, 16, torch.Generator().manual_seed(0))
+    with tables.kept(3):
+        for part, value in tables.trial_values(trial):
+            part.copy_(value)
+        assert tables.pages[:, :3].tolist() == [[0, 0, 0], [1, 2, 0], [1, 3, 0], [1, 4, 0], [0, 0, 0]]
+        assert ((tables.length[1:4] >= 16) & (tables.length[1:4] < 32)).all()
+        for column in COLUMNS:
+            for untouched in (0, 4):
+                assert torch.equal(tables[column.name][untouched], before[column.name][untouched])
+    for column in COLUMNS:
+        assert torch.equal(tables[column.name], before[column.name])
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    temperature: torch.Tensor
+    pages: torch.Tensor
+
+
+def test_what_kernels_index_by_row_is_not_gathered() -> None:
+    with pytest.raises(DeclarationError, match="'pages' is no column that is gathered"):
+        Engine(EmulatedDevice()).tables.gather(_Gathered, torch.tensor([1]))
+
+
+def one(entry: object) -> int:
+    return 1
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"name": "min p"}, "no name"),
+    ({"dtype": torch.bfloat16}, "numpy can't write"),
+    ({"width": 0}, "0 wide"),
+    ({"width": Width.BITS}, "packed into int32"),
+    ({"form": Form.ROW | Form.PAIRS, "width": 4}, "two forms"),
+    ({"writer": Writer.ENTRY | Writer.STEP}, "Take one"),
+    ({"form": Form.PAIRS}, "no places for pairs"),
+    ({"writer": Writer.GRAPH}, "nobody writes from"),
+    ({"value": None}, "say from what"),
+    ({"changes": lambda step: (), "value": None}, "they are pairs, written by STEP"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_a_declaration_that_makes_no_sense_is_refused(changes: dict[str, Any], said: str) -> None:
+    good: dict[str, Any] = {"name": "depth", "dtype": torch.int64, "value": one, "access": Access.BY_ROW}
+    Column(**good)
+    with pytest.raises(DeclarationError, match=said):
+        Column(**{**good, **changes})
+
+
+def test_two_columns_or_groups_of_one_name_are_refused() -> None:
+    depth = Column("depth", torch.int64, value=one)
+    with pytest.raises(DeclarationError, match="two columns have the name 'depth'"):
+        RequestTables(EmulatedDevice(), (depth, depth), SIZES)
+    other = Column("other", torch.int64, value=one, group=Group("request tables", lambda sequence: True))
+    with pytest.raises(DeclarationError, match="two groups of columns have the name 'request tables'"):
+        RequestTables(EmulatedDevice(), (depth, other), SIZES)
