@@ -16,9 +16,9 @@ from phonograph.engine.limits import Limits
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.passes import Passes
 from phonograph.engine.penalties import is_penalised
-from phonograph.engine.readback import Pending, Picked, Readback, Sampled
+from phonograph.engine.readback import Pending, Picked, Readback
 from phonograph.engine.sampler import Sampler
-from phonograph.engine.step import Step
+from phonograph.engine.step import Sampled, Step
 from phonograph.engine.tables import TableUpdates, allocating
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
@@ -91,7 +91,7 @@ class Executor:
         self._batches = BatchBuilder(limits)
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
-            self._readback = Readback(device, limits.max_seqs, depth)
+            self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
 

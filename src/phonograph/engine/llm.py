@@ -71,9 +71,9 @@ class _Reader:
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
-        self.done.tokens += tokens
+        text, count, hit = self._text.take(tokens, is_last=finish is not None)
+        self.done.tokens += tokens[:count]
         self.done.logprobs += self.sequence.logprobs[len(self.done.logprobs) : len(self.done.tokens)]
-        text, hit = self._text.take(tokens, is_last=finish is not None)
         self.done.text += text
         if hit or finish is not None:
             self.done.finish = FinishReason.STOP if hit else finish
