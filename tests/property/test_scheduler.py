@@ -86,13 +86,13 @@ class SimulatedDevice:
         for sequence in step.decodes:
             self._decode(flight, sequence, step.tokens_per_row)
         for chunk in step.prefills:
-            row = self.rows[chunk.sequence.row]
-            assert row.length == chunk.start
+            prompted = self.rows[chunk.sequence.row]
+            assert prompted.length == chunk.start
             self._write(flight, chunk.sequence, chunk.tokens)
-            row.length += chunk.count
+            prompted.length += chunk.count
             if chunk.samples:
-                row.last_token = next_token(self._read(flight, chunk.sequence), chunk.sequence.index)
-                flight.tokens.append(row.last_token)
+                prompted.last_token = next_token(self._read(flight, chunk.sequence), chunk.sequence.index)
+                flight.tokens.append(prompted.last_token)
                 flight.counts.append(1)
         self._check_apart(flight)
         self.in_flight.append(flight)
@@ -117,7 +117,7 @@ class SimulatedDevice:
         flight.counts.append(real)
 
     def _write(self, flight: Flight, sequence: Sequence, tokens: tuple[int, ...]) -> None:
-        """Write at the row's length; behind the pages of a sequence, which has all that it can need, to the null page."""
+        """Write from the row's length on; past the pages that a sequence can need, to the null page."""
         row = self.rows[sequence.row]
         for position, token in enumerate(tokens, row.length):
             index, place = divmod(position, self.limits.page_size)

@@ -57,6 +57,11 @@ class Limits:
         return (self.num_pages - 1) * self.page_size
 
     @property
+    def num_positions(self) -> int:
+        """Positions that a step may compute: the last tokens of a row that decodes may lie past its end."""
+        return self.max_len + self.tokens_per_row - 1
+
+    @property
     def fewest_per_row(self) -> int:
         """Tokens that a step is sure to bring a row that decodes."""
         return 1 if self.tokens_per_row == 1 else 0

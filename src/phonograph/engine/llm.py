@@ -140,13 +140,13 @@ class LLM:
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
         self.kernels = kernels_for(self.device, options, self.plan, progress)
-        decoder = self._decoder(attention, limits.max_len, progress)
+        decoder = self._decoder(attention, limits.num_positions, progress)
         if self.precision.fallback is not None:
             self.precision = self.precision.after(value_range(decoder, self.device))
             if decoder.dtype != self.precision.dtype:
                 log.warning("%s: %s", self.checkpoint.source, self.precision)
                 del decoder  # there may not be room for the weights twice
-                decoder = self._decoder(attention, limits.max_len, progress)
+                decoder = self._decoder(attention, limits.num_positions, progress)
         sampler = sampler_for(self.device, options, self.plan)
         self.cache_size = cache_size(decoder, sampler, self.device, self.plan, limits, options, progress)
         self.limits = replace(limits, num_pages=self.cache_size.num_pages)

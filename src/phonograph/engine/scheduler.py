@@ -14,7 +14,7 @@ from phonograph.engine.limits import Limits
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.rows import Rows
 from phonograph.engine.sequence import Sequence, State
-from phonograph.engine.step import NOTHING_ALLOWED, Chunk, Sampled, Step, Update
+from phonograph.engine.step import Chunk, Sampled, Step, Update, problem_at
 from phonograph.engine.waiting import WaitingQueue
 from phonograph.errors import PhonographError, RequestError
 
@@ -301,7 +301,7 @@ class Scheduler:
             if sequence.finish is not None:
                 continue
             if token < 0:
-                failed += self.fail(sequence, _problem(token, sequence))
+                failed += self.fail(sequence, problem_at(token, sequence))
                 continue
             outputs = sequence.outputs
             outputs.append(token)
@@ -333,7 +333,7 @@ class Scheduler:
                 self._generated_tokens += len(taken)
                 updates.append((sequence, tuple(taken), finish))
             if problem:
-                failed += self.fail(sequence, _problem(problem, sequence))
+                failed += self.fail(sequence, problem_at(problem, sequence))
         return updates + failed
 
     def _check_order(self, step: Step) -> None:
@@ -391,11 +391,3 @@ class Scheduler:
         lost = [sequence for sequence in live if sequence.finish is None and sequence not in placed]
         if lost:
             raise PhonographError(f"integrity: sequences that nobody will schedule again: {lost}.")
-
-
-def _problem(code: int, sequence: Sequence) -> str:
-    """What was wrong with the logits that the sequence's next token was to be picked from."""
-    position = sequence.num_prompt + len(sequence.outputs)
-    if code == NOTHING_ALLOWED:
-        return f"no token is allowed at position {position}: the grammar, or the model itself, forbids all of them"
-    return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"

@@ -124,3 +124,11 @@ class Sampled:
 
 Update = tuple[Sequence, tuple[int, ...], FinishReason | None]
 """(sequence, new tokens, why it ended if it did); a plain tuple, since a commit makes one for every sequence."""
+
+
+def problem_at(code: int, sequence: Sequence) -> str:
+    """What was wrong with the logits that the sequence's next token was to be picked from."""
+    position = sequence.num_prompt + len(sequence.outputs)
+    if code == NOTHING_ALLOWED:
+        return f"no token is allowed at position {position}: the grammar, or the model itself, forbids all of them"
+    return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"

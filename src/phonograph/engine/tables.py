@@ -103,6 +103,7 @@ class RequestTables:
         view = self._registry.load(batch, Extent(used, used), mode=LoadMode.EAGER).batch
         if updates.rows:
             rows = view["rows"]
+            self.pages[rows] = 0  # not those of the row's former owner: what lies past its end is nobody's
             self.length[rows] = view["lengths"]
             self.seed[rows] = view["seeds"]
             for index, name in enumerate(_FLOATS):

@@ -77,7 +77,9 @@ class Decoder:
         Where the queries go by row, `tokens` is the table of all rows' last tokens.
         """
         kernels, delta = self.kernels, None
-        x, places = kernels.enter(self.weights.embedding, tokens, self.rope, queries, cache.page_size, self.residual)
+        x, places = kernels.embed_tokens(
+            self.weights.embedding, tokens, self.rope, queries, cache.page_size, self.residual
+        )
         attention = self.attention.prepare(cache, queries, self.config.num_heads)
         rotating = attention if isinstance(attention, RotatingAttention) else None
         for index, layer in enumerate(self.weights.layers):
