@@ -367,3 +367,28 @@ def test_an_endless_stream_of_urgent_requests_starves_nobody(
     while not simulation.finished.keys() & simulation.sequences.get("humble", []):
         simulation.tick()
         assert simulation.now < len(prompts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 7), st.integers(1, 5), st.integers(0, 3), st.integers(1, 9), st.integers(1, 17), st.integers(0, 3),
+    st.integers(),
+)  # fmt: skip
+def test_a_second_turn_goes_on_from_what_the_first_computed(
+    per_row: int, page_size: int, ahead: int, num_prompt: int, max_tokens: int, more: int, seed: int
+) -> None:
+    """The prefix cache has the first turn's pages, up to and over a page's edge, and of them no rejected token's."""
+    first = Request("first", tuple(range(num_prompt)), SamplingParams(max_tokens=max_tokens, stop_token_ids=(3,)))
+    # The first fills the context; the second has some left.
+    limits = Limits(2, 2 * per_row + 8, 26, page_size, 60, reserve_tokens=0, max_ahead=ahead, tokens_per_row=per_row)
+    simulation = Simulation(limits, [Arrival(0, first, "none", 0)], seed=seed, prefix_cache=True, mixed=True)
+    simulation.run(max_ticks=1000)
+    (done,) = simulation.sequences["first"]
+    prompt = (*done.known(), *[1] * more)[: limits.max_len - 1]
+    second = Request("second", prompt, SamplingParams(max_tokens=max_tokens), arrival=1.0)
+    simulation.arrivals.append(Arrival(simulation.now, second, "none", 0))
+    simulation.fates["second"] = "none"
+    simulation.run(max_ticks=2000)
+    simulation.check_outcome()
+    least = (len(done.known()) - 1) // page_size * page_size
+    assert simulation.sequences["second"][0].num_cached >= min(least, (len(prompt) - 1) // page_size * page_size)
