@@ -309,7 +309,9 @@ def rotations(
     angles = Angles(*(torch.randn(64, dim, device=on) for _ in range(2)))
     qkv = torch.randn(layers, count, (heads.num_heads + 2 * heads.num_kv_heads) * dim, device=on, dtype=dtype)
     nothing = torch.zeros(1, 1, device=on)
-    _, places = theirs.enter(nothing, torch.zeros_like(queries.rows), angles, queries, cache.page_size, torch.float32)
+    _, places = theirs.embed_tokens(
+        nothing, torch.zeros_like(queries.rows), angles, queries, cache.page_size, torch.float32
+    )
     return (
         lambda i: ours.rotate_and_store(qkv[i], heads, places, cache, i),
         lambda i: theirs.rotate_and_store(qkv[i], heads, places, cache, i),

@@ -78,7 +78,7 @@ def case_of(
         torch.tensor(rows + [0] * padding, device=DEVICE),
         torch.tensor(positions + [0] * padding, device=DEVICE),
         table,
-        one_per_sequence=decode,
+        tokens_per_row=1 if decode else None,
     )
     q = torch.randn(used + padding, heads.queries, heads.dim, device=DEVICE).to(dtype)
     return Case(cache, queries, q, used)

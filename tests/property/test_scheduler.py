@@ -14,9 +14,11 @@ from phonograph.engine.limits import Limits
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence
-from phonograph.engine.step import Step, Update
+from phonograph.engine.step import Sampled, Step, Update
 
 VOCAB = 11
+REJECTED = -9
+"""What a device wrote for a token that it then did not accept."""
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -54,47 +56,75 @@ class Flight:
 
     step: Step
     tokens: list[int]
+    counts: list[int]
     written: dict[int, Sequence]
     read: dict[int, set[Sequence]]
 
 
 class SimulatedDevice:
-    """Runs steps at once, but its tokens are known only when they are committed."""
+    """Runs steps at once, but its tokens are known only when they are committed.
 
-    def __init__(self, limits: Limits) -> None:
+    Where a row may have several tokens in a step, how many it has is drawn; those that it has not got were computed and
+    written all the same. With `clamps` no row goes past its last output; without, what it puts out there is nonsense.
+    """
+
+    def __init__(self, limits: Limits, seed: int = 0, *, clamps: bool = True) -> None:
         self.limits = limits
+        self.random = random.Random(seed)
+        self.clamps = clamps
         self.rows: dict[int, Row] = {}
         self.pages: dict[int, dict[int, tuple[int, int]]] = {page: {} for page in range(limits.num_pages)}
         self.in_flight: deque[Flight] = deque()
 
     def launch(self, step: Step) -> None:
-        flight = Flight(step, [], {}, {})
+        flight = Flight(step, [], [], {}, {})
         for chunk in step.new_rows:
             self.rows[chunk.sequence.row] = Row(chunk.start)
         assert len({update[:2] for update in step.page_updates}) == len(step.page_updates)
         for row, index, page in step.page_updates:
             self.rows[row].pages[index] = page
         for sequence in step.decodes:
-            self._write(flight, sequence, (self.rows[sequence.row].last_token,))
+            self._decode(flight, sequence, step.tokens_per_row)
         for chunk in step.prefills:
-            assert self.rows[chunk.sequence.row].length == chunk.start
+            prompted = self.rows[chunk.sequence.row]
+            assert prompted.length == chunk.start
             self._write(flight, chunk.sequence, chunk.tokens)
-        for sequence in step.sampling:
-            context = self._read(flight, sequence)
-            flight.tokens.append(next_token(context, sequence.index))
-            self.rows[sequence.row].last_token = flight.tokens[-1]
+            prompted.length += chunk.count
+            if chunk.samples:
+                prompted.last_token = next_token(self._read(flight, chunk.sequence), chunk.sequence.index)
+                flight.tokens.append(prompted.last_token)
+                flight.counts.append(1)
         self._check_apart(flight)
         self.in_flight.append(flight)
 
-    def _write(self, flight: Flight, sequence: Sequence, tokens: tuple[int, ...]) -> None:
+    def _decode(self, flight: Flight, sequence: Sequence, most: int) -> None:
         row = self.rows[sequence.row]
-        for token in tokens:
-            index, place = divmod(row.length, self.limits.page_size)
-            page = row.pages[index]
-            assert page != 0
-            assert flight.written.setdefault(page, sequence) is sequence
-            self.pages[page][place] = (token, row.length)
-            row.length += 1
+        count = 1 if most == 1 else self.random.randint(0, most)
+        left = max(0, sequence.num_prompt + sequence.max_outputs - row.length - 1)
+        real = min(count, left)
+        tokens = list(self._read(flight, sequence)) if left else []
+        before = len(tokens)
+        for _ in range(real):
+            tokens.append(row.last_token if len(tokens) == before else flight.tokens[-1])
+            flight.tokens.append(next_token(tuple(tokens), sequence.index))
+        computed = (row.last_token, *(flight.tokens[len(flight.tokens) - real :][:-1] if real else ()))
+        self._write(flight, sequence, (*computed, *[REJECTED] * (most - len(computed))))
+        row.last_token = flight.tokens[-1] if real else row.last_token
+        if not self.clamps:
+            flight.tokens += [REJECTED % VOCAB] * (count - real)
+            real = count
+        row.length += real
+        flight.counts.append(real)
+
+    def _write(self, flight: Flight, sequence: Sequence, tokens: tuple[int, ...]) -> None:
+        """Write from the row's length on; past the pages that a sequence can need, to the null page."""
+        row = self.rows[sequence.row]
+        for position, token in enumerate(tokens, row.length):
+            index, place = divmod(position, self.limits.page_size)
+            page = row.pages.get(index, 0)
+            assert page != 0 or position >= sequence.max_computed
+            assert page == 0 or flight.written.setdefault(page, sequence) is sequence
+            self.pages[page][place] = (token, position)
 
     def _read(self, flight: Flight, sequence: Sequence) -> tuple[int, ...]:
         """The tokens in the sequence's pages, which must be its own."""
@@ -141,7 +171,7 @@ class Simulation:
         self.limits = limits
         self.now = 0
         self.scheduler = Scheduler(limits, prefix_cache=prefix_cache, mixed=mixed, clock=lambda: float(self.now))
-        self.device = SimulatedDevice(limits)
+        self.device = SimulatedDevice(limits, seed, clamps=seed % 2 == 0)
         self.arrivals = arrivals
         self.fates = {arrival.request.id: arrival.fate for arrival in arrivals}
         self.random = random.Random(seed)
@@ -215,7 +245,19 @@ class Simulation:
 
     def _commit(self) -> None:
         flight = self.device.in_flight.popleft()
-        self._take(self.scheduler.commit(flight.step, flight.tokens))
+        counts = None if self.limits.tokens_per_row == 1 else flight.counts
+        self._take(self.scheduler.commit(flight.step, Sampled(flight.tokens, counts)))
+        self.check_cache()
+        if not self.device.in_flight and self.device.clamps:
+            for sequence in self.told:
+                assert not sequence.row or sequence.num_computed == self.device.rows[sequence.row].length
+
+    def check_cache(self) -> None:
+        """What the prefix cache says of a page is what was written to it."""
+        size = self.limits.page_size
+        for page, edge in self.scheduler.rows.reservations.prefixes._edges.items():
+            tokens = list(memoryview(edge[4:]).cast("q"))
+            assert [self.device.pages[page][place][0] for place in range(size)] == tokens
 
     def _take(self, updates: list[Update]) -> None:
         for sequence, new_tokens, finish in updates:
@@ -238,9 +280,9 @@ class Simulation:
 
 
 LIMITS = st.builds(
-    lambda seqs, more_tokens, max_len, page_size, more_pages, reserve, ahead, chunk, patience, eos: Limits(
+    lambda seqs, more_tokens, max_len, page_size, more_pages, reserve, ahead, chunk, patience, eos, per_row: Limits(
         max_seqs=seqs,
-        max_tokens=seqs + more_tokens,
+        max_tokens=seqs * per_row + more_tokens,
         max_len=max_len,
         page_size=page_size,
         num_pages=2 + more_pages,
@@ -249,6 +291,7 @@ LIMITS = st.builds(
         chunk=chunk,
         patience=patience,
         eos_ids=eos,
+        tokens_per_row=per_row,
     ),
     st.integers(1, 5),
     st.integers(0, 12),
@@ -260,6 +303,7 @@ LIMITS = st.builds(
     st.none() | st.integers(1, 6),
     st.sampled_from([3, 30, 1000]),
     st.sampled_from([(), (), (0,)]),
+    st.just(1) | st.integers(1, 7),
 )
 
 
@@ -303,7 +347,8 @@ def test_tokens_are_those_of_one_sequence_alone_and_nothing_is_lost(
     limits, requests = case
     simulation = Simulation(limits, requests, seed=seed, prefix_cache=prefix_cache, mixed=mixed)
     work = sum((len(a.request.prompt) + a.request.params.max_tokens) * a.request.params.n for a in requests)
-    simulation.run(max_ticks=200 + 3 * work)
+    # Rows that may have none in a step take longer.
+    simulation.run(max_ticks=200 + (3 if limits.tokens_per_row == 1 else 9) * work)
     simulation.check_outcome()
 
 
@@ -322,3 +367,28 @@ def test_an_endless_stream_of_urgent_requests_starves_nobody(
     while not simulation.finished.keys() & simulation.sequences.get("humble", []):
         simulation.tick()
         assert simulation.now < len(prompts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 7), st.integers(1, 5), st.integers(0, 3), st.integers(1, 9), st.integers(1, 17), st.integers(0, 3),
+    st.integers(),
+)  # fmt: skip
+def test_a_second_turn_goes_on_from_what_the_first_computed(
+    per_row: int, page_size: int, ahead: int, num_prompt: int, max_tokens: int, more: int, seed: int
+) -> None:
+    """The prefix cache has the first turn's pages, up to and over a page's edge, and of them no rejected token's."""
+    first = Request("first", tuple(range(num_prompt)), SamplingParams(max_tokens=max_tokens, stop_token_ids=(3,)))
+    # The first fills the context; the second has some left.
+    limits = Limits(2, 2 * per_row + 8, 26, page_size, 60, reserve_tokens=0, max_ahead=ahead, tokens_per_row=per_row)
+    simulation = Simulation(limits, [Arrival(0, first, "none", 0)], seed=seed, prefix_cache=True, mixed=True)
+    simulation.run(max_ticks=1000)
+    (done,) = simulation.sequences["first"]
+    prompt = (*done.known(), *[1] * more)[: limits.max_len - 1]
+    second = Request("second", prompt, SamplingParams(max_tokens=max_tokens), arrival=1.0)
+    simulation.arrivals.append(Arrival(simulation.now, second, "none", 0))
+    simulation.fates["second"] = "none"
+    simulation.run(max_ticks=2000)
+    simulation.check_outcome()
+    least = (len(done.known()) - 1) // page_size * page_size
+    assert simulation.sequences["second"][0].num_cached >= min(least, (len(prompt) - 1) // page_size * page_size)

@@ -163,13 +163,13 @@ def test_rotate_and_store(shape: tuple[int, int, int], with_norm: bool, dtype: t
     heads = Heads(num_heads, kv_heads, head_dim, *norms)
     qkv = torch.randn(5, (num_heads + 2 * kv_heads) * head_dim).to(dtype)
     table = torch.tensor([[0, 0], [3, 1], [2, 5], [4, 6]], dtype=torch.int32)
-    queries = Queries(torch.tensor([1, 2, 3, 3, 0]), torch.tensor([0, 7, 3, 4, 0]), table, one_per_sequence=False)
+    queries = Queries(torch.tensor([1, 2, 3, 3, 0]), torch.tensor([0, 7, 3, 4, 0]), table, tokens_per_row=None)
     angles = Angles(torch.randn(8, head_dim), torch.randn(8, head_dim))
     embedding, tokens = torch.randn(3, 8), torch.zeros(5, dtype=torch.long)
     found, wanted = (
         (kernels.rotate_and_store(qkv, heads, places, cache, 1), cache.keys, cache.values)
         for kernels in (prepared(), REFERENCE)
-        for _, places in [kernels.enter(embedding, tokens, angles, queries, 4, torch.float32)]
+        for _, places in [kernels.embed_tokens(embedding, tokens, angles, queries, 4, torch.float32)]
         for cache in [PagedCache.empty(2, 7, 4, kv_heads, head_dim, dtype=dtype, device=torch.device("cpu"))]
     )
     near(found, wanted, 1e-5 if dtype == torch.float32 else 2e-2)

@@ -92,7 +92,9 @@ def test_rotate_and_store(shape: tuple[int, int, int], num_tokens: int, with_nor
     queries = queries_of(num_tokens)
 
     def places(kernels: Kernels) -> Places:
-        return kernels.enter(random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE, torch.float32)[1]
+        return kernels.embed_tokens(random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE, torch.float32)[
+            1
+        ]
 
     caches = [PagedCache.empty(2, 140, PAGE, kv_heads, head_dim, dtype=torch.float32, device=DEVICE) for _ in "rt"]
     wanted = REFERENCE.rotate_and_store(qkv.contiguous(), heads, places(REFERENCE), caches[0], 1)
@@ -110,7 +112,9 @@ def test_queries_go_where_they_are_wanted() -> None:
     qkv, table = random(5, 4 * 16), Angles(random(40, 16), random(40, 16))
     for kernels in (REFERENCE, TRITON):
         cache = PagedCache.empty(1, 12, PAGE, 1, 16, dtype=torch.float32, device=DEVICE)
-        _, places = kernels.enter(random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE, torch.float32)
+        _, places = kernels.embed_tokens(
+            random(3, 8), torch.zeros_like(queries.rows), table, queries, PAGE, torch.float32
+        )
         wanted, out = kernels.rotate_and_store(qkv, heads, places, cache, 0), torch.empty(5, 2, 16, device=DEVICE)
         assert kernels.rotate_and_store(qkv, heads, places, cache, 0, out) is out
         assert torch.equal(out, wanted)
@@ -126,13 +130,15 @@ def test_the_ends_of_a_step(num_tokens: int, by_row: bool) -> None:
         queries, tokens = rowwise(queries, tokens)
     states, tables = [], []
     for kernels in (REFERENCE, TRITON):
-        x, places = kernels.enter(embedding, tokens, table, queries, PAGE, torch.float32)
+        x, places = kernels.embed_tokens(embedding, tokens, table, queries, PAGE, torch.float32)
         states.append((x, places.cos, places.sin, places.slots))
         last_token = torch.full((num_tokens + 2,), 7, device=DEVICE)
         length = queries.positions.clone() if by_row else last_token.clone()
         last_token[0], length[0] = 0, 0
         picked = torch.arange(num_tokens, device=DEVICE) + 100
-        kernels.advance(replace(queries, positions=length) if by_row else queries, picked, last_token, length)
+        kernels.write_next_token(
+            replace(queries, positions=length) if by_row else queries, picked, None, last_token, length
+        )
         tables.append((last_token, length))
     for one, other in (*zip(*states, strict=True), *zip(*tables, strict=True)):
         assert torch.equal(one, other)
@@ -142,6 +148,44 @@ def test_the_ends_of_a_step(num_tokens: int, by_row: bool) -> None:
     assert torch.equal(length[queries.rows[real]], queries.token_positions[real] + 1)
     others = [int(last_token[0]), int(length[0]), int(last_token[-1])]
     assert others == [0, 0, 7], "nobody's row, and one that is not in the step"
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_rows_note_the_last_of_several_tokens_and_one_without_stays(width: int) -> None:
+    counts = torch.tensor([*range(width + 1), width, 0], device=DEVICE)  # none to all; the last two are padding
+    num_rows = len(counts)
+    rows = torch.arange(1, num_rows + 1, device=DEVICE)
+    rows[-2:] = 0
+    starts = torch.arange(num_rows, device=DEVICE) * 3 * (rows > 0)
+    positions = (starts[:, None] + torch.arange(width, device=DEVICE) * (rows > 0)[:, None]).flatten()
+    table = torch.zeros(num_rows + 1, 9, dtype=torch.int32, device=DEVICE)
+    queries = Queries(rows.repeat_interleave(width), positions, table, tokens_per_row=width)
+    tokens = torch.arange(num_rows * width, device=DEVICE).view(num_rows, width) + 100
+    tokens[1, 0] = -1  # a problem: noted as token 0
+    for kernels in (REFERENCE, TRITON):
+        last_token, length = torch.full((2, num_rows + 1), 7, device=DEVICE)
+        last_token[0], length[0] = 0, 0
+        kernels.write_next_token(queries, tokens, counts, last_token, length)
+        for place, row in enumerate(rows.tolist()[:-2]):
+            count = int(counts[place])
+            noted = max(0, int(tokens[place, count - 1])) if count else 7
+            assert (int(last_token[row]), int(length[row])) == (noted, int(starts[place]) + count)
+        assert (int(last_token[0]), int(length[0])) == (0, 0)
+        assert last_token[num_rows - 1 :].tolist() == [7, 7], "rows that are not in the step"
+
+
+def test_what_a_row_computes_past_its_pages_goes_to_the_null_page() -> None:
+    table = torch.zeros(3, 4, dtype=torch.int32, device=DEVICE)
+    table[1, :2], table[2, :1] = torch.tensor([5, 6]), 7
+    rows = torch.tensor([1] * 6 + [2] * 6, device=DEVICE)
+    positions = torch.cat([PAGE + torch.arange(6), PAGE - 2 + torch.arange(6)]).to(DEVICE)
+    queries = Queries(rows, positions, table, tokens_per_row=6)
+    angles = Angles(random(40, 16), random(40, 16))
+    for kernels in (REFERENCE, TRITON):
+        _, places = kernels.embed_tokens(random(3, 8), rows * 0, angles, queries, PAGE, torch.float32)
+        pages = (places.slots // PAGE).tolist()
+        own = min(6, PAGE)
+        assert pages == [*[6] * own, *[0] * (6 - own), 7, 7, 0, 0, 0, 0]
 
 
 def rowwise(queries: Queries, tokens: torch.Tensor) -> tuple[Queries, torch.Tensor]:
@@ -162,7 +206,7 @@ def queries_of(num_tokens: int) -> Queries:
     table[1:] = (torch.randperm(2 * num_tokens) + 1).view(num_tokens, 2)
     if num_tokens >= 5:
         positions[-3:], rows[-3:] = 0, 0
-    return Queries(rows, positions, table, one_per_sequence=True)
+    return Queries(rows, positions, table, tokens_per_row=1)
 
 
 # -- products -------------------------------------------------------------------------------------------------
@@ -270,7 +314,7 @@ def test_a_decoder_computes_the_same_with_either_kernels() -> None:
         torch.tensor([1, 2, 0], device=DEVICE),
         torch.tensor([5, 2, 0], device=DEVICE),
         torch.tensor([[0, 0], [1, 2], [3, 4]], dtype=torch.int32, device=DEVICE),
-        one_per_sequence=True,
+        tokens_per_row=1,
     )
     found = []
     for kernels in (REFERENCE, TRITON):
@@ -300,7 +344,7 @@ def test_many_tokens_are_projected_piece_by_piece(
         monkeypatch.setattr("phonograph.engine.models.decoder.PIECE", piece)
         model = family_of(config).build(config, weights, ModelParts(ReferenceAttention(), kernels, max_len=16))
         cache = CacheGroup.empty(model.keeps, 4, PAGE, dtype=torch.float32, device=DEVICE)
-        hidden = model.hidden(tokens, Queries(rows, positions, table, one_per_sequence=False), cache)
+        hidden = model.hidden(tokens, Queries(rows, positions, table, tokens_per_row=None), cache)
         found.append((hidden.states, *cache.tensors))
     for whole, pieces in zip(*found, strict=True):
         near(pieces, whole)

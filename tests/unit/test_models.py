@@ -38,7 +38,7 @@ def decoder_of(kernels: Kernels | None = None, residual: torch.dtype | None = No
 def queries_of(count: int, start: int = 0, *, by_row: bool = False) -> Queries:
     table = torch.tensor([[0] * 4, [2, 1, 4, 3]], dtype=torch.int32)
     if by_row:
-        return Queries(torch.tensor([1]), torch.tensor([0, start]), table, one_per_sequence=True, by_row=True)
+        return Queries(torch.tensor([1]), torch.tensor([0, start]), table, tokens_per_row=1, by_row=True)
     return Queries(torch.ones(count, dtype=torch.int64), torch.arange(start, start + count), table, False)
 
 

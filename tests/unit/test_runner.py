@@ -699,6 +699,22 @@ class TestRepeat:
         assert not first.can_repeat
         assert second.can_repeat
 
+    def test_a_load_of_other_buffers_does_not_end_it(self, device: Device) -> None:
+        pool = BufferPool(device)
+        first, _ = self.counting(device, pool=pool)
+        other = make_runner(
+            lambda batch: batch["y"] * 2,
+            device,
+            pool=pool,
+            slots=[Slot("y", ("seqs", WIDTH), torch.float32, shared=False)],
+            sample=lambda extent, seed: {"y": sample_x(device)(extent, seed)["x"]},
+        )
+        x = rows(device, 3)
+        first.run({"x": x})
+        equal(other.run({"y": x}), 2 * x)
+        assert first.can_repeat
+        equal(first.repeat(), 2 * x)
+
     def test_an_eager_run_ends_it(self, device: Device) -> None:
         runner, _ = self.counting(device)
         runner.run({"x": rows(device, 3)})

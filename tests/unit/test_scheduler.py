@@ -14,7 +14,7 @@ from phonograph.engine.limits import Limits
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, State
-from phonograph.engine.step import Step, Update
+from phonograph.engine.step import Sampled, Step, Update
 from phonograph.errors import PhonographError, PlanError, RequestError
 
 PACKAGE = Path(__file__).parents[2] / "src" / "phonograph"
@@ -39,7 +39,7 @@ def launched(scheduler: Scheduler) -> Step:
 
 
 def committed(scheduler: Scheduler, step: Step, token: int = 7, now: float = 0.0) -> list[Update]:
-    return scheduler.commit(step, [token] * len(step.sampling), now)
+    return scheduler.commit(step, Sampled([token] * len(step.sampling)), now)
 
 
 def run(scheduler: Scheduler, steps: int) -> list[Step]:
@@ -301,7 +301,7 @@ def test_commits_come_in_the_order_of_launch() -> None:
     with pytest.raises(PhonographError, match=r"step 2: the steps in flight are \[1, 2\]"):
         committed(scheduler, second)
     with pytest.raises(PhonographError, match="found 3 tokens, expected 1"):
-        scheduler.commit(first, [1, 2, 3])
+        scheduler.commit(first, Sampled([1, 2, 3]))
     committed(scheduler, first)
     with pytest.raises(PhonographError, match="Commit each once"):
         committed(scheduler, first)
@@ -315,7 +315,7 @@ def test_stop_ids_are_the_request_s_and_the_engine_s() -> None:
     (own,) = scheduler.add(request("own", stop_token_ids=(2,)))
     (ignoring,) = scheduler.add(Request("ignoring", (1, 2, 3), SamplingParams(max_tokens=9, ignore_eos=True)))
     step = launched(scheduler)
-    scheduler.commit(step, [2, 1])
+    scheduler.commit(step, Sampled([2, 1]))
     assert (own.finish, ignoring.finish) == (FinishReason.STOP, None)
 
 

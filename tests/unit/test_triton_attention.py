@@ -159,7 +159,7 @@ class TestWhatMustNotMatter:
 def test_no_tokens_at_all() -> None:
     case = case_of(spans_of((0, 1)), Heads(4, 2, 16))
     none = replace(case.queries, rows=case.queries.rows[:0], positions=case.queries.positions[:0])
-    for given in (none, replace(none, one_per_sequence=True)):
+    for given in (none, replace(none, tokens_per_row=1)):
         assert attention().prepare(case.cache, given, 4).attend(0, case.q[:0], None).shape == (0, 4, 16)
 
 
@@ -206,7 +206,7 @@ class TestRotating:
         other = replace(case.cache, keys=case.cache.keys.clone(), values=case.cache.values.clone())
         reference = ReferenceKernels()
         nothing, nobody = torch.zeros(1, 1, device=DEVICE), torch.zeros_like(case.queries.rows)
-        _, places = reference.enter(nothing, nobody, angles, case.queries, case.cache.page_size, torch.float32)
+        _, places = reference.embed_tokens(nothing, nobody, angles, case.queries, case.cache.page_size, torch.float32)
         q = reference.rotate_and_store(qkv, layout, places, other, 1)
         wanted = ReferenceAttention().prepare(other, case.queries, heads.queries).attend(1, q, window)
         own = case.queries.table[case.queries.rows[: case.used], case.queries.positions[: case.used] // 4].long()

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from phonograph.engine.admission import refuse_unknown_tokens
 from phonograph.engine.constraints import Constraint, GrammarCompiler
 from phonograph.engine.executor import Executor, Launched
-from phonograph.engine.readback import Sampled
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, TokenLogprob
-from phonograph.engine.step import Step, Update
+from phonograph.engine.step import Sampled, Step, TokenDetails, Update
 from phonograph.errors import RequestError
 
 log = logging.getLogger("phonograph")
@@ -99,24 +98,27 @@ class EngineCore:
 
     def _commit(self, done: Launched | Finished) -> None:
         sampled = done.sampled if isinstance(done, Finished) else self.executor.collect(done)
-        updates = self.scheduler.commit(done.step, sampled.tokens)
-        for sequence, tokens, finish in list(updates):
+        updates = self.scheduler.commit(done.step, sampled)
+        for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
-                updates += self._follow(sequence, tokens)
+                followed, failed = self._follow(sequence, tokens)
+                updates[place] = sequence, followed, finish
+                updates += failed
         if sampled.logprobs is not None:
-            _note_logprobs(done.step, sampled, {sequence for sequence, tokens, _ in updates if tokens})
+            _note_logprobs(done.step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
         self._news += updates
 
-    def _follow(self, sequence: Sequence, tokens: tuple[int, ...]) -> list[Update]:
-        """Go on in the grammar of a sequence; it fails where that can't be."""
+    def _follow(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], list[Update]]:
+        """Go on in the grammar of a sequence; it fails where that can't be, and has no token after that."""
         assert sequence.constraint is not None
-        try:
-            for token in tokens:
+        for place, token in enumerate(tokens, 1):
+            try:
                 sequence.constraint.accept(token)
-        except RequestError as error:
-            sequence.error_field = error.field or ""
-            return self.scheduler.fail(sequence, str(error))
-        return []
+            except RequestError as error:
+                del sequence.outputs[len(sequence.outputs) - len(tokens) + place :]
+                sequence.error_field = error.field or ""
+                return tokens[:place], self.scheduler.fail(sequence, str(error))
+        return tokens, []
 
     def _execute(self, step: Step) -> Launched | Finished:
         try:
@@ -154,23 +156,29 @@ class EngineCore:
 
 def _joined(parts: list[Sampled | None]) -> Sampled:
     """What passes of one sequence each sampled; the token of one that failed means nothing, and commit drops it."""
-    tokens = [part.tokens[0] if part is not None else 0 for part in parts]
-    if not any(part is not None and part.logprobs for part in parts):
-        return Sampled(tokens)
-    nothing = (0.0, list[int](), list[float]())
-    return Sampled(tokens, [part.logprobs[0] if part is not None and part.logprobs else nothing for part in parts])
+    found = [part if part is not None else Sampled([0]) for part in parts]
+    tokens = [token for part in found for token in part.tokens]
+    counts = [len(part.tokens) for part in found] if any(part.counts is not None for part in found) else None
+    if not any(part.logprobs for part in found):
+        return Sampled(tokens, counts)
+    nothing: TokenDetails = (0.0, [], [])
+    return Sampled(tokens, counts, [one for part in found for one in part.logprobs or [nothing] * len(part.tokens)])
 
 
-def _note_logprobs(step: Step, sampled: Sampled, committed: set[Sequence]) -> None:
+def _note_logprobs(step: Step, sampled: Sampled, committed: dict[Sequence, int]) -> None:
+    """Keep them for as many tokens as each sequence took."""
     assert sampled.logprobs is not None
-    for sequence, token, (own, ids, values) in zip(step.sampling, sampled.tokens, sampled.logprobs, strict=True):
-        count = sequence.request.params.logprobs
-        if count is not None and sequence in committed:
-            top = tuple(zip(ids[:count], values[:count], strict=True))
+    for sequence, part in zip(step.sampling, sampled.by_row(), strict=True):
+        num_top = sequence.request.params.logprobs
+        if num_top is None:
+            continue
+        taken = slice(part.start, part.start + committed.get(sequence, 0))
+        for token, (own, ids, values) in zip(sampled.tokens[taken], sampled.logprobs[taken], strict=True):
+            top = tuple(zip(ids[:num_top], values[:num_top], strict=True))
             sequence.logprobs.append(TokenLogprob(token, own, top))
 
 
 def _parts(step: Step) -> list[Step]:
     """The step's sequences, each in a step of its own; who knows whether the page updates were written."""
-    parts = [Step(step.number, (sequence,), (), step.page_updates) for sequence in step.decodes]
+    parts = [Step(step.number, (sequence,), (), step.page_updates, step.tokens_per_row) for sequence in step.decodes]
     return parts + [Step(step.number, (), (chunk,), step.page_updates) for chunk in step.prefills]

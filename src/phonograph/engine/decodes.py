@@ -18,10 +18,13 @@ class DecodeSet:
 
     def __init__(self, limits: Limits, rows: Rows) -> None:
         self.is_short = False
-        """Somebody has no page for the next token."""
+        """Somebody has no pages for the next step."""
         self._rows = rows
         self._max_len = limits.max_len
-        self._low = limits.reserve_tokens // 2
+        self._per_step = limits.tokens_per_row
+        self._is_exact = limits.fewest_per_row == limits.tokens_per_row
+        """Whether the counts of launched steps are those of committed ones."""
+        self._low = max(limits.reserve_tokens // 2, self._per_step - 1)
         self._members: list[Sequence] = []
         self._ready: tuple[Sequence, ...] = ()
         self._steps_left = 0
@@ -51,7 +54,7 @@ class DecodeSet:
 
     def provide(self, committed: int) -> list[Sequence]:
         """Let go who is done, give pages to who runs low; returns who needs one and got none, first in rank first."""
-        running, low = State.RUNNING, self._low
+        running, low, per_step, exact = State.RUNNING, self._low, self._per_step, self._is_exact
         members: list[Sequence] = []
         needy: list[Sequence] = []
         steps = [self._max_len]
@@ -59,17 +62,21 @@ class DecodeSet:
             if sequence.state is not running:
                 continue
             left = sequence.max_outputs - sequence.num_launched_outputs
-            if not left:
+            if left <= 0:
                 self._rows.leave(sequence, committed)
                 continue
             members.append(sequence)
             headroom = sequence.capacity - sequence.num_computed
-            if headroom < left:
+            missing = left if exact else sequence.max_computed - sequence.num_computed
+            if headroom < missing:
                 # Whoever runs low is served together with the first who must be: so most steps change no table.
                 if headroom <= low and not self._rows.extend(sequence):
                     needy.append(sequence)
-                left = min(left, sequence.headroom)
-            steps.append(left)
+                headroom = sequence.capacity - sequence.num_computed
+            if exact:
+                steps.append(min(left, headroom))
+            elif headroom < missing:
+                steps.append(headroom // per_step)
         self._members, self._steps_left = members, min(steps)
         self.is_short = bool(needy)
         return sorted(needy, key=_rank)
@@ -82,9 +89,9 @@ class DecodeSet:
             self._ready = ready
 
     def _settle_each(self, committed: int) -> None:
-        """Some may be preempted by now, some have no page, and some wait for the token of their last step."""
+        """Some may be preempted by now, some have no pages, and some wait for the token of their last step."""
         self._members = [sequence for sequence in self._members if sequence.state is State.RUNNING]
-        placed = [sequence for sequence in self._members if sequence.headroom > 0]
+        placed = [sequence for sequence in self._members if sequence.has_room(self._per_step)]
         self._ready = tuple(seq for seq in placed if seq.request.run_ahead or seq.last_step <= committed)
         self.is_short = len(placed) < len(self._members)
         self._has_waits = not all(sequence.request.run_ahead for sequence in self._members)

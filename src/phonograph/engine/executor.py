@@ -15,11 +15,11 @@ from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes import Passes
-from phonograph.engine.readback import Pending, Picked, Readback, Sampled
+from phonograph.engine.readback import Pending, Picked, Readback
 from phonograph.engine.sampler import Sampler
 from phonograph.engine.state.tables import allocating
 from phonograph.engine.state.updates import UpdateBuilder
-from phonograph.engine.step import Step
+from phonograph.engine.step import Sampled, Step
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase
@@ -95,7 +95,7 @@ class Executor:
         self._updates = UpdateBuilder(self.passes.tables.columns, self.passes.tables.sizes)
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
-            self._readback = Readback(device, limits.max_seqs, depth)
+            self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
 

@@ -179,16 +179,16 @@ class Generation:
             return False
         if output.tokens:
             self._time(choice, now)
-            choice.num_tokens += len(output.tokens)
-        text, hit = choice.reader.take(output.tokens, is_last=output.finish is not None)
+        text, count, hit = choice.reader.take(output.tokens, is_last=output.finish is not None)
+        choice.num_tokens += count
         choice.cached = output.cached
         finish = FinishReason.STOP if hit else output.finish
         delta = self._pending.get(choice.number)
         if delta is None:
             delta = self._pending[choice.number] = Delta(choice.number)
         delta.text += text
-        delta.tokens += output.tokens
-        delta.logprobs += output.logprobs
+        delta.tokens += output.tokens[:count]
+        delta.logprobs += output.logprobs[:count]
         if finish is not None:
             delta.finish, delta.error, delta.error_field = finish, output.error, output.field
             self._end(choice, finish, now)

@@ -14,7 +14,7 @@ class Limits:
     max_seqs: int
     """Sequences that hold a row at the same time."""
     max_tokens: int
-    """Tokens of one step; at least `max_seqs`, so that decodes never crowd out a prefill that has a row."""
+    """Tokens of one step; at least those of `max_seqs` decodes, so that they never crowd out a prefill with a row."""
     max_len: int
     """Tokens of one sequence, prompt and outputs together."""
     page_size: int
@@ -31,6 +31,9 @@ class Limits:
     """A sequence that is older than this many steps goes before every priority, so nobody starves."""
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a sequence, unless its request ignores them."""
+    tokens_per_row: int = 1
+    """Tokens that a step computes for a row that decodes, and that it can bring it at most. With 1 it brings just that
+    one; with more, any number up to it, or none."""
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -41,16 +44,27 @@ class Limits:
             raise PlanError(f"limits: chunk must be a whole number of at least 1, or None, found {self.chunk!r}.")
         if not isinstance(self.eos_ids, tuple) or any(type(token) is not int for token in self.eos_ids):
             raise PlanError(f"limits: eos_ids must be a tuple of token ids, found {self.eos_ids!r}.")
-        if self.max_tokens < self.max_seqs:
+        if self.max_tokens < self.max_seqs * self.tokens_per_row:
+            count = "one token" if self.tokens_per_row == 1 else f"{self.tokens_per_row} tokens"
             raise PlanError(
-                f"limits: max_tokens is {self.max_tokens} and max_seqs is {self.max_seqs}, but a step must hold one "
-                f"token of every sequence. Raise max_tokens or lower max_seqs."
+                f"limits: max_tokens is {self.max_tokens} and max_seqs is {self.max_seqs}, but a step must hold "
+                f"{count} of every sequence. Raise max_tokens or lower max_seqs."
             )
 
     @property
     def capacity(self) -> int:
         """Tokens that all pages together hold."""
         return (self.num_pages - 1) * self.page_size
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a step may compute: the last tokens of a row that decodes may lie past its end."""
+        return self.max_len + self.tokens_per_row - 1
+
+    @property
+    def fewest_per_row(self) -> int:
+        """Tokens that a step is sure to bring a row that decodes."""
+        return 1 if self.tokens_per_row == 1 else 0
 
     @property
     def max_chunk(self) -> int:

@@ -70,9 +70,9 @@ class _Reader:
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
-        self.done.tokens += tokens
+        text, count, hit = self._text.take(tokens, is_last=finish is not None)
+        self.done.tokens += tokens[:count]
         self.done.logprobs += self.sequence.logprobs[len(self.done.logprobs) : len(self.done.tokens)]
-        text, hit = self._text.take(tokens, is_last=finish is not None)
         self.done.text += text
         if hit or finish is not None:
             self.done.finish = FinishReason.STOP if hit else finish
@@ -139,13 +139,13 @@ class LLM:
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
         self.kernels = kernels_for(self.device, options, self.plan, progress)
-        loaded = self._model(attention, limits.max_len, progress)
+        loaded = self._model(attention, limits.num_positions, progress)
         if self.precision.fallback is not None:
             self.precision = self.precision.after(value_range(loaded, self.device))
             if loaded.dtype != self.precision.dtype:
                 log.warning("%s: %s", self.checkpoint.source, self.precision)
                 del loaded  # there may not be room for the weights twice
-                loaded = self._model(attention, limits.max_len, progress)
+                loaded = self._model(attention, limits.num_positions, progress)
         sampler = sampler_for(self.device, options, self.plan)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress)
         self.limits = replace(limits, num_pages=self.cache_size.num_pages)

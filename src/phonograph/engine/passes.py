@@ -49,7 +49,7 @@ class Passes:
         self.limits = limits
         self.cache = cache
         self.vocab = model.config.vocab
-        sizes = TableSizes(limits.max_seqs, self.vocab, -(-limits.max_len // limits.page_size))
+        sizes = TableSizes(limits.max_seqs, self.vocab, -(-limits.num_positions // limits.page_size))
         self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS), sizes)
         self._decoder = model
         self._sampler = sampler
@@ -84,12 +84,12 @@ class Passes:
             slots=[
                 Slot("tokens", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, self.vocab - 1)),
                 Slot("rows", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_seqs)),
-                Slot("positions", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_len - 1)),
+                Slot("positions", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.num_positions - 1)),
                 Slot("decoding", ("tokens",), torch.bool, pad=Pad.fill(False)),
                 Slot("ends", ("sampled",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_tokens - 1)),
             ],
             bucketed="tokens",
-            dims=[Dim("sampled", limit=limits.max_seqs)],
+            dims=[Dim("sampled", limit=limits.max_seqs * limits.tokens_per_row)],
             body=self._prefill,
             tail=self._prefill_tail,
             sample=trials.prefill_sample,
@@ -111,7 +111,7 @@ class Passes:
 
     def _decode(self, batch: DecodeBatch) -> Picked:
         tables, pages = self.tables, self.tables.pages[:, : batch.width]
-        queries = Queries(batch.rows, tables.length, pages, one_per_sequence=True, by_row=True)
+        queries = Queries(batch.rows, tables.length, pages, tokens_per_row=1, by_row=True)
         hidden = self._decoder.hidden(tables.last_token, queries, self.cache)
         return self._next_tokens(self._decoder.logits(hidden.states), queries, batch.wants)
 
@@ -120,12 +120,12 @@ class Passes:
         tokens = torch.where(batch.decoding, tables.last_token[rows], batch.tokens)
         # A recording may not look at the host's spans; an eager pass is faster with them.
         spans = batch.spans if current().stage is Stage.EAGER else None
-        queries = Queries(rows, batch.positions, tables.pages[:, : batch.width], False, spans)
+        queries = Queries(rows, batch.positions, tables.pages[:, : batch.width], None, spans)
         return self._prefiller.hidden(tokens, queries, self.cache, wanted=batch.ends).states
 
     def _prefill_tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         ends = batch.ends
-        queries = Queries(batch.rows[ends], batch.positions[ends], self.tables.pages, one_per_sequence=True)
+        queries = Queries(batch.rows[ends], batch.positions[ends], self.tables.pages, tokens_per_row=1)
         # A graph whose places for them never change in number puts out all of them.
         logits = self._prefiller.logits(hidden[: ends.shape[0]])
         return self._next_tokens(logits, queries, batch.wants)
@@ -138,7 +138,7 @@ class Passes:
             tokens = torch.cat([self._pick(logits, queries, part, wants) for part in parts])
         else:
             tokens = self._pick(logits, queries, slice(None), wants)
-        self._decoder.kernels.advance(queries, tokens, self.tables.last_token, self.tables.length)
+        self._decoder.kernels.write_next_token(queries, tokens, None, self.tables.last_token, self.tables.length)
         return Picked(tokens, self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None)
 
     def _pick(self, logits: torch.Tensor, queries: Queries, part: slice, wants: Wants) -> torch.Tensor:

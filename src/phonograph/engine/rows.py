@@ -52,7 +52,7 @@ class Rows:
         return True
 
     def extend(self, sequence: Sequence) -> bool:
-        """Give pages for the next token and the reserve; False if the next token has no place."""
+        """Give pages for the next step and the reserve; False if the next step has no room."""
         fits = self.reservations.extend(sequence)
         if sequence.num_tabled < len(sequence.pages):
             self._untabled[sequence] = None

@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Values
 from dataclasses import dataclass
 
 from phonograph.engine.admission import sequences_of
@@ -15,7 +14,7 @@ from phonograph.engine.limits import Limits
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.rows import Rows
 from phonograph.engine.sequence import Sequence, State
-from phonograph.engine.step import NOTHING_ALLOWED, Chunk, Step, Update
+from phonograph.engine.step import Chunk, Sampled, Step, Update, problem_at
 from phonograph.engine.waiting import WaitingQueue
 from phonograph.errors import PhonographError, RequestError
 
@@ -167,18 +166,19 @@ class Scheduler:
         self._waiting.age(self._launched)
         if self._mixed:
             decodes = self._plan_decodes()
-            chunks = self._plan_prefills(self.limits.max_tokens - len(decodes))
+            chunks = self._plan_prefills(self.limits.max_tokens - len(decodes) * self.limits.tokens_per_row)
         else:
             decodes, chunks = self._plan_pure()
         if not decodes and not chunks:
             return None
         self._launched += 1
         number = self._launched
+        most, fewest = self.limits.tokens_per_row, self.limits.fewest_per_row
         for sequence in decodes:
-            sequence.num_computed += 1
-            sequence.num_launched_outputs += 1
+            sequence.num_computed += most
+            sequence.num_launched_outputs += fewest
             sequence.last_step = number
-        step = Step(number, decodes, tuple(chunks), self.rows.page_updates())
+        step = Step(number, decodes, tuple(chunks), self.rows.page_updates(), most)
         self._in_flight.append(step)
         return step
 
@@ -200,8 +200,14 @@ class Scheduler:
         return self._decodes.take()
 
     def _make_room(self, needy: list[Sequence]) -> None:
-        """Preempt, last in rank first, until these have the page that they need, or one is on its way back."""
+        """Preempt, last in rank first, until these have the pages that they need, or some are on their way back.
+
+        Not for one that may turn out to need none: the commit of its step in flight will tell.
+        """
+        exact = self.limits.tokens_per_row == self.limits.fewest_per_row
         for sequence in needy:
+            if not exact and sequence.last_step > self._committed:
+                continue
             while sequence.state is State.RUNNING and not self.rows.extend(sequence):
                 if self.rows.leaving:
                     return
@@ -266,32 +272,18 @@ class Scheduler:
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
-    def commit(self, step: Step, tokens: Values[int], now: float | None = None) -> list[Update]:
-        """Take in the tokens that a step sampled, one for each of `step.sampling`, and free what nobody uses any more.
+    def commit(self, step: Step, sampled: Sampled, now: float | None = None) -> list[Update]:
+        """Take in the tokens that a step sampled for each of `step.sampling`, and free what nobody uses any more.
 
-        Tokens of a sequence that ended meanwhile are dropped, so nobody sees what was launched ahead in vain. Where a
-        problem comes instead of a token, the sequence fails.
+        Tokens of a sequence that ended meanwhile are dropped, so nobody sees what was launched ahead in vain, and so
+        are those after its end. Where a problem comes instead of a token, the sequence fails.
         """
-        self._check_order(step, tokens)
+        self._check_order(step)
+        sampled.check(step)
         self._in_flight.popleft()
         self._committed = step.number
-        updates: list[Update] = []
-        failed: list[Update] = []
-        for sequence, token in zip(step.sampling, tokens, strict=True):
-            if sequence.finish is not None:
-                continue
-            if token < 0:
-                failed += self.fail(sequence, _problem(token, sequence))
-                continue
-            outputs = sequence.outputs
-            outputs.append(token)
-            if token in sequence.stop_ids:
-                self._close(sequence, FinishReason.STOP)
-            elif len(outputs) >= sequence.max_outputs:
-                self._close(sequence, FinishReason.LENGTH)
-            updates.append((sequence, (token,), sequence.finish))
-        self._generated_tokens += len(updates)
-        updates += failed
+        is_plain = sampled.counts is None and step.tokens_per_row == 1
+        updates = self._take_one_each(step, sampled) if is_plain else self._take_several(step, sampled)
         for chunk in step.prefills:
             if chunk.samples:
                 self._share_prompt(chunk)
@@ -301,16 +293,54 @@ class Scheduler:
                 self._waiting.push(sequence)
         return updates
 
-    def _check_order(self, step: Step, tokens: Values[int]) -> None:
+    def _take_one_each(self, step: Step, sampled: Sampled) -> list[Update]:
+        """What `_take_several` does, for plain steps: so many of them come that each line counts."""
+        updates: list[Update] = []
+        failed: list[Update] = []
+        for sequence, token in zip(step.sampling, sampled.tokens, strict=True):
+            if sequence.finish is not None:
+                continue
+            if token < 0:
+                failed += self.fail(sequence, problem_at(token, sequence))
+                continue
+            outputs = sequence.outputs
+            outputs.append(token)
+            if token in sequence.stop_ids:
+                self._close(sequence, FinishReason.STOP)
+            elif len(outputs) >= sequence.max_outputs:
+                self._close(sequence, FinishReason.LENGTH)
+            updates.append((sequence, (token,), sequence.finish))
+        self._generated_tokens += len(updates)
+        return updates + failed
+
+    def _take_several(self, step: Step, sampled: Sampled) -> list[Update]:
+        """Correct the counts by what the device took, then append what the sequence takes of it."""
+        updates: list[Update] = []
+        failed: list[Update] = []
+        fewest, num_decodes = self.limits.fewest_per_row, len(step.decodes)
+        for index, (sequence, part) in enumerate(zip(step.sampling, sampled.by_row(), strict=True)):
+            if index < num_decodes:
+                # Before anybody is closed, and of those that are: what the prefix cache keeps goes by this count.
+                count = part.stop - part.start
+                sequence.num_computed -= step.tokens_per_row - count
+                sequence.num_launched_outputs += count - fewest
+            if sequence.finish is not None:
+                continue
+            taken, finish, problem = sequence.take(sampled.tokens[part])
+            if finish is not None:
+                self._close(sequence, finish)
+            if taken:
+                self._generated_tokens += len(taken)
+                updates.append((sequence, tuple(taken), finish))
+            if problem:
+                failed += self.fail(sequence, problem_at(problem, sequence))
+        return updates + failed
+
+    def _check_order(self, step: Step) -> None:
         if not self._in_flight or self._in_flight[0] is not step:
             numbers = [launched.number for launched in self._in_flight]
             raise PhonographError(
                 f"committing step {step.number}: the steps in flight are {numbers}. Commit each once, in launch order."
-            )
-        if len(tokens) != len(step.sampling):
-            raise PhonographError(
-                f"committing step {step.number}: found {len(tokens)} tokens, expected {len(step.sampling)}. "
-                f"Give one for each of step.sampling, in its order."
             )
 
     def _share_prompt(self, chunk: Chunk) -> None:
@@ -361,11 +391,3 @@ class Scheduler:
         lost = [sequence for sequence in live if sequence.finish is None and sequence not in placed]
         if lost:
             raise PhonographError(f"integrity: sequences that nobody will schedule again: {lost}.")
-
-
-def _problem(code: int, sequence: Sequence) -> str:
-    """What was wrong with the logits that the sequence's next token was to be picked from."""
-    position = sequence.num_prompt + len(sequence.outputs)
-    if code == NOTHING_ALLOWED:
-        return f"no token is allowed at position {position}: the grammar, or the model itself, forbids all of them"
-    return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -40,8 +41,9 @@ class TokenLogprob:
 class Sequence:
     """One generation of a request; a request with n > 1 makes n of them.
 
-    Counts run ahead of values: launching a step advances `num_computed` and `num_launched_outputs` at once; the token
-    itself is appended to `outputs` when that step is committed, up to `max_ahead` steps later.
+    Counts run ahead of values: launching a step advances `num_computed` and `num_launched_outputs` at once; the tokens
+    themselves are appended to `outputs` when that step is committed, up to `max_ahead` steps later. Where a step may
+    bring several tokens or none, its commit corrects the counts.
     """
 
     request: Request
@@ -60,9 +62,10 @@ class Sequence:
     capacity: int = 0
     """Tokens that its pages hold."""
     num_computed: int = 0
-    """Tokens whose KV is written by launched steps, or was found in the prefix cache."""
+    """Tokens whose KV is written by launched steps, or was found in the prefix cache; the most that can be, while a
+    step is in flight."""
     num_launched_outputs: int = 0
-    """Outputs that launched steps sample."""
+    """Outputs that launched steps sample; the fewest that can be, while a step is in flight."""
     prefill_end: int = 0
     """Up to here tokens come from the host: the prompt, and after a preemption the outputs so far too."""
     num_cached: int = 0
@@ -90,10 +93,9 @@ class Sequence:
         """Tokens whose KV it can ever need: the last output is never read."""
         return len(self.request.prompt) + self.max_outputs - 1
 
-    @property
-    def headroom(self) -> int:
-        """Tokens that can be launched before it needs another page."""
-        return self.capacity - self.num_computed
+    def has_room(self, count: int) -> bool:
+        """Whether its pages hold so many more tokens, or all that it can ever need: what is beyond is not kept."""
+        return self.capacity - self.num_computed >= count or self.capacity >= self.max_computed
 
     @property
     def is_prefilling(self) -> bool:
@@ -114,6 +116,23 @@ class Sequence:
         else:
             bits = int.from_bytes(hashlib.blake2b(b"%d/%d" % (given, self.index), digest_size=8).digest(), "little")
         return bits % (1 << 63) - (1 << 63)
+
+    def take(self, tokens: Iterable[int]) -> tuple[list[int], FinishReason | None, int]:
+        """Append what a step brought, up to the sequence's end; what comes after that is dropped.
+
+        Returns what was appended, why the sequence ends with it, if it does, and the problem that came in place of
+        the next token, or 0.
+        """
+        outputs, first = self.outputs, len(self.outputs)
+        for token in tokens:
+            if token < 0:
+                return outputs[first:], None, token
+            outputs.append(token)
+            if token in self.stop_ids:
+                return outputs[first:], FinishReason.STOP, 0
+            if len(outputs) >= self.max_outputs:
+                return outputs[first:], FinishReason.LENGTH, 0
+        return outputs[first:], None, 0
 
     def known(self) -> tuple[int, ...]:
         """The prompt and the committed outputs."""

@@ -1,16 +1,20 @@
-"""What the scheduler hands out and what it tells: a step to launch, and the updates that its commit brings."""
+"""Step and Sampled: what the scheduler plans, what comes back of it, and the updates that its commit brings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from phonograph.engine.request import FinishReason
 from phonograph.engine.sequence import Sequence
+from phonograph.errors import PhonographError
 
 NOT_FINITE = -1
 """In place of a token: the logits that it was to be picked from hold NaN or +inf."""
 NOTHING_ALLOWED = -2
 """In place of a token: all logits are -inf, as under a mask that allows nothing."""
+NO_TOKEN = -3
+"""In place of a token, and of all that follow in its row: the step brought the row no more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +42,9 @@ PageUpdate = tuple[int, int, int]
 class Step:
     """One forward pass, planned by counts.
 
-    A decode computes one token and samples the next; token and position are in the device tables, so it is named by
-    its sequence alone. While nothing changes, consecutive steps carry the *same* tuple `decodes`, so what is derived
-    from it can be kept.
+    A decode computes `tokens_per_row` tokens and samples what follows them; token and position are in the device
+    tables, so it is named by its sequence alone. While nothing changes, consecutive steps carry the *same* tuple
+    `decodes`, so what is derived from it can be kept.
     """
 
     number: int
@@ -48,6 +52,8 @@ class Step:
     prefills: tuple[Chunk, ...]
     page_updates: tuple[PageUpdate, ...]
     """To be written to the device tables before the step runs; names no place twice."""
+    tokens_per_row: int = 1
+    """Tokens that it computes for each decode, and that it can bring each at most."""
     sampling: tuple[Sequence, ...] = field(init=False)
     """Whose token the step samples, in the order of the batch: decodes, then prefills that reach their end."""
 
@@ -70,7 +76,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(chunk.count for chunk in self.prefills)
+        return len(self.decodes) * self.tokens_per_row + sum(chunk.count for chunk in self.prefills)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -78,5 +84,51 @@ class Step:
         return self.decodes + tuple(chunk.sequence for chunk in self.prefills)
 
 
+TokenDetails = tuple[float, list[int], list[float]]
+"""(log-probability of the token, the likeliest tokens, their log-probabilities)"""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step sampled, on the host: the tokens of each of `step.sampling`, one after the other."""
+
+    tokens: list[int]
+    """Below 0 where there is a problem instead (see above)."""
+    counts: list[int] | None = None
+    """How many of the tokens each has; None where all have one."""
+    logprobs: list[TokenDetails] | None = None
+    """For each token, where somebody asks."""
+
+    def check(self, step: Step) -> None:
+        """Raise if this can't be what the step sampled."""
+        counts, expected = self.counts, len(step.sampling)
+        if counts is not None:
+            decodes, ends, most = counts[: len(step.decodes)], counts[len(step.decodes) :], step.tokens_per_row
+            if len(counts) != expected or not all(0 <= n <= most for n in decodes) or any(n != 1 for n in ends):
+                raise PhonographError(
+                    f"committing step {step.number}: found the counts {counts}, expected {expected}. Give 0 to {most} "
+                    f"for each of {len(step.decodes)} decodes, then 1 for every prompt that ends."
+                )
+            expected = sum(counts)
+        if len(self.tokens) != expected:
+            raise PhonographError(
+                f"committing step {step.number}: found {len(self.tokens)} tokens, expected {expected}. "
+                f"Give those of each of step.sampling, in its order."
+            )
+
+    def by_row(self) -> list[slice]:
+        """Where the tokens of each of `step.sampling` are."""
+        ends = list(accumulate(self.counts)) if self.counts is not None else range(1, len(self.tokens) + 1)
+        return [slice(first, end) for first, end in pairwise([0, *ends])]
+
+
 Update = tuple[Sequence, tuple[int, ...], FinishReason | None]
-"""(sequence, new tokens, why it ended if it did); a plain tuple, since a commit makes one for every token."""
+"""(sequence, new tokens, why it ended if it did); a plain tuple, since a commit makes one for every sequence."""
+
+
+def problem_at(code: int, sequence: Sequence) -> str:
+    """What was wrong with the logits that the sequence's next token was to be picked from."""
+    position = sequence.num_prompt + len(sequence.outputs)
+    if code == NOTHING_ALLOWED:
+        return f"no token is allowed at position {position}: the grammar, or the model itself, forbids all of them"
+    return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"

@@ -49,7 +49,7 @@ class Trials:
         """Whether prefill samples tell their spans, as gaps between graphs want to know them."""
         fits = limits.max_len >= 2 * limits.page_size
         self.num_rows = max(0, min(_MAX_ROWS, limits.max_seqs, limits.num_pages - 2)) if fits else 0
-        self.width = -(-limits.max_len // limits.page_size)
+        self.width = -(-limits.num_positions // limits.page_size)
 
     def decode_sampler(self, wants: Wants) -> Callable[[Extent, int], DecodeBatch]:
         """Samples of a decode batch that wants this."""

@@ -15,7 +15,7 @@ from phonograph.graphs.fields import Path, expose, fetch, path_of
 from phonograph.graphs.layout import Layout, Layouts, Steps, num_elements, packed_spans
 from phonograph.graphs.loading import Load, LoadCounts, LoadMode
 from phonograph.graphs.memory import GrowingMemory, LeasedMemory, place_of
-from phonograph.graphs.pool import BufferPool
+from phonograph.graphs.pool import BufferPool, Lease
 from phonograph.graphs.slots import Slot, check_known, check_slots
 from phonograph.graphs.values import SlotValues
 
@@ -83,6 +83,7 @@ class Registry:
         self._eager = Layouts(self._values, self.dims, self._growing, _NOTHING, owner=owner)
         self._graph: Layouts | None = None
         self._pool: BufferPool | None = None
+        self._leases: tuple[Lease, ...] = ()
         self._not_live: frozenset[Path] = frozenset()
         """Fields that the last load for a graph did not put a value of the batch into."""
 
@@ -118,6 +119,7 @@ class Registry:
             for slot in own
             if slot.name not in packed
         }
+        self._leases = (*([] if block is None else [block]), *flats.values())
         memory = LeasedMemory(pool, block, flats)
         self._graph = Layouts(self._values, self.dims, memory, self._adopted, owner=self.owner, limits=sizes)
 
@@ -271,9 +273,19 @@ class Registry:
             self._not_live = steps.left_out.union(load.absent) if load.absent else steps.left_out
         return load.exposed
 
+    @property
+    def num_loads(self) -> int:
+        """Grows with every load, anybody's, that may write a buffer which graphs of this registry read."""
+        if self._pool is None or self._adopted:
+            return 0 if self._pool is None else self._pool.num_loads
+        return sum([lease.loads.count for lease in self._leases], self._pool.num_adopted_loads)
+
     def _count_load(self) -> None:
         if self._pool is not None:
             self._pool.num_loads += 1
+            self._pool.num_adopted_loads += bool(self._adopted)
+        for lease in self._leases:
+            lease.loads.count += 1
 
     def _compute(
         self, batch: Any, extent: Extent, mode: LoadMode, beside: Mapping[str, Any], steps: Steps, load: Load

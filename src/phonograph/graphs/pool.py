@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -21,6 +21,13 @@ Key = tuple[str, torch.dtype, torch.device]
 
 
 @dataclass(eq=False)
+class LoadCount:
+    """How often an allocation was written for a graph: while it stands still, it holds what the last load left."""
+
+    count: int = 0
+
+
+@dataclass(eq=False)
 class Lease:
     """One runner's part of an allocation; its memory is there once the pool is sealed."""
 
@@ -30,6 +37,8 @@ class Lease:
     device: torch.device
     owner: str
     shared: bool = True
+    loads: LoadCount = field(default_factory=LoadCount)
+    """Of the allocation: all leases that share it have the same."""
     _memory: torch.Tensor | None = None
 
     @property
@@ -102,7 +111,10 @@ class BufferPool:
         self.in_use = threading.Lock()
         """Held by the runner whose load means something right now: it runs, captures, verifies or gives graphs back."""
         self.num_loads = 0
-        """Grows with every load for a graph: while it stands still, the buffers hold what the last one left."""
+        """Grows with every load for a graph, whatever buffers it writes."""
+        self.num_adopted_loads = 0
+        """Grows with every load into tensors that are not leased: they may lie in anybody's buffer."""
+        self._loads: dict[Key, LoadCount] = {}
         self.rings: dict[Key, object] = {}
         """Host memory beside a shared allocation: one for all runners."""
         self._leases: list[Lease] = []
@@ -202,7 +214,9 @@ class BufferPool:
         if reason:
             self._keep_private(lease, reason)
             lease.place(_allocate(lease.num_elements, lease.dtype, lease.device))
-        elif self.sealed:
+            return lease
+        lease.loads = self._loads.setdefault(lease.key, lease.loads)
+        if self.sealed:
             lease.place(self._allocations[lease.key])
         return lease
 
@@ -227,7 +241,8 @@ class BufferPool:
 
         def put() -> None:
             for lease, aliases in moves:
-                self.num_loads += 1  # what a runner left in a shared buffer is gone
+                self.num_loads += 1
+                lease.loads.count += 1  # what a runner left in a shared buffer is gone
                 aliases.move_to(lease.tensor)
 
         return put

@@ -271,7 +271,7 @@ class Runner:
     @property
     def can_repeat(self) -> bool:
         """Whether the buffers still hold the last batch, and its recording needs nothing else of it."""
-        return self._loaded is not None and self._loaded.num_loads == self.pool.num_loads
+        return self._loaded is not None and self._loaded.num_loads == self.registry.num_loads
 
     def repeat(self) -> Any:
         """Replay the last batch once more: one launch, nothing is loaded. For a body that advances its own state."""
@@ -279,7 +279,7 @@ class Runner:
             raise self.pool.busy(f"repeating {self.phase.name}")
         try:
             loaded = self._loaded
-            if loaded is None or loaded.num_loads != self.pool.num_loads:
+            if loaded is None or loaded.num_loads != self.registry.num_loads:
                 raise LoadError(
                     f"repeating {self.phase.name}: the buffers don't hold its last batch any more. "
                     "Ask can_repeat first, and call run() where it says no."
@@ -304,7 +304,7 @@ class Runner:
         if tail is None and not entry.recording.has_gaps:
             entry.recording.replay()
             if phase.plan is None:
-                self._loaded = _Loaded(key, entry.recording, result, used[phase.bucketed], self.pool.num_loads)
+                self._loaded = _Loaded(key, entry.recording, result, used[phase.bucketed], self.registry.num_loads)
         else:
             live = self.registry.live(batch, extent, beside=beside, without=phase.without)
             with entering(replace(self._entry_now, batch=live.batch)):

@@ -37,8 +37,8 @@ class Queries:
     rows: torch.Tensor  # [num_tokens], 0 for padding
     positions: torch.Tensor  # [num_tokens], 0 for padding; by row, [num_rows]
     table: torch.Tensor  # [num_rows, width]: the page numbers of each row's sequence; row 0 is null
-    one_per_sequence: bool
-    """Whether this is a decode step."""
+    tokens_per_row: int | None
+    """Tokens that every row has in this step: 1 where rows decode, a fixed number, or None where rows differ."""
     spans: tuple[Span, ...] | None = None
     """The sequences of an eager step; None where a graph is recorded, whose kernels read device memory only."""
     by_row: bool = False
@@ -46,7 +46,7 @@ class Queries:
     whose kernels then need no launch to gather them. Nobody writes the tables before the end of the step."""
 
     def __post_init__(self) -> None:
-        if self.by_row and not self.one_per_sequence:
+        if self.by_row and self.tokens_per_row != 1:
             raise ValueError("queries by row that are not one per sequence: a table has one position of each row.")
 
     @cached_property

@@ -24,7 +24,7 @@ class ReferenceAttention:
         self._by_token = by_token or _ByToken.gathering
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
-        if queries.spans is None or queries.one_per_sequence:
+        if queries.spans is None or queries.tokens_per_row is not None:
             return self._by_token(cache, queries.rows, queries.token_positions, queries.table)
         single = next((i for i, span in enumerate(queries.spans) if span.count > 1), len(queries.spans))
         prompts = tuple(_Prompt.of(cache, queries, span) for span in queries.spans[single:])

@@ -41,14 +41,16 @@ class TritonAttention:
         rows, kv_heads, head_dim = queries.rows, cache.keys.shape[3], cache.keys.shape[4]
         launches = self._launches or launches_for(rows.device)
         row_bytes = head_dim * cache.keys.element_size()
-        known = launches.decode if queries.one_per_sequence else launches.prefill
-        if queries.one_per_sequence and row_bytes <= 128:
+        # Programs that each write a key can't wait for each other: rows of several tokens take the way of prompts.
+        is_decode = queries.tokens_per_row == 1
+        known = launches.decode if is_decode else launches.prefill
+        if is_decode and row_bytes <= 128:
             known = launches.narrow + known
         launch = pick(known, rows.shape[0], row_bytes)
         group_rows = next_power_of_two(num_heads // kv_heads)
         block_m = max(launch.block_m, group_rows)
         num_tiles, tile_tokens, tiles = rows.shape[0], 1, None
-        if not queries.one_per_sequence:
+        if not is_decode:
             tile_tokens = block_m // group_rows
             tiles = list_tiles(rows, queries.positions, tile_tokens, queries.table.shape[0] - 1)
             num_tiles = tiles.shape[0]
@@ -60,9 +62,9 @@ class TritonAttention:
             arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device)
             num_left = rows.shape[0] * group_rows * kv_heads * splits
             parts = torch.empty(num_left * (dim_columns + 2), dtype=torch.float32, device=rows.device)
-        rotates = queries.one_per_sequence and rows.shape[0] <= _MOST_ROTATED
+        rotates = is_decode and rows.shape[0] <= _MOST_ROTATED
         # Decode steps of wide models are bound by memory: programs that come early are in the way of those at work.
-        is_bound = queries.one_per_sequence and num_heads * head_dim > _NARROW
+        is_bound = is_decode and num_heads * head_dim > _NARROW
         overlap = "none" if is_bound else self._overlap
         step = _TritonDecode if rotates else _TritonStep
         constants = dict(

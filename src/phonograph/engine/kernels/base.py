@@ -71,7 +71,7 @@ class Kernels(Protocol):
         """Called for every matrix at load, so that it can be kept in a better form besides."""
         ...
 
-    def enter(
+    def embed_tokens(
         self,
         embedding: torch.Tensor,
         tokens: torch.Tensor,
@@ -83,7 +83,8 @@ class Kernels(Protocol):
         """What a step begins with: its tokens' rows of the embedding, in the dtype of the residual stream, and their
         places.
 
-        Padding gets the first place of the null page. Where the queries go by row, the tokens do.
+        Padding gets the first place of the null page. Where the queries go by row, the tokens do. A row's table holds
+        the null page after its own pages: what is computed past its end is written there.
         """
         ...
 
@@ -91,8 +92,19 @@ class Kernels(Protocol):
         """The places alone, for a step whose embeddings are given."""
         ...
 
-    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
-        """What a step ends with: every row's new token and length are noted in the tables; the null row stays empty.
+    def write_next_token(
+        self,
+        queries: Queries,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> None:
+        """What a step ends with: every row's last token and length are noted in the tables; the null row stays empty.
+
+        Without `counts` every query has one token. With them, every row of the queries, which have a fixed number of
+        tokens per row, has as many of its `tokens` ([num_rows, tokens_per_row]) as `counts` ([num_rows]) says; one
+        that has none stays as it was.
 
         By row, `length` is the table that the queries' positions are in. A problem in place of a token is noted as
         token 0, so that the steps launched ahead of its discovery read nothing outside the tables.

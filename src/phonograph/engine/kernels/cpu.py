@@ -60,7 +60,7 @@ class CpuKernels:
             f"({', '.join(parts)}; {size}), as the checkpoint has them, multiplied in float32",
         )
 
-    def enter(
+    def embed_tokens(
         self,
         embedding: torch.Tensor,
         tokens: torch.Tensor,
@@ -69,13 +69,20 @@ class CpuKernels:
         page_size: int,
         residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
-        return _REFERENCE.enter(embedding, tokens, angles, queries, page_size, residual)
+        return _REFERENCE.embed_tokens(embedding, tokens, angles, queries, page_size, residual)
 
     def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
         return _REFERENCE.places(angles, queries, page_size)
 
-    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
-        _REFERENCE.advance(queries, tokens, last_token, length)
+    def write_next_token(
+        self,
+        queries: Queries,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> None:
+        _REFERENCE.write_next_token(queries, tokens, counts, last_token, length)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         if norm.weight.dtype != torch.float32:

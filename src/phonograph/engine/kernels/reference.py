@@ -21,7 +21,7 @@ class ReferenceKernels:
     def prepare(self, matrix: torch.Tensor) -> None:
         """Matrices are taken as they are."""
 
-    def enter(
+    def embed_tokens(
         self,
         embedding: torch.Tensor,
         tokens: torch.Tensor,
@@ -39,10 +39,24 @@ class ReferenceKernels:
         pages = queries.table[queries.rows, positions // page_size].long()
         return Places(angles.cos[positions], angles.sin[positions], pages * page_size + positions % page_size)
 
-    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
-        real = queries.rows > 0
-        last_token.index_put_((queries.rows,), tokens.clamp_min(0) * real)
-        length.index_put_((queries.rows,), (queries.token_positions + 1) * real)
+    def write_next_token(
+        self,
+        queries: Queries,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> None:
+        rows, starts = queries.rows, queries.token_positions
+        last, num_new = tokens, 1 if counts is None else counts
+        if counts is not None:
+            assert queries.tokens_per_row is not None
+            rows, starts = (column.view(-1, queries.tokens_per_row)[:, 0] for column in (rows, starts))
+            found = tokens.gather(1, (counts - 1).clamp_min(0)[:, None])[:, 0]
+            last = torch.where(counts > 0, found, last_token[rows])
+        real = rows > 0
+        last_token.index_put_((rows,), last.clamp_min(0) * real)
+        length.index_put_((rows,), (starts + num_new) * real)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         x = x if delta is None else x + delta

@@ -21,6 +21,7 @@ class Reservations:
         self.prefixes = PrefixCache(self.pool, limits.page_size, enabled=prefix_cache)
         self._page_size = limits.page_size
         self._reserve = limits.reserve_tokens
+        self._per_step = limits.tokens_per_row
 
     @property
     def num_used(self) -> int:
@@ -50,14 +51,14 @@ class Reservations:
         return True
 
     def extend(self, sequence: Sequence) -> bool:
-        """Give pages for the next token and the reserve, or what there is; False if the next token has no place."""
-        missing = self._target(sequence, sequence.num_computed + 1) - len(sequence.pages)
+        """Give pages for the next step and the reserve, or what there is; False if the next step has no room."""
+        missing = self._target(sequence, sequence.num_computed + self._per_step) - len(sequence.pages)
         if missing > 0:
             self._evict_for(missing)
             fresh = self.pool.take(min(missing, self.pool.num_free))
             sequence.pages += fresh or ()
             sequence.capacity = len(sequence.pages) * self._page_size
-        return sequence.headroom > 0
+        return sequence.has_room(self._per_step)
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others share the full pages of the first `num_tokens`, which committed steps have written.
@@ -69,7 +70,8 @@ class Reservations:
     def release(self, sequence: Sequence) -> None:
         """Take all pages back; none of its steps may be in flight. Full pages stay cached, unless it failed."""
         if sequence.finish is not FinishReason.ERROR:
-            self.keep(sequence, sequence.num_computed)
+            # What a step computed past the sequence's last token was written to no page of its own.
+            self.keep(sequence, min(sequence.num_computed, sequence.max_computed))
         self.pool.give_back(sequence.pages)
         sequence.pages = []
         sequence.capacity = sequence.num_tabled = sequence.num_computed = sequence.prefill_end = 0

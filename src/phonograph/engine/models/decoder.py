@@ -114,7 +114,7 @@ class Decoder:
         if inputs.is_floating_point():
             # The layers change x in place; what was given stays as it is.
             return inputs.to(self.residual, copy=True), self.kernels.places(self.rope, queries, page_size)
-        return self.kernels.enter(self.weights.embedding, inputs, self.rope, queries, page_size, self.residual)
+        return self.kernels.embed_tokens(self.weights.embedding, inputs, self.rope, queries, page_size, self.residual)
 
     def _queries(
         self,

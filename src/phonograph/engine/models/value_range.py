@@ -44,7 +44,7 @@ def value_range(model: Model, device: Device) -> ValueRange:
     rows, positions = torch.ones(num_tokens, dtype=torch.int64), torch.arange(num_tokens)
     spans = (Span(row=1, first=0, start=0, count=num_tokens),)
     with torch.no_grad():
-        queries = Queries(rows.to(on), positions.to(on), table.to(on), one_per_sequence=False, spans=spans)
+        queries = Queries(rows.to(on), positions.to(on), table.to(on), tokens_per_row=None, spans=spans)
         model.logits(model.hidden(tokens.to(on), queries, cache).states)
         peaks = torch.stack(watched.peaks).nan_to_num(nan=torch.inf).cpu()
     largest, index = peaks.max(0)
@@ -75,7 +75,7 @@ class _Watched:
     def prepare(self, matrix: torch.Tensor) -> None:
         self.inner.prepare(matrix)
 
-    def enter(
+    def embed_tokens(
         self,
         embedding: torch.Tensor,
         tokens: torch.Tensor,
@@ -84,13 +84,20 @@ class _Watched:
         page_size: int,
         residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
-        return self.inner.enter(embedding, tokens, angles, queries, page_size, residual)
+        return self.inner.embed_tokens(embedding, tokens, angles, queries, page_size, residual)
 
     def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
         return self.inner.places(angles, queries, page_size)
 
-    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
-        self.inner.advance(queries, tokens, last_token, length)
+    def write_next_token(
+        self,
+        queries: Queries,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> None:
+        self.inner.write_next_token(queries, tokens, counts, last_token, length)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         normed, x = self.inner.add_norm(x, delta, norm)

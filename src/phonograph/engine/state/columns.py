@@ -59,7 +59,8 @@ PLACE = (
         torch.int32,
         width=Width.PAGES,
         writer=Writer.STEP,
-        form=Form.PAIRS,
+        # Whatever lies past a row's own pages goes to the null page: the former owner's are gone at entry.
+        form=Form.PAIRS | Form.RESET,
         changes=lambda step: step.page_updates,
         access=Access.BY_ROW,
         trial=_trial_pages,

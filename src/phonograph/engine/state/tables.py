@@ -216,7 +216,9 @@ class RequestTables:
             if column.trial is not None:
                 value = column.trial(trial).to(tensor.device, tensor.dtype)
                 part = tensor[1 : trial.count + 1]
-                found.append((part if value.dim() == 1 else part[:, : value.shape[1]], value))
+                whole = torch.full_like(part, column.default)
+                (whole if value.dim() == 1 else whole[:, : value.shape[1]]).copy_(value)
+                found.append((part, whole))
         return found
 
 

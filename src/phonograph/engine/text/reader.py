@@ -1,12 +1,24 @@
-"""Reads the tokens of one answer as they come: text that is safe to show, up to a stop string."""
+"""TextReader: the tokens of one answer as they come, turned to text that is safe to show, up to a stop string."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from phonograph.engine.text.detokenizer import Detokenizer
 from phonograph.engine.text.stops import StopStrings
 from phonograph.engine.text.tokenizer import Tokenizer
+
+
+class Read(NamedTuple):
+    """What a reader made of some tokens."""
+
+    text: str
+    """New, and safe to show."""
+    num_tokens: int
+    """How many of the tokens it took: those up to the stop string. The others are no part of the answer."""
+    is_stopped: bool
+    """Whether a stop string ends the answer here."""
 
 
 class TextReader:
@@ -24,14 +36,18 @@ class TextReader:
         self._detokenizer = Detokenizer(tokenizer, without=stop_ids, after=after) if tokenizer is not None else None
         self._stops = stops
 
-    def take(self, tokens: Iterable[int], *, is_last: bool) -> tuple[str, bool]:
-        """The new text, and whether a stop string ends it here; with the last tokens, nothing is held back."""
+    def take(self, tokens: Sequence[int], *, is_last: bool) -> Read:
+        """Read on, token by token; with the last ones, nothing is held back."""
         if self._detokenizer is None:
-            return "".join(f"{token} " for token in tokens), False
-        text, hit = self._stops.add(self._detokenizer.add(tokens))
-        if hit is None and is_last:
+            return Read("".join(f"{token} " for token in tokens), len(tokens), False)
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            more, hit = self._stops.add(self._detokenizer.add((token,)))
+            text += more
+            if hit is not None:
+                return Read(text, count, True)
+        hit = None
+        if is_last:
             rest, hit = self._stops.add(self._detokenizer.finish())
-            text += rest
-            if hit is None:
-                text += self._stops.flush()
-        return text, hit is not None
+            text += rest if hit is not None else rest + self._stops.flush()
+        return Read(text, len(tokens), hit is not None)

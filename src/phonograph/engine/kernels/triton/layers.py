@@ -12,6 +12,8 @@ from phonograph.engine.kernels.triton import rotate, rows, steps
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Op, Overlap, Product, Tuning
 
+_REFERENCE = ReferenceKernels()
+
 
 class TritonKernels:
     """The protocol `Kernels`. `overlap` is for the kernels that nothing is measured for; it needs sm_90 or later."""
@@ -31,7 +33,7 @@ class TritonKernels:
     def prepare(self, matrix: torch.Tensor) -> None:
         """Matrices are taken as they are."""
 
-    def enter(
+    def embed_tokens(
         self,
         embedding: torch.Tensor,
         tokens: torch.Tensor,
@@ -40,13 +42,23 @@ class TritonKernels:
         page_size: int,
         residual: torch.dtype,
     ) -> tuple[torch.Tensor, Places]:
-        return steps.enter(embedding, tokens, angles, queries, page_size, residual, overlap=self._overlap)
+        return steps.embed_tokens(embedding, tokens, angles, queries, page_size, residual, overlap=self._overlap)
 
     def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
-        return ReferenceKernels().places(angles, queries, page_size)
+        return _REFERENCE.places(angles, queries, page_size)
 
-    def advance(self, queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
-        steps.advance(queries, tokens, last_token, length)
+    def write_next_token(
+        self,
+        queries: Queries,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> None:
+        if counts is None:
+            steps.write_next_token(queries, tokens, last_token, length)
+        else:
+            _REFERENCE.write_next_token(queries, tokens, counts, last_token, length)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         return rows.add_norm(x, delta, norm, overlap=self._overlap)

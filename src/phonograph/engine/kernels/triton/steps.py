@@ -16,7 +16,7 @@ _BLOCK = 256
 
 
 @kernel()
-def _enter(
+def _embed_tokens(
     tokens_ptr, positions_ptr, rows_ptr, table_ptr, embedding_ptr, cos_ptr, sin_ptr,
     x_ptr, out_cos_ptr, out_sin_ptr, slots_ptr, table_row, embedding_row, angle_row,
     by_row: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, page_size: tl.constexpr,
@@ -43,7 +43,7 @@ def _enter(
 
 
 @kernel(unspecialised=["num_tokens"])
-def _advance(
+def _write_next_token(
     rows_ptr, positions_ptr, tokens_ptr, last_token_ptr, length_ptr, num_tokens,
     by_row: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _advance(
     tl.store(length_ptr + row, position + 1, mask=real)
 
 
-def enter(
+def embed_tokens(
     embedding: torch.Tensor,
     tokens: torch.Tensor,
     angles: Angles,
@@ -75,7 +75,7 @@ def enter(
     slots = torch.empty(num_tokens, dtype=torch.int64, device=on)
     if num_tokens:
         columns = next_power_of_two(width)
-        _enter[(num_tokens,)](
+        _embed_tokens[(num_tokens,)](
             tokens, queries.positions, queries.rows, queries.table, embedding, angles.cos, angles.sin,
             x, cos, sin, slots, queries.table.stride(0), embedding.stride(0), angles.cos.stride(0),
             by_row=queries.by_row, width=width, columns=columns, page_size=page_size,
@@ -85,11 +85,11 @@ def enter(
     return x, Places(cos, sin, slots)
 
 
-def advance(queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
+def write_next_token(queries: Queries, tokens: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor) -> None:
     """Note new tokens and lengths in the tables."""
     num_tokens = tokens.shape[0]
     if num_tokens:
-        _advance[(ceil_div(num_tokens, _BLOCK),)](
+        _write_next_token[(ceil_div(num_tokens, _BLOCK),)](
             queries.rows, queries.positions, tokens, last_token, length, num_tokens,
             by_row=queries.by_row, block=_BLOCK, num_warps=4,
         )  # fmt: skip
