@@ -121,6 +121,8 @@ class House:
             assert self.tables.counts.transfers == before + 1
         for chunk in step.prefills:
             self.rows[chunk.sequence.row] = Row(chunk.sequence, chunk.start)
+            for index in range(PAGES):  # the former owner's are gone
+                self.pages[chunk.sequence.row, index] = 0
         for row, index, page in step.page_updates:
             self.pages[row, index] = page
         for sequence in step.sampling:
