@@ -311,7 +311,7 @@ def test_a_server_without_descriptors_still_answers_and_says_so(tiny_model: Path
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     code = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96)); "
-        "sys.argv[0] = 'phonograph'; runpy.run_module('phonograph.cli.main', run_name='__main__')"
+        "sys.argv[0] = 'phonograph'; runpy.run_module('phonograph', run_name='__main__')"
     )
     command = [sys.executable, "-c", code, "serve", "--model", str(tiny_model), *TINY_FLAGS]
     with serving(command=command) as server:

@@ -148,7 +148,9 @@ KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def plain(tree: Any) -> dict[str, Any]:
-    return {str(path): leaf for path, leaf in leaves(tree)}
+    pairs = [(str(path), leaf) for path, leaf in leaves(tree)]
+    assert len({path for path, _ in pairs}) == len(pairs), "two leaves have the same path, and one hides the other"
+    return dict(pairs)
 
 
 def same(found: Any, wanted: Any) -> None:
