@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from phonograph.server.failures import SERVER, ApiError, unknown_field
 from phonograph.server.json_shape import shape_of
-from phonograph.server.limits import CONTAINERS, DEPTH, ModelBounds
+from phonograph.server.limits import ModelBounds
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -85,10 +85,7 @@ class BodyReader(Generic[T]):
             return await off_loop(size, lambda: then(self._decoded(b"".join(parts), bounds))), size
 
     def _decoded(self, data: bytes, bounds: ModelBounds) -> T:
-        shape = shape_of(data, bounds.values.most)
-        DEPTH.check(shape.depth)
-        CONTAINERS.check(shape.containers)
-        bounds.values.check(shape.values)
+        bounds.check_shape(shape_of(data, bounds.values.most))
         try:
             return self._decode(data)
         except msgspec.ValidationError as error:

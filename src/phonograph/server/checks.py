@@ -9,7 +9,9 @@ from phonograph.engine.request import SamplingParams
 from phonograph.server import limits
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
 from phonograph.server.failures import unknown_field
+from phonograph.server.json_shape import Shape, shape_of
 from phonograph.server.limits import ModelBounds
+from phonograph.server.tool_calls import argument_texts
 
 MESSAGE_FIELDS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations")
@@ -89,6 +91,14 @@ def _check_sampling(ask: Sampling) -> None:
     limits.GUIDED_CHOICE_SIZE.check_size(ask.guided_choice)
 
 
+def _check_arguments(messages: Sequence[dict[str, Any]], bounds: ModelBounds) -> None:
+    """Arguments of earlier calls are JSON inside the body's JSON, decoded for the template: together as one body."""
+    total = Shape(0, 0, 0, 0, 0, 0)
+    for text in argument_texts(messages):
+        total += shape_of(text.encode("utf-8", "surrogatepass"), bounds.values.most)
+        bounds.check_shape(total, "messages[].tool_calls[].function.arguments")
+
+
 def _check_conversation(
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
@@ -97,6 +107,7 @@ def _check_conversation(
 ) -> None:
     limits.MESSAGES.check(len(messages))
     bounds.prompt_chars.check_size(messages, "messages")
+    _check_arguments(messages, bounds)
     limits.TOOLS.check(len(tools or ()))
     limits.TOOLS_SIZE.check_size(tools)
     limits.TEMPLATE_SIZE.check_size(variables)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -128,6 +128,17 @@ def _json(text: str) -> Any:
 def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates expect them: the arguments of earlier calls as objects, not as JSON in a string."""
     return [_with_objects(message) if "tool_calls" in message else message for message in messages]
+
+
+def argument_texts(messages: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Of all earlier calls whose arguments are JSON in a string."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                yield arguments
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
