@@ -15,7 +15,7 @@ import pytest
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.request import FinishReason, SamplingParams
 from phonograph.engine.spec import EngineSpec
 from phonograph.server.app import create_app
 from phonograph.server.options import ServerOptions
@@ -121,6 +121,35 @@ def test_who_leaves_while_the_whole_answer_is_made_frees_his_place(loop: Loop) -
         await all_is_given_back(loop.llm)
 
     loop.run(asyncio.wait_for(work(), 20))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("waiting", [1, 3])
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_who_leaves_with_pipelined_requests_behind_frees_his_place(
+    loop: Loop, caplog: pytest.LogCaptureFixture, is_streamed: bool, waiting: int, size: int
+) -> None:
+    """A body that is too large to wait is dropped, and the client is noticed all the same."""
+    body = {"prompt": "abc", "max_tokens": 200, "n": 8, "stream": is_streamed, **GREEDY}
+    later = {"prompt": "x", "max_tokens": 200, "user": "x" * size, **GREEDY}
+    before = len(loop.notes.events)
+
+    async def work() -> None:
+        connection = await loop.open(body)
+        while not loop.llm.num_active:
+            await asyncio.sleep(0.001)
+        for _ in range(waiting):
+            connection.send(TEXT, later)
+        await asyncio.sleep(0.02)
+        await connection.close()
+        while loop.llm.num_active:
+            await asyncio.sleep(0.001)
+        await all_is_given_back(loop.llm)
+
+    loop.run(asyncio.wait_for(work(), 20))
+    told = [event[1] for event in loop.notes.events[before:] if event[0] == "finished"]
+    assert told == [FinishReason.CANCELLED] * 8
+    assert not caplog.records
 
 
 def test_a_slow_reader_slows_nobody_and_misses_nothing(loop: Loop, offline: LLM) -> None:

@@ -24,6 +24,8 @@ _MISSING = re.compile(r"missing required field `(.*?)`")
 _SMALL = 64 << 10
 _JSON = re.compile(r"application/([\w.-]+\+)?json *(;.*)?", re.IGNORECASE)
 
+_CHARSET = re.compile(r"; *charset *= *\"?([^;\" ]*)", re.IGNORECASE)
+
 
 class OffLoop(Protocol):
     """Does work at once if it is small, else in a thread."""
@@ -143,6 +145,9 @@ def _refuse_other_types(request: Request) -> None:
         message = f"the Content-Type {found}; expected application/json."
         remedy = 'Add the header, with curl -H "Content-Type: application/json".'
         raise ApiError(415, f"{message} {remedy}", code="unsupported_media_type")
+    if (charset := _CHARSET.search(given)) and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
+        message = f"the charset is {charset[1][:100]!r}; JSON is sent as UTF-8. Encode it so, or leave the charset out."
+        raise ApiError(415, message, code="unsupported_charset")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         message = f"the Content-Encoding is {encoding[:100]!r}. Send the body as it is."
