@@ -25,7 +25,9 @@ USAGE = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 UNKNOWN = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
 BARE = '[{"name": "now", "arguments": {"zone": "UTC"}}, {"name": "now", "arguments": {}}]'
-MADE = FunctionCall("now", '{"zone":"UTC"}')
+MADE = FunctionCall("now", '{"zone": "UTC"}')
+INNER = '{"text": "a </tool_call> b \\" </tool_call>"}'
+ODD = '{"a": 1e5, "b": 12345678901234567890.0, "a": "\\u00e9",  "c": 1}'
 
 
 def events(data: bytes) -> list[Any]:
@@ -61,6 +63,22 @@ def read(text: str, size: int) -> tuple[str, list[FunctionCall]]:
         ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
         (UNKNOWN, UNKNOWN, []),
         ('{"answer": 5}', '{"answer": 5}', []),
+        ('{"name": "now", "arguments": {}, "answer": 5}', '{"name": "now", "arguments": {}, "answer": 5}', []),
+        (
+            '{"name": "now", "arguments": {}, "parameters": {}}',
+            '{"name": "now", "arguments": {}, "parameters": {}}',
+            [],
+        ),
+        ('{"id": "a", "type": "function", "name": "now", "arguments": {}}', "", [FunctionCall("now", "{}")]),
+        (
+            f'<tool_call>{{"name": "now", "arguments": {INNER}}}</tool_call>{CALL}',
+            "",
+            [FunctionCall("now", INNER), MADE],
+        ),
+        (f'<tool_call>{{"name": "now", "arguments": {ODD}}}</tool_call>', "", [FunctionCall("now", ODD)]),
+        (f'{{"name": "now", "arguments": {ODD}}}', "", [FunctionCall("now", ODD)]),
+        (f'<tool_call>{{"name": "</tool_call> a {CALL}', '<tool_call>{"name": "</tool_call> a ', [MADE]),
+        ('<tool_call>it"s</tool_call> so', '<tool_call>it"s</tool_call> so', []),
         ("{not JSON", "{not JSON", []),
         ("  \n ", "  \n ", []),
     ],
@@ -107,7 +125,7 @@ def test_a_chat_with_calls_whole() -> None:
     assert choice["message"]["content"] is None
     (call,) = choice["message"]["tool_calls"]
     assert call["type"] == "function"
-    assert call["function"] == {"name": "now", "arguments": '{"zone":"UTC"}'}
+    assert call["function"] == {"name": "now", "arguments": '{"zone": "UTC"}'}
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
@@ -155,6 +173,34 @@ def test_logprobs_of_both_kinds() -> None:
     (token,) = chat["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["logprob"], bytes(token["bytes"])) == ("token_id:3", -0.5, b"token_id:3")
     assert [top["token"] for top in token["top_logprobs"]] == ["token_id:3", "token_id:4"]
+
+
+class Spelled:
+    """A vocabulary of these bytes."""
+
+    special_ids = frozenset[int]()
+
+    def __init__(self, *tokens: bytes) -> None:
+        self.token_bytes = tokens.__getitem__
+
+
+def test_every_token_of_a_completion_has_a_name_of_its_own() -> None:
+    logprobs = LogprobWriter(Spelled(b"\xf0\x9f", b"\x98", b"x", b"x", b"x", b"bytes:\\x78"))  # type: ignore[arg-type]
+    found = [
+        Logprob(0, -0.1, ((0, -0.1), (1, -3.0))),
+        Logprob(3, -2.0, ((2, -0.5), (3, -2.0), (4, -4.0))),
+        Logprob(3, -5.0, ((5, -0.1), (2, -0.5))),
+    ]
+    (event,) = events(CompletionWriter(HEAD, logprobs).events([Delta(0, "x", [0, 3, 3], found)]))
+    shown = event["choices"][0]["logprobs"]
+    assert shown["tokens"] == ["bytes:\\xf0\\x9f", "bytes:\\x78", "token_id:3"]
+    assert shown["top_logprobs"] == [
+        {"bytes:\\xf0\\x9f": -0.1, "bytes:\\x98": -3.0},
+        {"x": -0.5, "bytes:\\x78": -2.0, "token_id:4": -4.0},
+        {"bytes:\\x78": -0.1, "x": -0.5},
+    ]
+    for token, logprob, top in zip(shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], strict=True):
+        assert top.get(token, logprob) == logprob
 
 
 def test_offsets_are_places_in_the_text(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ class Api:
             )
             self._check_context(prompt, "messages")
         max_calls = 1 if ask.parallel_tool_calls is False else None
-        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, tools, max_calls)
+        callable_tools = tools if params.grammar is None else None  # what follows a grammar is what was asked for
+        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, callable_tools, max_calls)
         return await self._answer(request, ask, [prompt], params, writer)
 
     @contextmanager
