@@ -17,9 +17,10 @@ from phonograph.engine.text import Tokenizer
 from phonograph.server.answers import FunctionCall
 from phonograph.server.logprobs import LogprobWriter
 from phonograph.server.tool_calls import ToolCallReader, for_template
-from phonograph.server.writers import ChatWriter, CompletionWriter, Head
+from phonograph.server.writers import BLOCK, ChatWriter, CompletionWriter, Head, split
 from server import tiny
 
+STOP = FinishReason.STOP
 HEAD = Head("chatcmpl-abc", 7, "tiny")
 USAGE = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
@@ -32,6 +33,10 @@ ODD = '{"a": 1e5, "b": 12345678901234567890.0, "a": "\\u00e9",  "c": 1}'
 
 def events(data: bytes) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in data.decode().split("\n\n") if event]
+
+
+def whole(pieces: list[bytes]) -> Any:
+    return json.loads(b"".join(pieces))
 
 
 def read(text: str, size: int) -> tuple[str, list[FunctionCall]]:
@@ -119,7 +124,7 @@ def test_arguments_of_earlier_calls_become_objects() -> None:
 
 def test_a_chat_with_calls_whole() -> None:
     writer = ChatWriter(HEAD, None, ["now"])
-    body = json.loads(writer.body([Delta(0, CALL, [1, 2], finish=FinishReason.STOP)], USAGE))
+    body = whole(writer.body([Delta(0, CALL, [1, 2], finish=FinishReason.STOP)], USAGE))
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
@@ -169,10 +174,44 @@ def test_logprobs_of_both_kinds() -> None:
         "text_offset": [0, 10],
     }
     assert second["choices"][0]["logprobs"]["text_offset"] == [21]
-    chat = json.loads(ChatWriter(HEAD, logprobs, None).body(deltas[1:], USAGE))
+    chat = whole(ChatWriter(HEAD, logprobs, None).body(deltas[1:], USAGE))
     (token,) = chat["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["logprob"], bytes(token["bytes"])) == ("token_id:3", -0.5, b"token_id:3")
     assert [top["token"] for top in token["top_logprobs"]] == ["token_id:3", "token_id:4"]
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [BLOCK], [BLOCK + 1, 0, 3 * BLOCK], [5] * 40, [20 * BLOCK]])
+@pytest.mark.parametrize("kind", [ChatWriter, CompletionWriter])
+def test_a_long_answer_is_the_same_in_pieces(kind: type[ChatWriter | CompletionWriter], sizes: list[int]) -> None:
+    """As a body and as events: nothing is lost between blocks."""
+
+    def deltas() -> list[Delta]:
+        top = tuple((token, -0.5 * token) for token in range(21))
+        return [
+            Delta(choice, f'"choices":[] {choice}', [], [Logprob(n % 21, -float(n), top) for n in range(size)], STOP)
+            for choice, size in enumerate(sizes)
+        ]
+
+    def written() -> ChatWriter | CompletionWriter:
+        return ChatWriter(HEAD, LogprobWriter(None), None) if kind is ChatWriter else kind(HEAD, LogprobWriter(None))
+
+    def entries(logprobs: Any) -> list[Any]:
+        if kind is ChatWriter:
+            return list(logprobs["content"])
+        return [list(entry) for entry in zip(*(logprobs[name] for name in sorted(logprobs)), strict=True)]
+
+    pieces = written().body(deltas(), USAGE)
+    assert max(map(len, pieces)) < 1 << 20
+    choices = whole(pieces)["choices"]
+    assert [len(entries(choice["logprobs"])) for choice in choices] == sizes
+    streamed: list[list[Any]] = [[] for _ in sizes]
+    writer = written()
+    for group in split(deltas()):
+        assert sum(len(delta.logprobs) for delta in group) <= BLOCK
+        for event in events(writer.events(group)):
+            (choice,) = event["choices"]
+            streamed[choice["index"]] += entries(choice["logprobs"]) if choice["logprobs"] else []
+    assert streamed == [entries(choice["logprobs"]) for choice in choices]
 
 
 class Spelled:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import count
 
 from phonograph.engine.sequence import TokenLogprob as Told
 from phonograph.engine.text import Tokenizer
 from phonograph.server.answers import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
 
+_CACHED = 1 << 16
+"""Tokens whose texts and bytes are kept."""
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -35,6 +38,7 @@ class LogprobWriter:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._entry = lru_cache(_CACHED)(self._looked_up)
 
     def chat(self, found: Sequence[Told]) -> ChatLogprobs:
         """For /v1/chat/completions."""
@@ -78,13 +82,19 @@ class LogprobWriter:
         return [one for one in found if one.token not in special]
 
     def _token(self, found: Told) -> TokenLogprob:
-        top = [TopLogprob(self._shown(token), logprob, list(self._bytes(token))) for token, logprob in found.top]
-        return TokenLogprob(self._shown(found.token), found.logprob, list(self._bytes(found.token)), top)
+        top = []
+        for token, logprob in found.top:
+            shown, written = self._entry(token)
+            top.append(TopLogprob(shown, logprob, written))
+        shown, written = self._entry(found.token)
+        return TokenLogprob(shown, found.logprob, written, top)
 
     def _bytes(self, token: int) -> bytes:
         if self._tokenizer is None:
             return f"token_id:{token}".encode()
         return self._tokenizer.token_bytes(token)
 
-    def _shown(self, token: int) -> str:
-        return self._bytes(token).decode("utf-8", "replace")
+    def _looked_up(self, token: int) -> tuple[str, list[int]]:
+        """Its text and its bytes; a list for each entry would keep the collector of garbage busy."""
+        written = self._bytes(token)
+        return written.decode("utf-8", "replace"), list(written)
