@@ -315,6 +315,13 @@ def test_which_hosts_are_let_in(options: ServerOptions, hosts: set[str]) -> None
     assert set(options.hosts) == hosts
 
 
+@pytest.mark.parametrize("origin", ["ok.example", "https://", "https://ok.example/", "https://ok.example/a", ""])
+def test_an_origin_that_no_browser_sends_is_refused_at_start(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--shape", "tiny", "--port", "0", "--cors-origins", origin]) == 2
+    assert "is not as browsers send it" in capsys.readouterr().err
+    ServerOptions(cors_origins=("*", "null", "https://ok.example", "http://[::1]:8000", "chrome-extension://abc"))
+
+
 def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")
     assert serve._keys(tmp_path / "keys") == ["first", "second"]

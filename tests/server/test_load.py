@@ -25,7 +25,8 @@ from server.notes import Notes
 
 T = TypeVar("T")
 
-TEXT = "/v1/completions"
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGE = {"role": "user", "content": "x" * 300}
 NUM_CLIENTS = 200
 NUM_TOKENS = 80
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -150,6 +151,38 @@ def test_who_leaves_with_pipelined_requests_behind_frees_his_place(
     told = [event[1] for event in loop.notes.events[before:] if event[0] == "finished"]
     assert told == [FinishReason.CANCELLED] * 8
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("cache_tokens", "says"), [(64, "64"), (None, "a context of 256 has room for 255")])
+def test_a_prompt_that_does_not_fit_is_told_so_whatever_it_does_not_fit(
+    tiny_model: Path, cache_tokens: int | None, says: str
+) -> None:
+    options = EngineOptions(max_seqs=2, max_len=256, page_size=8, cache_tokens=cache_tokens)
+    llm = AsyncLLM(EngineSpec(str(tiny_model), device="cpu", options=options))
+
+    async def work() -> None:
+        await llm.start()
+        async with front(llm, ServerOptions(port=0)) as served:
+            for path, body in (
+                (TEXT, {"prompt": "x" * 300}),
+                (CHAT, {"messages": [MESSAGE]}),
+                (TEXT, {"prompt": [7] * 300}),
+            ):
+                connection = await Connection.open(served.port, path, {**body, "max_tokens": 1})
+                error = (await connection.body())["error"]
+                assert connection.status == 400
+                assert error["code"] == "context_length_exceeded"
+                assert error["param"] == ("prompt" if path == TEXT else "messages")
+                await connection.close()
+            if cache_tokens is not None:
+                connection = await Connection.open(served.port, TEXT, {"prompt": "x" * 100, "max_tokens": 1})
+                error = (await connection.body())["error"]
+                assert error["code"] == "context_length_exceeded"
+                assert says in error["message"]
+                await connection.close()
+        await llm.stop()
+
+    asyncio.run(asyncio.wait_for(work(), 120))
 
 
 def test_a_slow_reader_slows_nobody_and_misses_nothing(loop: Loop, offline: LLM) -> None:

@@ -146,15 +146,15 @@ class Api:
         return check
 
     def _check_context(self, prompt: Sequence[int], param: str) -> None:
-        most = self._llm.about.limits.max_len - 1
-        if len(prompt) > most:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens; a context of {most + 1} has room for {most} and an answer. "
-                "Shorten it.",
-                param=param,
-                code="context_length_exceeded",
-            )
+        limits = self._llm.about.limits
+        if len(prompt) >= limits.max_len:
+            room = f"a context of {limits.max_len} has room for {limits.max_len - 1} and an answer"
+        elif len(prompt) > limits.capacity:
+            room = f"the KV cache holds {limits.capacity}"
+        else:
+            return
+        message = f"the prompt has {len(prompt)} tokens; {room}. Shorten it."
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
         """The names of the functions."""
