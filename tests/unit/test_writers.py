@@ -193,7 +193,8 @@ def test_a_long_answer_is_the_same_in_pieces(kind: type[ChatWriter | CompletionW
         ]
 
     def written() -> ChatWriter | CompletionWriter:
-        return ChatWriter(HEAD, LogprobWriter(None), None) if kind is ChatWriter else kind(HEAD, LogprobWriter(None))
+        logprobs = LogprobWriter(None)
+        return ChatWriter(HEAD, logprobs, None) if kind is ChatWriter else CompletionWriter(HEAD, logprobs)
 
     def entries(logprobs: Any) -> list[Any]:
         if kind is ChatWriter:
