@@ -81,6 +81,9 @@ class _Numbers:
 
     def add(self, block: npt.NDArray[np.uint8], outside: npt.NDArray[np.bool_]) -> None:
         """The next block, and which of its characters are outside of texts."""
+        if not outside.any():
+            self._before = np.zeros(SHORT, np.bool_)
+            return
         points = (block == _POINT) & outside
         digits = (block - ord("0") <= 9) & outside  # what is below 0 is far above 9: these have no sign
         found = np.concatenate((self._before, digits | points))
