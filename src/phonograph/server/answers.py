@@ -76,7 +76,7 @@ class Completion(msgspec.Struct, frozen=True):
 # -- /v1/chat/completions -------------------------------------------------------------------------------------------
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token that could have been."""
 
     token: str
@@ -84,7 +84,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token that is."""
 
     token: str

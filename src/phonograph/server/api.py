@@ -116,7 +116,8 @@ class Api:
             )
             self._check_context(prompt, "messages")
         max_calls = 1 if ask.parallel_tool_calls is False else None
-        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, tools, max_calls)
+        callable_tools = tools if params.grammar is None else None  # what follows a grammar is what was asked for
+        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, callable_tools, max_calls)
         return await self._answer(request, ask, [prompt], params, writer)
 
     @contextmanager
@@ -145,15 +146,15 @@ class Api:
         return check
 
     def _check_context(self, prompt: Sequence[int], param: str) -> None:
-        most = self._llm.about.limits.max_len - 1
-        if len(prompt) > most:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens; a context of {most + 1} has room for {most} and an answer. "
-                "Shorten it.",
-                param=param,
-                code="context_length_exceeded",
-            )
+        limits = self._llm.about.limits
+        if len(prompt) >= limits.max_len:
+            room = f"a context of {limits.max_len} has room for {limits.max_len - 1} and an answer"
+        elif len(prompt) > limits.capacity:
+            room = f"the KV cache holds {limits.capacity}"
+        else:
+            return
+        message = f"the prompt has {len(prompt)} tokens; {room}. Shorten it."
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
         """The names of the functions."""
