@@ -83,7 +83,9 @@ TRAPS = [
     ("callers_tensor_written", "the body writes to its input in place: a replay would write the buffer",
      "refused at capture, op and line named; an eager call writes the caller's tensor"),
     ("one_tensor_for_two_slots", "two slots are given the same tensor, and the body writes one of them",
-     "a recorded body writes none; an eager call that would differ is refused"),
+     "a recorded body writes none; an eager call has the caller's tensors, or is refused if copies were asked for"),
+    ("input_kept", "the body keeps its input for the next call, and the eager path's buffer is overwritten",
+     "an eager call has the caller's own tensors, or ones made for it alone"),
     ("weight_changed_in_place", "a weight is updated in place",
      "seen by the next replay"),
     ("weight_replaced", "a parameter is replaced, and the graph reads the old address",
@@ -432,7 +434,7 @@ def test_callers_tensor_written(device: Device, count: int, capture: bool) -> No
         assert torch.equal(made(x), body(plain))
         assert torch.equal(x, plain)
 
-    reshaped = make(lambda x: x.unsqueeze_(0) + 1, device, capture=capture)
+    reshaped = make(lambda x: x.unsqueeze_(0) + 1, device, capture=capture, eager_copies=True)
     for _ in range(2):
         with pytest.raises(LoadError, match="changes the shape of its input 'x' in place"):
             reshaped(x)
@@ -444,7 +446,7 @@ def test_one_tensor_for_two_slots(device: Device, capture: bool) -> None:
         return (x.mul_(2) if write else x * 2) + y
 
     y = Slot("y", ("rows", WIDTH), torch.float32)
-    made = make(body, device, slots=[X, y], capture=capture)
+    made = make(body, device, slots=[X, y], capture=capture, eager_copies=True)
     x = rows(device, 3)
     torch.testing.assert_close(made(x, x), x * 3)
     pair = torch.cat([x, x], dim=1)
@@ -453,9 +455,31 @@ def test_one_tensor_for_two_slots(device: Device, capture: bool) -> None:
     torch.testing.assert_close(half, x * 2)
     with pytest.raises(LoadError, match="is the same memory"):
         made(x, x, write=True)
-    own = make(body, device, slots=[X, y], capture=False, eager_copies=False)
+    own = make(body, device, slots=[X, y], capture=capture)
     x = rows(device, 3)
     torch.testing.assert_close(own(x, x, write=True), rows(device, 3) * 4)
+
+
+@pytest.mark.parametrize("backend", ["full", "disabled"])
+def test_input_kept(device: Device, backend: str) -> None:
+    class Delta(nn.Module):
+        before: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            change = x if self.before is None else x - self.before
+            self.before = x
+            return change
+
+    plain, made = Delta(), make(Delta(), device, backend=backend)
+    for seed in range(4):
+        x = rows(device, 3, seed)
+        assert torch.equal(made(x), plain(x))
+    # A value that must be made of another is made anew: a list, another dtype.
+    for seed in range(4):
+        x = rows(device, 3, seed)
+        given = x.tolist() if seed % 2 else x.half()
+        assert torch.equal(made(given), plain(x if seed % 2 else x.half().float()))
+    assert made.stats.eager.total() == 8
 
 
 def test_weight_changed_in_place(device: Device) -> None:

@@ -266,6 +266,8 @@ class Registry:
         if steps.computed:
             self._compute(batch, extent, mode, beside, steps, load)
         load.issue()
+        if mode is LoadMode.NO_COPY:
+            return load.exposed | layout.copied([fit.cell for fit in steps.fits if fit.path not in load.exposed])
         if mode is LoadMode.GRAPH:
             self._count_load()
             self._not_live = steps.left_out.union(load.absent) if load.absent else steps.left_out

@@ -195,6 +195,18 @@ class Layout:
                 part = self._parts[start, end] = (self.block.tensor[start:end], host)
         return part
 
+    def copied(self, cells: Sequence[Cell]) -> dict[Path, torch.Tensor]:
+        """What these cells hold, in memory of its own that no load writes: packed slots in one copy."""
+        packed = [cell for cell in cells if cell.arrays]
+        # Whatever the ambient mode, as in `Layouts.at`.
+        with torch.inference_mode(False), torch.no_grad():
+            made = {cell.path: cell.view.clone() for cell in cells if not cell.arrays}
+            if packed:
+                assert self.block is not None
+                block = self.block.tensor[: self._num_bytes].clone()
+                made |= {one.path: block[one.span].view(one.slot.dtype).view(one.view.shape) for one in packed}
+        return made
+
     def passed(self, index: int) -> None:
         """Mark that a transfer from this host block is on its way."""
         assert self.block is not None
