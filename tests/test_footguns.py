@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -84,6 +85,8 @@ TRAPS = [
      "refused at capture, op and line named; an eager call writes the caller's tensor"),
     ("one_tensor_for_two_slots", "two slots are given the same tensor, and the body writes one of them",
      "a recorded body writes none; an eager call has the caller's tensors, or is refused if copies were asked for"),
+    ("memo_by_identity", "the body remembers what it made of an input by `is`, `id()` or a cache over tensors",
+     "trial runs get new tensor objects every time: refused by name, or computed in the recording"),
     ("input_kept", "the body keeps its input for the next call, and the eager path's buffer is overwritten",
      "an eager call has the caller's own tensors, or ones made for it alone"),
     ("weight_changed_in_place", "a weight is updated in place",
@@ -480,6 +483,55 @@ def test_input_kept(device: Device, backend: str) -> None:
         given = x.tolist() if seed % 2 else x.half()
         assert torch.equal(made(given), plain(x if seed % 2 else x.half().float()))
     assert made.stats.eager.total() == 8
+
+
+class MemoByIs(nn.Module):
+    seen: torch.Tensor | None = None
+    made: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x is not self.seen:
+            self.seen, self.made = x, x.sum(1, keepdim=True)
+        assert self.made is not None
+        return x + self.made
+
+
+class MemoById(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in self.made:
+            self.made[id(x)] = x.sum(1, keepdim=True)
+        return x + self.made[id(x)]
+
+
+class MemoByCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = functools.lru_cache(lambda x: x.sum(1, keepdim=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.made(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [MemoByIs, MemoById, MemoByCache])
+def test_memo_by_identity(device: Device, kind: type[nn.Module]) -> None:
+    made = make(kind(), device)
+    report = made.runner.report
+    assert report is not None
+    if kind is MemoByCache:  # nobody sees into it, and it never hits
+        assert not report.failures
+    else:
+        assert len(report.failures) == len(report.rows)
+        assert f"the body changes {kind.__name__}." in str(report.failures[0].error)
+    held = []
+    for seed in range(4):
+        x = rows(device, 3, seed)
+        torch.testing.assert_close(made(x), kind()(x))
+        held.append(x)
+    assert made.verify()
 
 
 def test_weight_changed_in_place(device: Device) -> None:

@@ -15,14 +15,14 @@ import torch
 from phonograph.devices import Device
 from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.backends import Backend, Body, Recording, WarmUp
-from phonograph.graphs.buffers import LoadMode, Registry
+from phonograph.graphs.buffers import LoadMode, Registry, View
 from phonograph.graphs.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.fields import fields_of
 from phonograph.graphs.outputs import OutputBuffers, Run, trimmed_axes
-from phonograph.graphs.phase import Phase
+from phonograph.graphs.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.python_state import Moves, PythonState
 from phonograph.graphs.snapshots import snapshots_beside
@@ -89,6 +89,7 @@ class Capture:
     _input_write: InputWriteError | None = None
     _axes: dict[tuple[str, frozenset[str]], dict[Path, dict[int, str]]] = field(default_factory=dict)
     _warm_seconds: float = 0.0
+    _views: list[View] = field(default_factory=list)
 
     @contextmanager
     def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
@@ -143,12 +144,19 @@ class Capture:
         padded = self.phase.padded(key.size)
         extent = Extent(padded, padded)
         sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
-        view = self.registry.load(sample.batch, extent, beside=sample.beside, without=self.phase.without)
+        view = self._load(sample, extent)
         if self.phase.plan is not None:
             self.phase.plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
         inputs = self.phase.inputs(view.batch, view.beside, self.phase.without)
         return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch, inputs, view.beside)
+
+    def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
+        """Views that no run before had: kept, so that no later one has their identity."""
+        without = self.phase.without
+        view = self.registry.load(sample.batch, extent, mode=mode, beside=sample.beside, without=without, anew=True)
+        self._views.append(view)
+        return view
 
     # -- warm-ups -----------------------------------------------------------------------------------------
 
@@ -302,13 +310,10 @@ class Capture:
                 others = {size for other, size in sizes.items() if other != name}
                 sizes[name] = next((size for size in range(dim.limit - 1, 0, -1) if size not in others), 1)
         extent = Extent(sizes, sizes)
-        without = self.phase.without
         try:
             with self._kept(key):
                 sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
-                view = self.registry.load(
-                    sample.batch, extent, mode=LoadMode.EAGER, beside=sample.beside, without=without
-                )
+                view = self._load(sample, extent, LoadMode.EAGER)
                 if self.phase.plan is not None:
                     self.phase.plan(view.batch, extent)
                 now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)

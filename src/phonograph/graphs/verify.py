@@ -238,7 +238,7 @@ class _Verification:
         runner, phase = self._runner, self._runner.phase
         with self._restored():
             view = runner.registry.load(
-                self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without
+                self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without, anew=True
             )
             runner.registry.poison_unread(self._extent, pattern)
             runner.memory.poison(pattern)
@@ -261,7 +261,7 @@ class _Verification:
         without = phase.without if padded else phase.eager_without
         with self._restored():
             view = runner.registry.load(
-                self._sample.batch, extent, mode=mode, beside=self._sample.beside, without=without
+                self._sample.batch, extent, mode=mode, beside=self._sample.beside, without=without, anew=True
             )
             if padded:
                 runner.registry.poison_unread(extent, 1)
