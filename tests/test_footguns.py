@@ -38,6 +38,7 @@ from phonograph import (
     graph_break,
     graphed,
 )
+from phonograph.graphs.extent import Dim
 from phonograph.graphs.progress import silent
 
 # fmt: off
@@ -77,6 +78,12 @@ TRAPS = [
      "eager, counted, past 2x and 256 rows"),
     ("zero_rows", "an idle step has no rows",
      "replays the smallest bucket, gives no rows"),
+    ("two_dims_of_one_size", "two dims have one size in every recording: which of them does an output's axis follow?",
+     "each is tried alone at other sizes, before capture and by verify"),
+    ("an_axis_cut_at_a_length", "an output's axis follows a dim only up to a length: small batches are trimmed wrong",
+     "tried at small sizes too, and refused at capture, axis and sizes named"),
+    ("one_size_only", "the body runs at one size of a dim only: nobody knows how to trim what it puts out",
+     "batches that don't fill the dim run eagerly, counted"),
     ("outputs_overwritten", "the next replay overwrites the tensors that the last one returned",
      "calls own their outputs; views are asked for by name"),
     ("input_returned", "the body returns its input, that is, the buffer",
@@ -394,6 +401,57 @@ def test_zero_rows(device: Device) -> None:
 
 
 # -- whose tensor is it ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buckets", [[2], [2, 4], Buckets.of(2, exact=True)])
+def test_two_dims_of_one_size(device: Device, buckets: Any) -> None:
+    slot = Slot("x", ("rows", "a", "b"), torch.float32)
+    dims = [Dim("a", limit=2), Dim("b", limit=2)]
+    made = make(lambda x: (x * 2).transpose(1, 2), device, slots=[slot], dims=dims, buckets=buckets)
+    for shape in ((2, 1, 2), (2, 2, 1), (2, 1, 1), (2, 2, 2)):
+        x = torch.ones(shape, device=device.torch_device)
+        assert isinstance(made.decide(x), Replay)
+        assert made(x).shape == (shape[0], shape[2], shape[1])
+    assert made.verify()
+    entry = made.runner._entries[made.runner.captured[-1]]
+    entry.axes.update({path: {1: "a", 2: "b"} for path in entry.axes})  # as if the dims had been mistaken
+    entry._fitted.clear()
+    assert {check.name for check in made.verify().failures} >= {"unpadded"}
+
+
+@pytest.mark.parametrize(
+    "body", [lambda x: x[:, :8] * 2, lambda x: x[:, :2] * 2, lambda x: x[:3].T * 2, lambda x: x.squeeze(0)]
+)
+def test_an_axis_cut_at_a_length(device: Device, body: Callable[..., torch.Tensor]) -> None:
+    slot = Slot("x", ("rows", "cells"), torch.float32)
+    made = make(body, device, slots=[slot], dims=[Dim("cells", limit=16)], buckets=[4, 8])
+    assert made.runner.report is not None
+    assert "changes with the batch and is no dim" in str(made.runner.report.failures[0].error)
+    for shape in ((3, 5), (1, 16), (4, 1)):
+        x = torch.ones(shape, device=device.torch_device)
+        assert made(x).shape == body(x).shape
+
+
+def test_one_size_only(device: Device) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] in (7, 16)
+        return x * 2
+
+    slot = Slot("x", ("rows", "cells"), torch.float32)
+    made = make(body, device, slots=[slot], dims=[Dim("cells", limit=16)])
+    assert made(torch.ones(3, 7, device=device.torch_device)).shape == (3, 7)
+    assert made.stats.eager == {Reason.NOT_TRIMMED: 1}
+    assert made(torch.ones(3, 16, device=device.torch_device)).shape == (3, 16)
+    assert made.stats.replays.total() == 1
+    assert made.verify()
+
+    # Rows in pairs, as rotary embeddings want them: sizes that run are enough to know.
+    paired = make(
+        lambda x: x.unflatten(1, (-1, 2)).flip(-1).flatten(1), device, slots=[slot], dims=[Dim("cells", limit=16)]
+    )
+    assert paired(torch.ones(3, 10, device=device.torch_device)).shape == (3, 10)
+    assert paired.stats.replays.total() == 1
+    assert paired.verify()
 
 
 def test_outputs_overwritten(device: Device) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from phonograph.graphs.capture import Capture, Captured
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
-from phonograph.graphs.entries import Entry
+from phonograph.graphs.entries import Entry, Loaded
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.fields import fetch
 from phonograph.graphs.outputs import OutputBuffers, own, trim
@@ -34,17 +34,6 @@ __all__ = ["Outputs", "Runner", "RunnerOptions", "buckets_for"]
 
 _NOTHING: Mapping[str, Any] = {}
 _PLAIN: tuple[str, frozenset[str]] = ("", frozenset())
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """What the buffers hold: a recording's inputs, as they were loaded."""
-
-    key: ShapeKey
-    recording: Recording
-    outputs: Any
-    used: int
-    num_loads: int
 
 
 class Runner:
@@ -81,7 +70,7 @@ class Runner:
         self._limits = {name: dim.limit for name, dim in phase.all_dims.items() if dim.limit is not None}
         self._grouped = bool(phase.variants or phase.keyed)
         self._routes: dict[tuple[str, frozenset[str]], list[Decision]] = {}
-        self._loaded: _Loaded | None = None
+        self._loaded: Loaded | None = None
         self._entry_now = Current(phase.name, plan.backend, Stage.REPLAYING)
         if self._records:
             if self.buckets is None:
@@ -149,9 +138,9 @@ class Runner:
     def _admit(self, captured: Captured) -> CaptureReport:
         self.report = captured.report
         for key, recording in captured.recordings.items():
-            axes = captured.axes[key.variant, key.absent]
+            trimming = captured.trimmings[key.variant, key.absent]
             padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
-            self._entries[key] = Entry(recording, padded, axes, carried, self._outputs.standing.kept)
+            self._entries[key] = Entry(recording, padded, trimming, carried, self._outputs.standing.kept)
         self._route(frozenset(row.key for row in captured.report.failures))
         if self.options.strict and captured.report.failures:
             raise CoverageError(
@@ -185,6 +174,10 @@ class Runner:
     def trimmed(self, key: ShapeKey, used: Mapping[str, int]) -> Any:
         """The used rows of a recording's outputs, as views."""
         return self._entries[key].fitted(used, self.registry, self.phase.without).outputs
+
+    def tried(self, key: ShapeKey) -> Mapping[str, Sequence[int]]:
+        """By dim with a limit, the sizes below it that the body ran at; where there are none, batches must fill it."""
+        return self._entries[key].tried
 
     def trim(self, key: ShapeKey, outputs: Any, used: Mapping[str, int]) -> Any:
         """The used rows of outputs that the body gave for the key's padded view."""
@@ -224,6 +217,10 @@ class Runner:
         for name, limit in self._limits.items():
             if sizes[name] > limit:
                 return RunEagerly(Reason.TOO_LARGE, f"{sizes[name]} {name}, graphs hold {limit}")
+        unfilled = self._entries[key].unfilled(sizes)
+        if unfilled:
+            detail = f"{sizes[unfilled]} {unfilled}: the body could be tried with {self._limits[unfilled]} only"
+            return RunEagerly(Reason.NOT_TRIMMED, detail)
         for admit in self.phase.admission:
             refusal = admit(batch, key)
             if refusal is not None:
@@ -320,7 +317,7 @@ class Runner:
         if tail is None and not entry.recording.has_gaps:
             entry.recording.replay()
             if phase.plan is None:
-                self._loaded = _Loaded(key, entry.recording, result, used[phase.bucketed], self.pool.num_loads)
+                self._loaded = Loaded(key, entry.recording, result, used[phase.bucketed], self.pool.num_loads)
         else:
             live = self.registry.live(batch, extent, beside=beside, without=phase.without)
             with entering(replace(self._entry_now, batch=live.batch)):

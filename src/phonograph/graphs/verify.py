@@ -94,11 +94,13 @@ def verify(
     notes, padding_writes = list(_notes(runner)), ""
     with torch.no_grad(), runner.pool.using(f"verifying {runner.phase.name}"):
         for key in runner.captured:
-            for index, used in enumerate(_used_sizes(runner, key, batches)):
-                verification = _Verification(runner, key, used, seed + index, tolerance, state, python)
+            for index, sizes in enumerate(_sizes_to_try(runner, key, batches)):
+                verification = _Verification(runner, key, sizes, seed + index, tolerance, state, python)
+                if not verification.is_served:
+                    continue
                 checks += verification.run()
                 if not padding_writes and verification.is_written_by_padding():
-                    padding_writes = f"first seen in {key} with {used} used"
+                    padding_writes = f"first seen in {key} with {sizes[runner.phase.bucketed]} used"
     if padding_writes:
         notes.append(
             f"padding writes state that a run without padding leaves alone ({padding_writes}). Nobody may use that "
@@ -128,6 +130,24 @@ def _used_sizes(runner: Runner, key: ShapeKey, batches: int) -> list[int]:
     return list(dict.fromkeys(spread))
 
 
+def _sizes_to_try(runner: Runner, key: ShapeKey, batches: int) -> Iterator[dict[str, int]]:
+    """The first batch fills all dims, the others fill half of those with a limit.
+
+    In the smallest recording each of these is small alone too: an axis that is trimmed by another dim shows.
+    """
+    limits = {name: dim.limit for name, dim in runner.phase.all_dims.items() if dim.limit is not None}
+    tried = runner.tried(key)
+    halves = {name: _nearest(-(-limit // 2), tried.get(name) or (limit,)) for name, limit in limits.items()}
+    for index, used in enumerate(_used_sizes(runner, key, batches)):
+        yield runner.phase.padded(used) | (halves if index % 2 else {})
+    if key.size == min(one.size for one in runner.captured):
+        yield from (runner.phase.padded(key.size) | {name: min(tried[name])} for name in limits if tried.get(name))
+
+
+def _nearest(wanted: int, sizes: Sequence[int]) -> int:
+    return min(sizes, key=lambda size: abs(size - wanted))
+
+
 def _notes(runner: Runner) -> Iterator[str]:
     if not runner.captured:
         yield "nothing is captured: call capture() first"
@@ -147,7 +167,7 @@ class _Verification:
         self,
         runner: Runner,
         key: ShapeKey,
-        used: int,
+        sizes: Mapping[str, int],
         seed: int,
         tolerance: float | None,
         state: Sequence[torch.Tensor],
@@ -159,14 +179,9 @@ class _Verification:
         self._seed = seed
         self._tolerance = tolerance
         phase = runner.phase
-        limits = {d.name: d.limit for d in phase.all_dims.values() if d.limit is not None}
-        # The first batch fills these dims, the others half.
-        sizes = phase.padded(used) | {
-            name: limit if seed % 2 == 0 else -(-limit // 2) for name, limit in limits.items()
-        }
         self._extent = Extent(sizes, phase.padded(key.size))
         self._unpadded = Extent(sizes, sizes)
-        self._used = used
+        self._used = sizes[phase.bucketed]
         self._sample: Sample = phase.sample_for(key, self._unpadded, seed)
         measured = runner.registry.measure(self._sample.batch, self._sample.beside)
         self._extent = Extent(measured, phase.padded(key.size))
@@ -175,6 +190,12 @@ class _Verification:
             python.reach([*fields_of(self._sample.batch), *self._sample.beside.values()])
         self._state = list(state)
         self._elements = list(state)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a replay serves the sample: it must fill the dims that the body ran at one size of only."""
+        used, padded = self._extent.used, self._extent.padded
+        return all(sizes or used[name] == padded[name] for name, sizes in self._runner.tried(self._key).items())
 
     def run(self) -> list[Check]:
         if self._runner.phase.preserve is None:
