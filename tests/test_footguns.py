@@ -38,6 +38,7 @@ from phonograph import (
     graph_break,
     graphed,
 )
+from phonograph.devices.emulated import EmulatedDevice
 from phonograph.graphs.extent import Dim
 from phonograph.graphs.progress import silent
 
@@ -52,6 +53,10 @@ TRAPS = [
      "refused before capture, op and line named"),
     ("host_constant", "a tensor is made from host values inside the body, and frozen",
      "refused before capture, op and line named"),
+    ("number_accumulated_into", "a tensor that the body makes of a number is written in place, and keeps what it gets",
+     "holds the number again at every replay"),
+    ("memory_without_memory", "torch.func.jvp makes zeros that have no memory",
+     "refused, op and line named, where the op would be recorded"),
     ("python_number", "a Python number that changes between calls is frozen at capture",
      "keeps the value of capture; make it a slot, and it is live"),
     ("side_effect", "Python side effects run at capture only",
@@ -232,6 +237,43 @@ def test_host_constant(device: Device) -> None:
     check_frame(check_refused(make(body, device), device, HostConstantError), body)
     constant = torch.tensor([1.0, 2.0, 3.0], device=device.torch_device)
     check_replayed(make(lambda x: x + constant, device), device, body)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda x: torch.tensor(0.5),
+        lambda x: torch.as_tensor(0.5),
+        lambda x: torch.asarray(0.5),
+        lambda x: x.cpu().new_tensor(0.5) if x.is_cuda else x.new_tensor(0.5),
+        lambda x: torch.tensor(0.5)[None].view(1, 1)[0, 0],
+    ],
+)
+def test_number_accumulated_into(number: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def body(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        total, scale = number(x), number(x)
+        total += x.sum()
+        torch.mul(x.sum(), 2, out=scale)
+        return x, total, scale + number(x)
+
+    # On a GPU a number made without a device stays on the host, where what it is added to is refused.
+    device = EmulatedDevice(poison=True)
+    made = make(body, device, buckets=Buckets.of(4, 8))
+    for seed in (1, 2, 1):
+        x = rows(device, 4, seed)
+        assert isinstance(made.decide(x), Replay)
+        for found, wanted in zip(made(x), body(x), strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert made.verify()
+
+
+def test_memory_without_memory() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return torch._efficientzerotensor(x.shape) + x  # type: ignore[no-any-return, attr-defined]
+
+    device = EmulatedDevice()
+    error = check_refused(make(body, device), device, CaptureError)
+    check_frame(error, body)
 
 
 def test_python_number(device: Device) -> None:
