@@ -121,6 +121,16 @@ TRAPS = [
      "BreakError names both values"),
     ("gap_arguments", "a gap's Python arguments keep the value of capture",
      "a live argument has the value of the call, and the live batch is in current().batch"),
+    ("gap_returns_its_argument", "a gap returns its argument at capture, and a new tensor later: where does that go?",
+     "BreakError names the gap and the remedy; the argument is never written"),
+    ("gap_closure", "a gap reads a variable around it that the body changes later, such as that of a loop",
+     "refused at capture, variable and line named"),
+    ("gap_result_written", "the body writes in place to what a gap returned, and others hold that memory too",
+     "refused at capture, gap named; memory that is the gap's own may be written"),
+    ("gap_changes_a_container", "a gap puts something into a dict or list that it is passed: a replay has a copy",
+     "refused at capture, gap named"),
+    ("gap_modes", "a gap is called under an autocast or a default dtype that the body sets",
+     "runs under it at every replay"),
     ("one_failing_bucket", "one shape can't be captured",
      "that bucket stays eager, the others are served by graphs"),
     ("failed_capture", "a failed capture leaves the device or torch broken",
@@ -809,6 +819,158 @@ def test_gap_arguments(device: Device) -> None:
 
 
 # -- failures and memory --------------------------------------------------------------------------------------
+
+
+def test_gap_returns_its_argument(device: Device) -> None:
+    weight = torch.ones(WIDTH, device=device.torch_device)
+    factor = 1.0
+
+    @graph_break
+    def adapt(w: torch.Tensor) -> torch.Tensor:
+        return w if factor == 1.0 else w * factor
+
+    @graph_break
+    def fill(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return out.copy_(x * factor)
+
+    made = make(lambda x: x * adapt(weight), device, backend="breakable")
+    filled = make(lambda x: fill(torch.empty_like(x), x) + 1, device, backend="breakable")
+    x = rows(device, 3)
+    torch.testing.assert_close(made(x), x)
+    factor = 5.0
+    with pytest.raises(BreakError, match=r"gap .*adapt: returned another tensor than its argument"):
+        made(x)
+    assert weight.tolist() == [1.0] * WIDTH
+    torch.testing.assert_close(filled(x), x * 5 + 1)
+    assert filled.stats.replays.total() == 1
+
+
+def check_broken(made: Graphed, device: Device, problem: str, body: Callable[..., torch.Tensor]) -> CaptureError:
+    """Refused by name, and calls are right all the same."""
+    report = made.runner.report
+    assert report is not None
+    assert len(report.failures) == len(report.rows)
+    error = report.failures[0].error
+    assert error is not None
+    assert problem in str(error)
+    for seed in (1, 2):
+        torch.testing.assert_close(made(rows(device, 3, seed)), body(rows(device, 3, seed)))
+    return error
+
+
+def test_gap_closure(device: Device) -> None:
+    def looped(x: torch.Tensor) -> torch.Tensor:
+        for scale in (2.0, 10.0):
+
+            @graph_break
+            def attend(q: torch.Tensor) -> torch.Tensor:
+                return q * scale  # noqa: B023 - the trap
+
+            x = attend(x)
+        return x
+
+    error = check_broken(make(looped, device, backend="breakable"), device, "the body changes 'scale'", looped)
+    assert error.frame is not None
+    assert error.frame.function == "attend"
+
+    def after(x: torch.Tensor) -> torch.Tensor:
+        @graph_break
+        def add(q: torch.Tensor) -> torch.Tensor:
+            return q + x
+
+        y = add(x * 2)
+        x = x + 1
+        return x + y
+
+    check_broken(make(after, device, backend="breakable"), device, "the body changes 'x'", after)
+
+    num_calls = 0
+
+    @graph_break
+    def counted(q: torch.Tensor, scale: float) -> torch.Tensor:
+        nonlocal num_calls  # the gap's own: it changes at every replay too
+        num_calls += 1
+        return q * scale
+
+    made = make(lambda x: counted(counted(x, 2.0), 10.0), device, backend="breakable")
+    check_replayed(made, device, lambda x: x * 20)
+
+
+def test_gap_result_written(device: Device) -> None:
+    def cached() -> Callable[..., torch.Tensor]:
+        cache = torch.zeros(WIDTH, device=device.torch_device)
+
+        @graph_break
+        def get() -> torch.Tensor:
+            return cache
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            held = get()
+            held += x.sum(0)
+            return x + held
+
+        return body
+
+    @graph_break
+    def half(q: torch.Tensor) -> torch.Tensor:
+        return q[:, :2]
+
+    def viewed(x: torch.Tensor) -> torch.Tensor:
+        q = x * 3
+        half(q).mul_(10)
+        return q
+
+    problem = "the body writes in place to what the gap"
+    check_broken(make(cached(), device, backend="breakable"), device, problem, cached())
+    check_broken(make(viewed, device, backend="breakable"), device, problem, viewed)
+
+    @graph_break
+    def double(q: torch.Tensor) -> torch.Tensor:
+        return q * 2
+
+    check_replayed(make(lambda x: double(x).add_(1), device, backend="breakable"), device, lambda x: x * 2 + 1)
+
+
+def test_gap_changes_a_container(device: Device) -> None:
+    @graph_break
+    def put(box: dict[str, torch.Tensor], q: torch.Tensor) -> torch.Tensor:
+        box["sum"] = q.sum(1, keepdim=True)
+        return q
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        box = {"sum": torch.zeros_like(x[:, :1])}
+        q = put(box, x * 2)
+        return q + box["sum"]
+
+    made = make(body, device, backend="breakable")
+    check_broken(made, device, "put changes a container that it is passed", body)
+
+
+def test_gap_modes(device: Device) -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+    kind = device.torch_device.type
+
+    @graph_break
+    def gap(q: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_autocast_enabled(kind), torch.get_default_dtype()))
+        return q * 2
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(kind, dtype=torch.float16):
+            x = gap(x)
+        torch.set_default_dtype(torch.float64)
+        try:
+            return gap(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    made = make(body, device, backend="breakable")
+    seen.clear()
+    x = rows(device, 3)
+    torch.testing.assert_close(made(x), x * 4)
+    assert made.stats.replays.total() == 1
+    assert seen == [(True, torch.float32), (False, torch.float64)]
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_one_failing_bucket(device: Device) -> None:
