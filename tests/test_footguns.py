@@ -109,6 +109,10 @@ TRAPS = [
      "what the body writes is put back"),
     ("random_numbers", "a replay repeats the random numbers of capture",
      "every replay draws its own, and a seed fixes them"),
+    ("seed_in_the_body", "the body seeds (manual_seed, fork_rng, set_rng_state), which a replay does not",
+     "refused before capture, function and line named"),
+    ("weight_caches", "capture inside torch.autocast or parametrize.cached() reads what they made of a weight before",
+     "trial runs and capture find these caches empty, and leave nothing in them"),
     ("grad_enabled", "capture or call with grad enabled, on weights that need gradients",
      "recorded and replayed without grad"),
     ("inference_mode", "capture under inference mode, calls outside it, and the other way round",
@@ -696,6 +700,62 @@ def test_random_numbers(device: Device) -> None:
         drawn.append(made(x))
     assert torch.equal(*drawn)
     assert made.stats.replays.total() == 4
+
+
+def forked(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return x + torch.randn(WIDTH, device=x.device)
+
+
+def seeded(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return x + torch.randn(WIDTH, device=x.device)
+
+
+def state_set(x: torch.Tensor) -> torch.Tensor:
+    torch.set_rng_state(torch.get_rng_state())
+    return x + 1
+
+
+@pytest.mark.parametrize("body", [forked, seeded, state_set])
+def test_seed_in_the_body(device: Device, body: Callable[..., torch.Tensor]) -> None:
+    error = check_refused(make(body, device), device, CaptureError)
+    assert "sets the random numbers, and a replay draws its own" in str(error)
+    check_frame(error, body)
+    torch.manual_seed(3)  # and nothing stays behind
+    assert torch.random.default_generator is torch.default_generator
+
+
+class Tripled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 3
+
+
+@pytest.mark.parametrize("cache", ["autocast", "parametrize"])
+def test_weight_caches(device: Device, cache: str) -> None:
+    kind = device.torch_device.type
+    model = nn.Linear(WIDTH, WIDTH, bias=False).to(device.torch_device)
+    made = make(model, device, slots=[Slot("input", ("rows", WIDTH), torch.float32)])
+    if cache == "parametrize":
+        nn.utils.parametrize.register_parametrization(model, "weight", Tripled())
+
+    def caching() -> Any:
+        return nn.utils.parametrize.cached() if cache == "parametrize" else torch.autocast(kind, dtype=torch.float16)
+
+    x = rows(device, 3)
+    with caching():
+        model(x)
+        made.capture(silent)
+        assert made.verify()
+        after_capture = model(x).detach().clone()
+    with torch.no_grad(), caching():
+        torch.testing.assert_close(after_capture, model(x))
+    with torch.no_grad():
+        next(model.parameters()).mul_(3)
+        with caching():
+            assert isinstance(made.decide(x), Replay)
+            torch.testing.assert_close(made(x), model(x))
 
 
 def test_grad_enabled(device: Device) -> None:

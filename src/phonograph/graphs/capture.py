@@ -29,6 +29,7 @@ from phonograph.graphs.python_state import Moves, PythonState
 from phonograph.graphs.snapshots import snapshots_beside
 from phonograph.graphs.state import SavedState, generators_restored
 from phonograph.graphs.warmups import Settled, Warmups
+from phonograph.graphs.weight_caches import weights_uncached
 from phonograph.graphs.written import refusing_input_writes
 
 log = logging.getLogger("phonograph")
@@ -149,7 +150,11 @@ class Capture:
             self.phase.plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
         inputs = self.phase.inputs(view.batch, view.beside, self.phase.without)
-        return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch, inputs, view.beside)
+        return _Bound(lambda: self._forward(view), now, sample.batch, inputs, view.beside)
+
+    def _forward(self, view: View) -> Any:
+        with weights_uncached():
+            return self.phase.forward(view.batch, view.beside)
 
     def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
         """Views that no run before had: kept, so that no later one has their identity."""
@@ -317,7 +322,7 @@ class Capture:
             now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
             watching = self._state.watching() if self.phase.preserve is None else nullcontext()
             with entering(now), self._preserved(sample.batch), watching:
-                result = self.phase.forward(view.batch, view.beside)
+                result = self._forward(view)
             return Run(sizes, self.outputs.specs_of(result))
 
     def _capture_all(self, keys: Sequence[ShapeKey]) -> tuple[list[CaptureRow], dict[ShapeKey, Recording]]:

@@ -22,6 +22,7 @@ from phonograph.graphs.python_state import PythonState
 from phonograph.graphs.runner import Runner
 from phonograph.graphs.state import SavedState, generators_restored
 from phonograph.graphs.tree import Path
+from phonograph.graphs.weight_caches import weights_uncached
 
 _MAX_STATE_BYTES = 1 << 30
 
@@ -299,7 +300,7 @@ class _Verification:
         live = batch
         if extent.is_padded:
             live = runner.registry.live(self._sample.batch, extent, beside=self._sample.beside).batch
-        with entering(Current(phase.name, runner.plan.backend, Stage.EAGER, live)):
+        with entering(Current(phase.name, runner.plan.backend, Stage.EAGER, live)), weights_uncached():
             return phase.forward(batch, beside)
 
     @contextmanager
