@@ -49,7 +49,7 @@ _SEEDS = {"manual_seed": "torch.manual_seed", "seed": "torch.seed", "set_state":
 _SEED_OUTSIDE = "Seed outside of the body, or draw there and put the numbers in a slot"
 # The name by which the functions of torch.random know it, however they were imported.
 _SEEDED = "default_generator"
-_generator = torch.random.default_generator
+_generator: torch.Generator = getattr(torch.random, _SEEDED)
 
 
 def _answer() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ def weights_uncached() -> Iterator[None]:
 @contextmanager
 def _parametrizations_uncached() -> Iterator[None]:
     """As if outside of `parametrize.cached()`; torch has no other way to say so."""
-    module = sys.modules.get(_PARAMETRIZE)
+    module: Any = sys.modules.get(_PARAMETRIZE)
     if module is None:
         yield
         return

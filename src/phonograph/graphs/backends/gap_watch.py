@@ -7,16 +7,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import CellType, FunctionType, MethodType
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
+from phonograph.devices.trace import is_users
 from phonograph.errors import CaptureError, Frame
 from phonograph.graphs.snapshots import Same, snapshot
 from phonograph.graphs.tree import reachable
 
 _MAX_LOOKED_INTO = 1000
+_MAX_STEPS = 4
 _AT_CALL = "Pass it as an argument, or as a default (def gap(q, scale=scale))"
 _RETURN_IT = "Return what it makes, and put it into the container in the body"
 _WRITE_IT_INSIDE = "Write it in the gap, or write to a copy (h = h.clone())"
@@ -84,9 +86,10 @@ class GapWatch:
         self.check_body()
         for cell, variable, frame in _cells_of(function, set()):
             self._cells.setdefault(id(cell), _Cell(cell, variable, name, frame, _held(cell)))
-        before = _content(arguments)
+        before = [(one, _content(one)) for one in _containers(arguments)]
         yield
-        if _content(arguments) != before:
+        changed = {id(one) for one, was in before if _content(one) != was}
+        if changed and _is_met_again(changed):
             problem = f"the gap {name} changes a container that it is passed, and at a replay it has a copy"
             raise CaptureError(problem, _RETURN_IT)
         for one in self._cells.values():
@@ -126,7 +129,7 @@ def is_unshared(tensor: object) -> bool:
 
 
 def _num_users(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _references(tensor: object) -> int:
@@ -155,6 +158,41 @@ def _content(value: Any) -> Any:
         return snapshot(value)
     except RecursionError:
         return Same(value)
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """The containers that can be changed, among and in the arguments of a call."""
+    if isinstance(value, list | dict | set):
+        yield value
+    if isinstance(value, list | tuple | dict) and len(value) <= _MAX_LOOKED_INTO:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _containers(item)
+
+
+def _is_met_again(wanted: set[int]) -> bool:
+    """Whether code that waits for this call can still find one of these: by a variable, or in what one holds."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[Any] = []
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            found += [*frame.f_locals.values(), *frame.f_globals.values()]
+        frame = frame.f_back
+    seen: set[int] = set()
+    for _ in range(_MAX_STEPS):
+        new = [one for one in found if id(one) not in seen]
+        if any(id(one) in wanted for one in new):
+            return True
+        seen.update(map(id, new))
+        found = [item for one in new for item in _items(one)]
+    return False
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, ModuleType | type | torch.Tensor):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else list(getattr(value, "__dict__", {}).values())
 
 
 def _held(cell: CellType) -> Any:
