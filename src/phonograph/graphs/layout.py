@@ -197,14 +197,23 @@ class Layout:
 
     def copied(self, cells: Sequence[Cell]) -> dict[Path, torch.Tensor]:
         """What these cells hold, in memory of its own that no load writes: packed slots in one copy."""
-        packed = [cell for cell in cells if cell.arrays]
-        # Whatever the ambient mode, as in `Layouts.at`.
-        with torch.inference_mode(False), torch.no_grad():
-            made = {cell.path: cell.view.clone() for cell in cells if not cell.arrays}
-            if packed:
+        if torch.is_inference_mode_enabled():  # an inference tensor could not be written outside inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                return self.copied(cells)
+        made: dict[Path, torch.Tensor] = {}
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        block: torch.Tensor | None = None
+        for cell in cells:
+            view, kind = cell.view, cell.slot.dtype
+            if not cell.arrays:
+                made[cell.path] = view.clone()
+                continue
+            if block is None:
                 assert self.block is not None
-                block = self.block.tensor[: self._num_bytes].clone()
-                made |= {one.path: block[one.span].view(one.slot.dtype).view(one.view.shape) for one in packed}
+                block = self.block.tensor[: -(-self._num_bytes // _ALIGNMENT) * _ALIGNMENT].clone()
+            if kind not in typed:
+                typed[kind] = block.view(kind)
+            made[cell.path] = typed[kind].as_strided(view.shape, view.stride(), cell.span.start // kind.itemsize)
         return made
 
     def passed(self, index: int) -> None:
