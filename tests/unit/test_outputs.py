@@ -268,7 +268,7 @@ def test_an_eager_object_that_holds_an_input_is_copied_and_another_is_not(device
         made.append(Plain(batch["x"] if len(made) == 0 else batch["x"] * 2))
         return made[-1]
 
-    runner = make_runner(body, device, backend="disabled")
+    runner = make_runner(body, device, backend="disabled", options=RunnerOptions(eager_copies=True))
     first, second = runner.run({"x": rows(device, 3, seed=1)}), runner.run({"x": rows(device, 3, seed=2)})
     equal(first.hidden, rows(device, 3, seed=1))
     assert first is not made[0]
