@@ -51,17 +51,17 @@ class MaskTable:
     def free(self, row: int) -> None:
         """Somebody new takes the row: everything is allowed again."""
         if row in self._in_force:
-            self._in_force.discard(row)
             self.words[row] = _ALL
+            self._in_force.discard(row)
 
     def load(self, sequences: Iterable[Sequence]) -> None:
         """Write what is allowed to those of these sequences that have a grammar."""
         masks = {seq.row: self._fitted(seq.constraint.mask()) for seq in sequences if seq.constraint is not None}
         if masks:
             device = self.words.device
+            self._in_force.update(masks)
             rows = torch.tensor(list(masks), device=device)
             self.words[rows] = torch.from_numpy(np.stack(list(masks.values()))).to(device)
-            self._in_force.update(masks)
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Logits with what is not allowed at minus infinity; what is no logit stays, for the sampler to see."""

@@ -18,6 +18,7 @@ from phonograph.engine.passes import Passes
 from phonograph.engine.penalties import is_penalised
 from phonograph.engine.readback import Pending, Picked, Readback, Sampled
 from phonograph.engine.sampler import Sampler
+from phonograph.engine.sequence import Sequence
 from phonograph.engine.step import Step
 from phonograph.engine.tables import TableUpdates, allocating
 from phonograph.graphs.capture_report import CaptureReport
@@ -94,6 +95,9 @@ class Executor:
             self._readback = Readback(device, limits.max_seqs, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
+        self._unwritten: dict[tuple[int, int], int] = {}
+        """Pages by (row, index) that the tables lack: of this step, and of steps that raised before they were written.
+        """
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> list[CaptureReport]:
@@ -115,6 +119,19 @@ class Executor:
         picked = self._run(runner, step)
         path = "replay" if isinstance(runner.last, Replay) else "eager"
         return Launched(step, runner.phase.name, path, begun, self._readback.start(picked))
+
+    @torch.inference_mode()
+    def put_back(self, step: Step) -> None:
+        """Undo what a step that raised has written to the tables, from what the host knows of its sequences.
+
+        All steps before it must be committed. What a prefill begins with comes from the host again; keys and values
+        are written again as they were.
+        """
+        for sequence in step.decodes:
+            last_token = sequence.outputs[-1] if sequence.outputs else 0
+            self.passes.tables.put_back(sequence.row, last_token, sequence.num_computed - 1)
+        for sequence in step.sampling:
+            self._enter_penalties(sequence)
 
     def collect(self, launched: Launched) -> Sampled:
         """What a step sampled; waits for the device."""
@@ -139,16 +156,21 @@ class Executor:
         return _picked(runner.run(batch))
 
     def _update_tables(self, step: Step) -> None:
-        if not step.page_updates and not step.prefills:
+        if not step.page_updates and not step.prefills and not self._unwritten:
             return
-        updates = TableUpdates(pages=list(step.page_updates))
+        self._unwritten.update({(row, index): page for row, index, page in step.page_updates})
+        updates = TableUpdates(pages=[(row, index, page) for (row, index), page in self._unwritten.items()])
         for chunk in step.new_rows:
             request = chunk.sequence.request
             updates.enter(chunk.sequence.row, request.params, chunk.sequence.noise_seed, chunk.start)
             self.passes.masks.free(chunk.sequence.row)
-            if is_penalised(request.params) or self.passes.has_penalties:
-                self.passes.penalties.enter(chunk.sequence)
+            self._enter_penalties(chunk.sequence)
         self.passes.tables.apply(updates)
+        self._unwritten.clear()
+
+    def _enter_penalties(self, sequence: Sequence) -> None:
+        if is_penalised(sequence.request.params) or self.passes.has_penalties:
+            self.passes.penalties.enter(sequence)
 
 
 def _picked(outputs: object) -> Picked:

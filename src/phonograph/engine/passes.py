@@ -217,23 +217,24 @@ class Passes:
             tokens = torch.cat([self._pick(logits, queries, part, wants) for part in parts])
         else:
             tokens = self._pick(logits, queries, slice(None), wants)
+        logprobs = self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None
+        # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
+        if wants.level is Sampling.PENALISED:
+            self.penalties.count(queries.rows, tokens)
         self._decoder.kernels.advance(queries, tokens, self.tables.last_token, self.tables.length)
-        return Picked(tokens, self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None)
+        return Picked(tokens, logprobs)
 
     def _pick(self, logits: torch.Tensor, queries: Queries, part: slice, wants: Wants) -> torch.Tensor:
         """The tokens of some of the queries."""
-        logits, rows, penalised = logits[part], queries.rows[part], wants.level is Sampling.PENALISED
+        logits, rows = logits[part], queries.rows[part]
         with few_threads(logits):
-            if penalised:
+            if wants.level is Sampling.PENALISED:
                 logits = penalise(logits.float(), self.penalties.rows(rows))
             if wants.constrained:
                 logits = self.masks.apply(logits, rows)
         is_drawn = wants.level > Sampling.GREEDY
         sampling = self.tables.sampling(rows, queries.token_positions[part] + 1) if is_drawn else None
-        tokens = self._sampler.pick(logits, sampling, wants.level)
-        if penalised:
-            self.penalties.count(rows, tokens)
-        return tokens
+        return self._sampler.pick(logits, sampling, wants.level)
 
 
 def _nobody(extent: Extent, seed: int) -> DecodeBatch:

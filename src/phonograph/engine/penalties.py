@@ -49,8 +49,8 @@ class PenaltyTables:
             self._in_force.add(row)
             self._set(row, sequence, params)
         elif row in self._in_force:
-            self._in_force.discard(row)
             self._clear(row)
+            self._in_force.discard(row)
 
     def _clear(self, row: int) -> None:
         self.bias_ids[row] = 0

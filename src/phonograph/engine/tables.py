@@ -113,6 +113,11 @@ class RequestTables:
             row, index_, page = view["places"]
             self.pages[row, index_] = page.int()
 
+    def put_back(self, row: int, last_token: int, length: int) -> None:
+        """Undo what a step wrote into a row, so that it can be run again."""
+        self.last_token[row] = last_token
+        self.length[row] = length
+
     def sampling(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingRows:
         """The sampling parameters of these rows, for the token at these positions."""
         return SamplingRows(
