@@ -47,10 +47,11 @@ def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 class Pending:
     """Results on their way; the memory is used again after as many further steps as the ring is long."""
 
-    def __init__(self, block: _Block, count: int, logprobs: bool) -> None:
+    def __init__(self, block: _Block, count: int, num_top: int | None) -> None:
+        """`num_top` likeliest tokens are told of each, fewer where the vocabulary is small; None: no logprobs."""
         self._block = block
         self._count = count
-        self._logprobs = logprobs
+        self._num_top = num_top
 
     @property
     def fence(self) -> Fence:
@@ -61,9 +62,9 @@ class Pending:
         block, count = self._block, self._count
         block.done.synchronize()
         tokens = block.tokens[:count].tolist()
-        if not self._logprobs:
+        if self._num_top is None:
             return Sampled(tokens)
-        columns = (block.token_logprob, block.top_ids, block.top_logprobs)
+        columns = (block.token_logprob, block.top_ids[:, : self._num_top], block.top_logprobs[:, : self._num_top])
         return Sampled(tokens, list(zip(*(column[:count].tolist() for column in columns), strict=True)))
 
 
@@ -80,11 +81,11 @@ class Readback:
         self._next = (self._next + 1) % len(self._blocks)
         count = picked.tokens.shape[0]
         block.tokens[:count].copy_(picked.tokens, non_blocking=True)
-        logprobs = picked.logprobs
+        logprobs, num_top = picked.logprobs, None
         if logprobs is not None:
             num_top = logprobs.top_ids.shape[1]
             block.token_logprob[:count].copy_(logprobs.token_logprob, non_blocking=True)
             block.top_ids[:count, :num_top].copy_(logprobs.top_ids, non_blocking=True)
             block.top_logprobs[:count, :num_top].copy_(logprobs.top_logprobs, non_blocking=True)
         block.done.record()
-        return Pending(block, count, logprobs is not None)
+        return Pending(block, count, num_top)
