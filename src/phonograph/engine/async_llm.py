@@ -105,9 +105,11 @@ class AsyncLLM:
     async def stop(self) -> None:
         """End the core; what still runs gets an error."""
         self.health = Health("stopped", "the server was shut down")
-        self._fail_all(CoreError("the server was shut down while the request ran"))
-        await self._core.stop()
-        self.text.close()
+        try:
+            self._fail_all(CoreError("the server was shut down while the request ran"))
+        finally:
+            await self._core.stop()
+            self.text.close()
 
     async def lost(self) -> str:
         """Wait until the core is down for good, and say why."""
@@ -252,6 +254,8 @@ class AsyncLLM:
         return generation, [self._core.encoded(Add(request)) for request in requests]
 
     def _started(self, generation: Generation, messages: Sequence[msgspec.Raw]) -> Generation:
+        with self._refusals_counted():
+            self._refuse_taken(generation.requests)
         self._refuse_overflow(generation.num_choices)
         for request, message in zip(generation.requests, messages, strict=True):
             self._live[request.id] = generation
@@ -272,6 +276,12 @@ class AsyncLLM:
                 "draining" if draining else "down",
                 retry_after=5.0,
             )
+
+    def _refuse_taken(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.id in self._live:
+                problem = "this id is being served already. Give every request its own"
+                raise RequestError(f"request {request.id!r}: {problem}; of several prompts, the second is id-1.")
 
     def _refuse_overflow(self, added: int) -> None:
         active, most = self.num_active, self.max_active
