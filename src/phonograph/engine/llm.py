@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from phonograph.engine.precision import precision_for
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, TokenLogprob
-from phonograph.engine.sizing import cache_size, limits_for, plan_for
+from phonograph.engine.sizing import cache_size, limits_for, plan_for, with_pages
 from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.guidance import Guidance
 from phonograph.errors import CheckpointError, RequestError
@@ -148,7 +148,7 @@ class LLM:
                 decoder = self._decoder(attention, limits.max_len, progress)
         sampler = sampler_for(self.device, options, self.plan)
         self.cache_size = cache_size(decoder, sampler, self.device, self.plan, limits, options, progress)
-        self.limits = replace(limits, num_pages=self.cache_size.num_pages)
+        self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(
             decoder, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
         )
@@ -202,7 +202,8 @@ class LLM:
         )
         kernels = f"precision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
-        about = [self.plan.explain(), kernels, cache, described(self.sampling)]
+        context = f"context: {self.limits.context}"
+        about = [self.plan.explain(), kernels, cache, context, described(self.sampling)]
         return "\n".join([*about, runners])
 
     @contextmanager
