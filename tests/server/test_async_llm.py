@@ -126,6 +126,18 @@ def test_an_id_that_is_being_served_is_refused_and_the_first_goes_on(
     served.run(pages_return(served.llm))
 
 
+@pytest.mark.parametrize("wrong", [b"abc", {5: 1}, {3, 5}, 7])
+def test_what_is_no_prompt_is_refused(served: Served, wrong: Any) -> None:
+    async def work() -> None:
+        async for _ in served.llm.generate(wrong, GREEDY):
+            pass
+
+    with pytest.raises(RequestError, match="where a prompt belongs"):
+        served.run(work())
+    with pytest.raises(RequestError, match="where a prompt belongs"):
+        served.llm.submit([wrong], GREEDY)
+
+
 def test_several_prompts_are_one_generation(served: Served, offline: list[list[int]]) -> None:
     assert served.run(tokens_of(served.llm, PROMPTS)) == offline
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.step import Step
 from phonograph.engine.text import TextReader
 from phonograph.graphs.config import ask
+from server import tiny
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 200, 3], [7], list(range(20, 61)), [11] * 9, list(range(100, 117))]
@@ -278,6 +280,24 @@ def test_no_more_logprobs_are_told_than_there_are_tokens(backend: str, vocab: in
     for one in done.logprobs:
         assert sorted(token for token, _ in one.top) == list(range(vocab))
         assert sum(np.exp([logprob for _, logprob in one.top])) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [b"abc", bytearray(b"abc"), {5: 1, 3: 2}, {200, 3}, {"prompt": "hi"}, 7])
+def test_what_is_no_prompt_is_refused(wrong: Any) -> None:
+    llm = make("cpu")
+    for call in (lambda: llm.generate([wrong]), lambda: llm.generate(wrong), lambda: list(llm.stream(wrong))):
+        with pytest.raises(RequestError, match=rf"found {type(wrong).__name__} where a prompt belongs") as error:
+            call()
+        assert error.value.field == "prompt"
+
+
+def test_a_stop_string_that_is_a_special_token_stops_there(tmp_path: Path) -> None:
+    llm = LLM(tiny.write(tmp_path / "m"), device="cpu", options=EngineOptions(max_seqs=1, max_len=64))
+    first, bias = tiny.VOCAB - 2, {tiny.VOCAB - 2: 100.0}
+    asked = replace(GREEDY, logit_bias=bias)
+    assert llm.generate([[5, 9]], asked)[0].tokens == [first] * 12
+    done = llm.generate([[5, 9]], replace(asked, stop=("no", tiny.SPECIAL[0])))[0]
+    assert (done.tokens, done.finish, done.text) == ([first], FinishReason.STOP, "")
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from phonograph.engine.admission import refuse_misfits, refuse_unknown_tokens
+from phonograph.engine.admission import refuse_misfits, refuse_unknown_tokens, refuse_unlike_prompts
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core_client import CoreClient, Restarts
 from phonograph.engine.front_text import FrontText
@@ -26,6 +26,7 @@ from phonograph.engine.observe import Observer, Observers
 from phonograph.engine.request import Request, SamplingParams
 from phonograph.engine.spec import EngineSpec
 from phonograph.engine.text import ChatTemplate
+from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
 
@@ -224,13 +225,16 @@ class AsyncLLM:
         timeout: float | None,
     ) -> list[Request]:
         """The prompts as requests that the engine can serve; any thread may make them."""
-        now, about, params = time.monotonic(), self.about, params.resolved(self.sampling)
+        now, about = time.monotonic(), self.about
+        params = with_special_stops(params.resolved(self.sampling), self.tokenizer, about.vocab)
         name = request_id or f"request-{next(self._numbers)}"
         deadline = None if timeout is None else now + timeout
         added, most = len(prompts) * params.n, self.max_active
         if not prompts or added > most:
             problem = f"the request asks for {added} sequences; 1 to {most} can run or wait here."
             raise RequestError(problem, field="n" if params.n > 1 else "prompt")
+        for prompt in prompts:
+            refuse_unlike_prompts(prompt)
         requests = [
             Request(f"{name}-{place}" if place else name, tuple(prompt), params, priority, deadline, now)
             for place, prompt in enumerate(prompts)

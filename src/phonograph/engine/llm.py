@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from phonograph.devices import Device, open_device
+from phonograph.engine.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.attention.base import Attention
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
@@ -35,6 +36,7 @@ from phonograph.engine.sequence import Sequence, TokenLogprob
 from phonograph.engine.sizing import cache_size, limits_for, plan_for, with_pages
 from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.guidance import Guidance
+from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CheckpointError, RequestError
 from phonograph.graphs.config import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
@@ -82,20 +84,16 @@ class _Reader:
 
 def _as_prompts(prompts: object) -> list[Any]:
     """Texts, or lists of token ids; refuses what is neither."""
-    many: list[Any] = (
-        [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]
-    )
+    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, (str, *UNORDERED))
+    many: list[Any] = list(prompts) if is_many else [prompts]  # type: ignore[call-overload]
     for prompt in many:
-        if not isinstance(prompt, str | Iterable) or getattr(prompt, "ndim", 1) != 1:
-            raise RequestError(
-                "prompts are a text, a list of texts, or a list of prompts that are lists of token ids each, as "
-                f"[[1, 2, 3]]; found {type(prompt).__name__} where a prompt belongs."
-            )
+        refuse_unlike_prompts(prompt)
     return many
 
 
 def _as_token_ids(prompt: Many[int]) -> tuple[int, ...]:
     """Token ids as Python's own integers; numpy's and torch's are taken too."""
+    refuse_unlike_prompts(prompt)
     return tuple([token if type(token) is int else _as_token_id(token) for token in prompt])
 
 
@@ -267,7 +265,8 @@ class LLM:
         self, prompts: Many[tuple[int, ...]], params: SamplingParams, *, continues: bool = True
     ) -> dict[Sequence, _Reader]:
         """With `continues` an answer goes on where its prompt ended: a leading space belongs to it."""
-        params, readers = params.resolved(self.sampling), dict[Sequence, _Reader]()
+        params = with_special_stops(params.resolved(self.sampling), self.tokenizer, self.executor.vocab)
+        readers = dict[Sequence, _Reader]()
         for prompt in prompts:
             request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
             self._submitted.append(request.id)
