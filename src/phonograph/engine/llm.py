@@ -66,9 +66,9 @@ class _Reader:
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, continues: bool) -> None:
         self.sequence = sequence
         self.done = Completion(sequence.request.prompt, sequence.index)
-        after = sequence.request.prompt if continues else ()
-        stops = StopStrings(sequence.request.params.stop)
-        self._text = TextReader(tokenizer, stops, stop_ids=sequence.stop_ids, after=after)
+        params, after = sequence.request.params, sequence.request.prompt if continues else ()
+        stops, is_guided = StopStrings(params.stop), params.grammar is not None
+        self._text = TextReader(tokenizer, stops, stop_ids=sequence.stop_ids, after=after, verbatim=is_guided)
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
