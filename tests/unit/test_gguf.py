@@ -14,6 +14,7 @@ import torch
 
 from phonograph.engine.checkpoints import GgufCheckpoint, RandomCheckpoint, TensorInfo, open_checkpoint
 from phonograph.engine.checkpoints.gguf_header import TYPES, GgufHeader
+from phonograph.engine.checkpoints.sampling import from_gguf
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.registry import config_from_gguf
 from phonograph.engine.models.rope_scaling import FactorsRope, LinearRope, YarnRope
@@ -330,6 +331,18 @@ class TestMetadata:
         factors = {"rope_freqs.weight": np.ones(4, np.float32)}
         path = write_gguf(tmp_path / "m.gguf", TINY, {**arrays(), **factors}, change=change)
         refused(path, "rope_freqs.weight is there beside rope.scaling.*")
+
+    @pytest.mark.parametrize(
+        ("name", "wrong", "neutral"),
+        [("mirostat", 1, 0), ("xtc_probability", 1.0, 0.0), ("penalty_last_n", 1, -1), ("penalty_last_n", 0, -1)],
+    )
+    def test_sampling_that_is_not_done_is_named_whatever_its_value(
+        self, name: str, wrong: object, neutral: object, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from_gguf({f"general.sampling.{name}": neutral, "general.sampling.mirostat_tau": 5.0}, "m.gguf")
+        assert not caplog.text
+        from_gguf({f"general.sampling.{name}": wrong}, "m.gguf")
+        assert f"without effect: {name}" in caplog.text
 
     def test_recommended_sampling(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(writer: Any) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from phonograph.engine.generation import Delta, Usage
 from phonograph.engine.request import FinishReason
 from phonograph.engine.sequence import TokenLogprob as Logprob
-from phonograph.engine.text import Tokenizer
+from phonograph.engine.text import Detokenizer, Tokenizer
 from phonograph.server.answers import FunctionCall
 from phonograph.server.logprobs import LogprobWriter
 from phonograph.server.tool_calls import ToolCallReader, for_template
@@ -255,3 +258,27 @@ def test_offsets_are_places_in_the_text(tmp_path: Path) -> None:
     ]
     assert tokenizer.decode(tokens) == text
     assert found == [0, 1, 1, 1, 2, 3, 4, 5, 5]
+
+
+@pytest.mark.parametrize("prompt", [[], [1], [1, 5], [1, 4]])
+@pytest.mark.parametrize("answer", [[4, 5, 4, 6], [4, 4, 5], [5, 4], [3, 6]])
+@pytest.mark.parametrize("verbatim", [False, True])
+def test_offsets_leave_out_the_space_that_the_text_leaves_out(
+    prompt: list[int], answer: list[int], verbatim: bool
+) -> None:
+    vocab = {piece: number for number, piece in enumerate(["<unk>", "<s>", "</s>", "▁▁", "▁", "a", "▁b"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer = Tokenizer(backend, {})
+    logprobs = LogprobWriter(tokenizer)
+    writer = CompletionWriter(HEAD, logprobs, lambda choice: logprobs.offsets(prompt, verbatim=verbatim))
+    deltas = [Delta(0, "", [token], [Logprob(token, -1.0, ())]) for token in answer]
+    found = [
+        place for event in events(writer.events(deltas)) for place in event["choices"][0]["logprobs"]["text_offset"]
+    ]
+    text = Detokenizer(tokenizer, after=prompt, verbatim=verbatim)
+    ends = list(itertools.accumulate(len(text.add([token])) for token in answer))
+    assert found == [0, *ends[:-1]]

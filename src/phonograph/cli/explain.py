@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     limits = limits_for(spec.options, device, plan, config.max_len, eos_ids)
     print(
         f"{spec.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "
-        f"up to {limits.max_seqs} sequences of {limits.max_len:,} tokens, {limits.max_tokens:,} tokens a step"
+        f"up to {limits.max_seqs} sequences of {limits.context}, {limits.max_tokens:,} tokens a step"
     )
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if spec.options.sampling == "model" else SamplingParams()))

@@ -120,6 +120,14 @@ class Executor:
         path = "replay" if isinstance(runner.last, Replay) else "eager"
         return Launched(step, runner.phase.name, path, begun, self._readback.start(picked))
 
+    @torch.inference_mode()
+    def put_back(self, step: Step) -> None:
+        """Undo what a step that raised has written to the tables, from what the host knows of its sequences.
+
+        All steps before it must be committed. Keys and values are written again as they were.
+        """
+        self.passes.tables.apply(self._updates.undone(step))
+
     def collect(self, launched: Launched) -> Sampled:
         """What a step sampled; waits for the device."""
         sampled = launched.pending.wait()

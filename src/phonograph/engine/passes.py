@@ -138,14 +138,18 @@ class Passes:
             tokens = torch.cat([self._pick(logits, queries, part, wants) for part in parts])
         else:
             tokens = self._pick(logits, queries, slice(None), wants)
+        logprobs = self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None
+        # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
+        if wants.level is Sampling.PENALISED:
+            count_tokens(self.tables["counts"], queries.rows, tokens)
         self._decoder.kernels.write_next_token(queries, tokens, None, self.tables.last_token, self.tables.length)
-        return Picked(tokens, self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if wants.logprobs else None)
+        return Picked(tokens, logprobs)
 
     def _pick(self, logits: torch.Tensor, queries: Queries, part: slice, wants: Wants) -> torch.Tensor:
         """The tokens of some of the queries."""
-        logits, rows, penalised = logits[part], queries.rows[part], wants.level is Sampling.PENALISED
+        logits, rows = logits[part], queries.rows[part]
         with few_threads(logits):
-            if penalised:
+            if wants.level is Sampling.PENALISED:
                 logits = penalise(logits.float(), self.tables.gather(Penalties, rows))
             if wants.constrained:
                 logits = mask(logits, self.tables["allowed"][rows])
@@ -153,10 +157,7 @@ class Passes:
         if wants.level > Sampling.GREEDY:
             positions = queries.token_positions[part] + 1
             sampling = self.tables.gather(self._sampler.rows, rows, positions=positions)
-        tokens = self._sampler.pick(logits, sampling, wants.level)
-        if penalised:
-            count_tokens(self.tables["counts"], rows, tokens)
-        return tokens
+        return self._sampler.pick(logits, sampling, wants.level)
 
 
 def _sampling_of(batch: DecodeBatch) -> str:

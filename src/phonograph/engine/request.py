@@ -126,7 +126,7 @@ class SamplingParams:
     seed: int | None = None
     """The same one draws the same tokens; of n sequences the first has it, the others have what nobody can ask for."""
     stop: tuple[str, ...] = ()
-    """Texts that end the generation; the text layer looks for them."""
+    """Texts that end the generation; that of a special token stands for the token."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1

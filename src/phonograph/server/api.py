@@ -30,7 +30,7 @@ from phonograph.server.checks import (
 from phonograph.server.delivery import Delivery
 from phonograph.server.failures import SERVER, ApiError
 from phonograph.server.limits import ModelBounds
-from phonograph.server.logprobs import LogprobWriter
+from phonograph.server.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.options import ServerOptions
 from phonograph.server.request_log import RequestLog
 from phonograph.server.sampling import chat_params, completion_params
@@ -90,7 +90,11 @@ class Api:
             ask, head, params, given = found
             prompts = await self._llm.text.encode(given, check=self._fitting())
             check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
-        writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None)
+
+        def offsets(choice: int) -> TextOffsets:
+            return self._logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
+
+        writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None, offsets)
         return await self._answer(request, ask, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:

@@ -10,6 +10,7 @@ from itertools import count
 
 from phonograph.engine.sequence import TokenLogprob as Told
 from phonograph.engine.text import Tokenizer
+from phonograph.engine.text.detokenizer import LeadingSpaces
 from phonograph.server.answers import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
 
 _CACHED = 1 << 16
@@ -20,17 +21,22 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class TextOffsets:
     """Where the tokens of one answer begin in its text: those that make up one character all where it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, spaces: LeadingSpaces | None = None) -> None:
+        """`spaces` are those in front of the answer that its text does not have."""
         self._decoder = _utf8_decoder("replace")
+        self._spaces = spaces
         self._end = 0
 
     def after(self, token: bytes) -> int:
         """Take in the bytes of the next token; where it begins."""
         if token and token[0] & 0xC0 != 0x80:  # it begins a character: one that is not whole stays so, as U+FFFD
-            self._end += len(self._decoder.decode(b"", final=True))
+            self._take(self._decoder.decode(b"", final=True))
         begin = self._end
-        self._end += len(self._decoder.decode(token))
+        self._take(self._decoder.decode(token))
         return begin
+
+    def _take(self, text: str) -> None:
+        self._end += len(text if self._spaces is None else self._spaces.cut(text))
 
 
 class LogprobWriter:
@@ -39,6 +45,11 @@ class LogprobWriter:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._entry = lru_cache(_CACHED)(self._looked_up)
+
+    def offsets(self, prompt: Sequence[int], *, verbatim: bool) -> TextOffsets:
+        """Those of an answer that goes on where a prompt ended."""
+        spaces = None if self._tokenizer is None else LeadingSpaces(self._tokenizer, prompt, verbatim=verbatim)
+        return TextOffsets(spaces)
 
     def chat(self, found: Sequence[Told]) -> ChatLogprobs:
         """For /v1/chat/completions."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -78,10 +78,17 @@ class Head(msgspec.Struct, frozen=True):
 class CompletionWriter:
     """For /v1/completions."""
 
-    def __init__(self, head: Head, logprobs: LogprobWriter | None) -> None:
+    def __init__(
+        self,
+        head: Head,
+        logprobs: LogprobWriter | None,
+        offsets: Callable[[int], TextOffsets] = lambda choice: TextOffsets(),
+    ) -> None:
+        """`offsets` makes those of a choice."""
         self.id = head.id
         self._head = head
         self._logprobs = logprobs
+        self._new_offsets = offsets
         self._offsets: dict[int, TextOffsets] = {}
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
@@ -116,8 +123,9 @@ class CompletionWriter:
     def _choice(self, delta: Delta) -> TextChoice:
         logprobs: TextLogprobs | None = None
         if self._logprobs is not None:
-            offsets = self._offsets.setdefault(delta.choice, TextOffsets())
-            logprobs = self._logprobs.text(delta.logprobs, offsets)
+            if delta.choice not in self._offsets:
+                self._offsets[delta.choice] = self._new_offsets(delta.choice)
+            logprobs = self._logprobs.text(delta.logprobs, self._offsets[delta.choice])
         return TextChoice(delta.choice, delta.text, logprobs, _FINISH[delta.finish])
 
     def _answer(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> Completion:

@@ -166,11 +166,14 @@ class RequestTables:
         sizes = {"bytes": block.num_bytes}
         view = self._registry.load({"block": block.packed()}, Extent(sizes, sizes), mode=LoadMode.EAGER)
         parts = _Parts(block, view.batch["block"])
+        for name, in_force in self._in_force.items():
+            in_force.update(_written(name, updates))  # before they are: what raises half-way leaves something there
         for name, num_leaving, rows in resets:
             self._reset(name, num_leaving, parts.of(rows))
         for write, stacks in zip(updates.writes, stacked, strict=True):
             self._write(write, stacks, parts)
-        self._note_in_force(updates)
+        for name, in_force in self._in_force.items():
+            in_force.difference_update(set(updates.entered) - _written(name, updates))
 
     def _stacked(self, write: Write) -> _Stacked:
         """The values of columns that lie together, in one array each."""
@@ -206,11 +209,6 @@ class RequestTables:
         for name, (places, values) in write.pairs.items():
             if len(places):
                 self[name].view(-1).index_copy_(0, parts.of(places), parts.of(values))
-
-    def _note_in_force(self, updates: TableUpdates) -> None:
-        for name, in_force in self._in_force.items():
-            in_force.difference_update(updates.entered)
-            in_force.update(_written(name, updates))
 
     # -- trial runs ---------------------------------------------------------------------------------------
 
