@@ -67,6 +67,9 @@ def test_a_residual_stream_in_float32_is_not_bound_to_the_range_of_the_weights(n
     assert added.dtype == torch.float32
     assert wanted.abs().max() > torch.finfo(torch.float16).max
     assert ((added.double() - wanted).norm() / wanted.norm()).item() <= 1e-5
+    bias = random(OUTPUTS).to(dtype)
+    biased = products.linear(choice, narrow, Matrix(weight.data, bias), dtype=torch.float32)
+    assert torch.equal(biased, added + bias.float()), "the same sums, and a bias that is added in float32"
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)

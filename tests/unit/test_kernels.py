@@ -286,6 +286,9 @@ def test_a_residual_stream_in_float32_may_be_beyond_the_range_of_float16(name: s
     added = products.linear(choice, narrow, weight, dtype=torch.float32)
     assert added.dtype == torch.float32
     near(added / 1e5, REFERENCE.linear(narrow.double(), wide).float() / 1e5)
+    bias = random(OUTPUTS).to(dtype)
+    biased = products.linear(choice, narrow, Matrix(weight.data, bias), dtype=torch.float32)
+    assert torch.equal(biased, added + bias.float()), "the same sums, and a bias that is added in float32"
 
 
 @pytest.mark.parametrize("choice", [Choice("vector", rows=8, block=1024), Choice("matrix", rows=64, block=128)])

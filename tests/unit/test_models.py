@@ -175,6 +175,10 @@ class TestTable:
         with pytest.raises(ValueError, match="differ in more than their rows"):
             allocate(rows, torch.float32, CPU)
 
+    def test_a_bias_without_its_matrix_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="a bias and no matrix"):
+            allocate([ModelTensor("a", "one", (2, 3)), ModelTensor("b", "one", (2,), "bias")], torch.float32, CPU)
+
     def test_loading_prepares_every_matrix(self) -> None:
         class Numbering(ReferenceKernels):
             count = 0

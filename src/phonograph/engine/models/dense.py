@@ -26,18 +26,12 @@ def config_from_gguf(fields: Fields, architecture: str, tensor_names: Collection
 def tensors(config: ModelConfig) -> tuple[ModelTensor, ...]:
     """In the order in which random weights are drawn."""
     layer, width = _layer(config), (config.vocab, config.hidden)
+    tied = EMBEDDING if config.tied_embeddings else None
     return (
         ModelTensor(EMBEDDING, "embedding", width, gguf="token_embd.weight"),
         *(tensor.in_layer(index) for index in range(config.num_layers) for tensor in layer),
         ModelTensor("model.norm.weight", "norm", (config.hidden,), gguf="output_norm.weight", init="ones"),
-        ModelTensor(
-            "lm_head.weight",
-            "head",
-            width,
-            "matrix",
-            gguf="output.weight",
-            same_as=EMBEDDING if config.tied_embeddings else None,
-        ),
+        ModelTensor("lm_head.weight", "head", width, "matrix", "output.weight", same_as=tied),
     )
 
 

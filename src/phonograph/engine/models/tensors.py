@@ -87,6 +87,9 @@ def allocate(
         for tensor in stacked:
             parts[tensor.name] = whole if len(stacked) == 1 else whole[start : start + tensor.shape[0]]
             start += tensor.shape[0]
+    for place, role in wholes:
+        if role == "bias" and (place, "matrix") not in wholes:
+            raise ValueError(f"declaring {place}: it has a bias and no matrix.")
     formats = _formats(tensors, stored or {})
     weights = ModelWeights(
         {place: whole for (place, role), whole in wholes.items() if role == "tensor"},
