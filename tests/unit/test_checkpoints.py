@@ -376,7 +376,7 @@ class TestWeights:
         tensors["model.layers.1.mlp.up_proj.weight"].fill_(60_000.0)
         save_file(tensors, folder / "model.safetensors")
         weights = load_weights(open_checkpoint(folder), torch.float16, torch.device("cpu"))
-        assert weights["layers.1.gate_up"][-1, 0] == 60_000.0
+        assert weights.matrices["layers.1.gate_up"].data[-1, 0] == 60_000.0
 
 
 # -- random weights, and the default --------------------------------------------------------------------------

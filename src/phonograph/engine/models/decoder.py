@@ -13,6 +13,8 @@ from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
 from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Hidden
+from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
 
 PIECE = 2048
 """Tokens that go through a layer's widest part at a time: so many keep a device busy; all of a long step would set
@@ -26,24 +28,23 @@ class LayerWeights:
     """One layer; projections that read the same input are one matrix."""
 
     input_norm: Norm
-    qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    qkv_bias: torch.Tensor | None
+    qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
     heads: Heads
-    out: torch.Tensor
+    out: Matrix
     mlp_norm: Norm
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor
+    gate_up: Matrix  # [2 * intermediate, hidden]
+    down: Matrix
     window: int | None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model."""
+    """All weights of a model."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: Norm
-    head: torch.Tensor
+    head: Matrix
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Decoder:
         return tuple(Paged(layer.heads.num_kv_heads, layer.heads.head_dim) for layer in self.weights.layers)
 
     @property
-    def matrices(self) -> list[torch.Tensor]:
+    def matrices(self) -> list[Matrix]:
         layers = self.weights.layers
         return [m for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [self.weights.head]
 
@@ -94,7 +95,7 @@ class Decoder:
         attention = PreparedAttention(self.attention, cache, queries)
         for index, layer in enumerate(self.weights.layers):
             if attention.rotates(index, layer.heads.num_heads):
-                qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+                qkv, x = norm_linear(kernels, x, delta, layer.input_norm, layer.qkv)
                 mixed = attention.rotate_and_attend(index, qkv, layer.heads, places, layer.window).flatten(1)
             else:
                 q, x = self._queries(layer, x, delta, places, cache.places[index])
@@ -127,13 +128,13 @@ class Decoder:
         """(a layer's queries, x with what the layer before adds). With many tokens x is changed in place."""
         kernels = self.kernels
         if x.shape[0] <= PIECE:
-            qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+            qkv, x = norm_linear(kernels, x, delta, layer.input_norm, layer.qkv)
             return kernels.rotate_and_store(qkv, layer.heads, places, *kept), x
         shape = (x.shape[0], layer.heads.num_heads, layer.heads.head_dim)
         q = torch.empty(shape, dtype=self.dtype, device=x.device)
         for part in _pieces(x.shape[0]):
             added = None if delta is None else delta[part]
-            qkv, total = kernels.norm_linear(x[part], added, layer.input_norm, layer.qkv, layer.qkv_bias)
+            qkv, total = norm_linear(kernels, x[part], added, layer.input_norm, layer.qkv)
             _put(total, x[part])
             kernels.rotate_and_store(qkv, layer.heads, places[part], *kept, out=q[part])
             del qkv, total
@@ -143,22 +144,22 @@ class Decoder:
         """(what is to be added to x, x with what attention adds). With many tokens x is changed in place."""
         kernels = self.kernels
         if x.shape[0] <= PIECE:
-            added = kernels.linear(mixed, layer.out, self.residual)
-            gated, x = kernels.norm_gated(x, added, layer.mlp_norm, layer.gate_up)
-            return kernels.linear(gated, layer.down, self.residual), x
+            added = linear(kernels, mixed, layer.out, self.residual)
+            gated, x = norm_gated(kernels, x, added, layer.mlp_norm, layer.gate_up)
+            return linear(kernels, gated, layer.down, self.residual), x
         # A piece of what attention gave is read before its place is written.
         fits = mixed.shape == x.shape and mixed.dtype == x.dtype
         delta = mixed if fits else torch.empty_like(x)
         for part in _pieces(x.shape[0]):
-            added = kernels.linear(mixed[part], layer.out, self.residual)
-            gated, total = kernels.norm_gated(x[part], added, layer.mlp_norm, layer.gate_up)
+            added = linear(kernels, mixed[part], layer.out, self.residual)
+            gated, total = norm_gated(kernels, x[part], added, layer.mlp_norm, layer.gate_up)
             _put(total, x[part])
-            delta[part] = kernels.linear(gated, layer.down, self.residual)
+            delta[part] = linear(kernels, gated, layer.down, self.residual)
             del added, gated, total
         return delta, x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.kernels.linear(hidden, self.weights.head)
+        return linear(self.kernels, hidden, self.weights.head)
 
 
 def _pieces(num_tokens: int) -> list[slice]:
