@@ -16,7 +16,7 @@ from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.messages import Ready
 from phonograph.engine.request import NEUTRAL, SamplingParams
 from phonograph.errors import RequestError
-from phonograph.server.answers import Detokenized, Error, HealthBody, Model, Models, Tokenized
+from phonograph.server.answers import Detokenized, HealthBody, Model, Models, Tokenized
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
 from phonograph.server.bodies import Arrivals, BodyReader
 from phonograph.server.checks import (
@@ -28,7 +28,7 @@ from phonograph.server.checks import (
     check_tokenize,
 )
 from phonograph.server.delivery import Delivery
-from phonograph.server.failures import SERVER, ApiError
+from phonograph.server.failures import SERVER, ApiError, Error
 from phonograph.server.limits import ModelBounds
 from phonograph.server.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.options import ServerOptions

@@ -8,11 +8,11 @@ what is projected or normed from it is in the dtype of the weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from phonograph.engine.attention.base import Queries
+from phonograph.engine.attention.base import Queries, StepAttention
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.ops.matrix import Matrix
 
@@ -58,6 +58,17 @@ class Heads:
     head_dim: int
     q_norm: Norm | None
     k_norm: Norm | None
+
+
+@runtime_checkable
+class RotatingAttention(StepAttention, Protocol):
+    """One that takes projections as they come, where a launch of its own for their rotation can be saved."""
+
+    def rotate_and_attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, places: Places, window: int | None
+    ) -> torch.Tensor:
+        """What `Kernels.rotate_and_store` and `attend` do, one after the other."""
+        ...
 
 
 class Kernels(Protocol):
