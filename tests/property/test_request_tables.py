@@ -98,7 +98,7 @@ class House:
                     dtype=np.int32,
                 )
         updates = tuple((row, index, page) for (row, index), page in changed.items())
-        self.run(Step(self.number, self.decodes, tuple(chunks), updates), data)
+        self.run(Step(self.number, self.decodes, tuple(chunks), updates, pass_name="any"), data)
 
     def entering(self, row: int, data: st.DataObject) -> Chunk:
         comes_back = data.draw(st.booleans())
@@ -121,6 +121,8 @@ class House:
             assert self.tables.counts.transfers == before + 1
         for chunk in step.prefills:
             self.rows[chunk.sequence.row] = Row(chunk.sequence, chunk.start)
+            for index in range(PAGES):  # the former owner's are gone
+                self.pages[chunk.sequence.row, index] = 0
         for row, index, page in step.page_updates:
             self.pages[row, index] = page
         for sequence in step.sampling:
