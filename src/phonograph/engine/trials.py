@@ -33,7 +33,8 @@ class Trials:
         self._parts = [part for cache in caches for part in cache.tensors]
         self._size = limits.page_size
         self._vocab = vocab
-        fits = limits.max_len >= 2 * limits.page_size
+        self._tokens_per_row = limits.tokens_per_row
+        fits = limits.max_len >= 2 * limits.page_size >= limits.page_size + limits.tokens_per_row
         self.num_rows = max(0, min(_MAX_ROWS, limits.max_seqs, limits.num_pages - 2)) if fits else 0
         self.width = -(-limits.num_positions // limits.page_size)
         """Pages that a row of the tables has."""
@@ -72,4 +73,5 @@ class Trials:
         noises = [page(part) for part in self._parts]
         if not self.num_rows:
             return noises, []
-        return noises, self._tables.trial_values(TrialRows(self.num_rows, self._vocab, self._size, numbers))
+        trial = TrialRows(self.num_rows, self._vocab, self._size, self._tokens_per_row, numbers)
+        return noises, self._tables.trial_values(trial)
