@@ -194,6 +194,8 @@ def run(core: EngineCore, prompts: Sequence[tuple[int, ...]], params: SamplingPa
             break
     core.scheduler.integrity()
     assert all(sequence.error == "" for sequence in sequences)
+    tables = core.executor.tables
+    assert bool((tables.length <= tables["limit"]).all()), "rounds launched ahead of a row's end take nothing"
     return [sequence.outputs for sequence in sequences]
 
 
