@@ -98,7 +98,7 @@ class House:
                     dtype=np.int32,
                 )
         updates = tuple((row, index, page) for (row, index), page in changed.items())
-        self.run(Step(self.number, self.decodes, tuple(chunks), updates), data)
+        self.run(Step(self.number, self.decodes, tuple(chunks), updates, pass_name="any"), data)
 
     def entering(self, row: int, data: st.DataObject) -> Chunk:
         comes_back = data.draw(st.booleans())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paged import DEVICE, Heads, by_hand, case_of, spans_of
+from phonograph.engine.attention.apart import ApartAttention
 from phonograph.engine.attention.base import Attention
 from phonograph.engine.attention.cpu import CpuAttention
 from phonograph.engine.attention.reference import ReferenceAttention
@@ -47,6 +48,24 @@ def test_every_token_sees_its_sequence_up_to_itself(name: str, kind: str, heads:
     case = case_of(SPANS[kind], heads, padding=3)
     found = case.run(IMPLEMENTATIONS[name], 1, window)
     torch.testing.assert_close(found.double(), by_hand(case, 1, window), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("num_untold", range(5))
+@pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
+def test_tokens_that_spans_tell_nothing_of_are_attended_apart(name: str, num_untold: int, window: int | None) -> None:
+    """As rounds of three tokens, whose places only the device knows, before prompts."""
+    spans = spans_of((10, 3), (0, 3), (3, 8), (40, 1))
+    case = case_of(spans, Heads(4, 2, 16), padding=3)
+    count = sum(span.count for span in spans[:num_untold])
+    told = replace(case, queries=replace(case.queries, spans=tuple(spans[num_untold:]), spans_from=count))
+    found = told.run(ApartAttention(IMPLEMENTATIONS[name]), 1, window)
+    torch.testing.assert_close(found.double(), by_hand(case, 1, window), rtol=1e-4, atol=1e-4)
+    out = torch.full_like(case.q, float("nan"))
+    assert (
+        ApartAttention(IMPLEMENTATIONS[name]).prepare(case.cache, told.queries, 4).attend(1, case.q, window, out) is out
+    )
+    assert torch.equal(out[: case.used], found)
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -158,7 +158,7 @@ def logits_of(llm: LLM, known: tuple[int, ...]) -> torch.Tensor:
     """Logits of every position, by one pass of the model over pages 1, 2, … of an idle engine."""
     on = llm.device.torch_device
     count, executor = len(known), llm.executor
-    table = torch.arange(1, 1 + executor.passes.tables.pages.shape[1], device=on, dtype=torch.int32)
+    table = torch.arange(1, 1 + executor.tables.pages.shape[1], device=on, dtype=torch.int32)
     table = torch.stack([torch.zeros_like(table), table])
     positions = torch.arange(count, device=on)
     queries = Queries(torch.ones_like(positions), positions, table, False, (Span(1, 0, 0, count),))
@@ -186,10 +186,10 @@ def test_time_on_the_device_is_told_by_phase_and_path(device: Device) -> None:
 
 def test_an_idle_pass_touches_nobody(device: Device) -> None:
     llm = make(device, "full")
-    llm.core.idle()
+    llm.core.heartbeat()
     readers = llm._submit([tuple(prompt) for prompt in PROMPTS], GREEDY)
     for _ in llm._run(readers):
-        llm.core.idle()
+        llm.core.heartbeat()
     assert [reader.done.tokens for reader in readers.values()] == alone(device)
     assert llm.executor.runners["idle"].stats.replays.total() > 5
 
@@ -369,7 +369,7 @@ def test_a_request_that_raises_inside_the_model_fails_alone(one_by_one: list[lis
     decode = llm.executor.runners["decode"].phase.body
 
     def poisoned(batch: Any) -> Any:
-        if bool((llm.executor.passes.tables.last_token[batch.rows] == victim_token).any()):
+        if bool((llm.executor.tables.last_token[batch.rows] == victim_token).any()):
             raise ArithmeticError("this one")
         return decode(batch)
 
@@ -484,7 +484,7 @@ def test_a_pass_for_nobody_needs_no_graph_where_others_do() -> None:
     asked = [ask("graphs", "strict", origin="test"), ask("idle.backend", "disabled", origin="test")]
     options = EngineOptions(max_seqs=2, max_tokens=16, max_len=32, page_size=8, dtype=torch.float32)
     llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
-    llm.core.idle()
+    llm.core.heartbeat()
     assert llm.executor.runners["idle"].stats.eager.total() == 1
 
 
@@ -571,7 +571,7 @@ def test_what_memory_has_no_room_for_is_told_by_name(options: dict[str, Any], sa
 
 
 def test_wide_tables_that_memory_has_no_room_for_are_told_by_name() -> None:
-    tables = make("cpu").executor.passes.tables
+    tables = make("cpu").executor.tables
     tables.sizes = replace(tables.sizes, max_seqs=10**15)
     with pytest.raises(DeviceError, match=r"allocating penalty tables for 1,.* sequences: .*\. Lower max_seqs"):
         _ = tables["counts"]

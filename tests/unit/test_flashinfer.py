@@ -15,6 +15,7 @@ import torch
 
 from paged import Case, Heads, by_hand, case_of, spans_of
 from phonograph.devices import open_device
+from phonograph.engine.attention.apart import ApartAttention
 from phonograph.engine.attention.flashinfer import FlashInferAttention
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.errors import DeviceError
@@ -104,6 +105,18 @@ def test_without_spans_the_inner_attention_attends(attention: FlashInferAttentio
     case = told("mixed")
     plain = replace(case, queries=replace(case.queries, spans=None))
     assert torch.equal(plain.run(attention), plain.run(ReferenceAttention()))
+
+
+@pytest.mark.parametrize("num_untold", [1, 3])
+def test_what_spans_tell_nothing_of_is_left_to_the_inner_attention(
+    attention: FlashInferAttention, num_untold: int
+) -> None:
+    case = told("behind prefixes")
+    assert case.queries.spans is not None
+    count = sum(span.count for span in case.queries.spans[:num_untold])
+    queries = replace(case.queries, spans=case.queries.spans[num_untold:], spans_from=count)
+    found = replace(case, queries=queries).run(ApartAttention(attention))
+    torch.testing.assert_close(found.double(), by_hand(case), rtol=1e-5, atol=1e-5)
 
 
 def test_without_the_library_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def sequence(row: int, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Se
 
 
 def entry(*sequences: Sequence, pages: tuple[tuple[int, int, int], ...] = ()) -> Step:
-    return Step(1, (), tuple(Chunk(one, 0, one.known(), True, True) for one in sequences), pages)
+    return Step(1, (), tuple(Chunk(one, 0, one.known(), True, True) for one in sequences), pages, pass_name="prefill")
 
 
 class Engine:
@@ -73,8 +73,8 @@ def test_everything_that_the_host_writes_goes_over_in_one_transfer(device: Devic
     assert engine.tables.pages[4, 7] == 9
     assert engine.tables["bias_ids"][1, :3].tolist() == [7, 8, 0]
     assert engine.tables["allowed"][1:4, 0].tolist() == [-1, -1, 5]
-    assert engine.run(Step(2, tuple(others), (), ())) == 1  # the mask
-    assert engine.run(Step(3, tuple(others[:2]), (), ())) == 0
+    assert engine.run(Step(2, tuple(others), (), (), pass_name="decode")) == 1  # the mask
+    assert engine.run(Step(3, tuple(others[:2]), (), (), pass_name="decode")) == 0
 
 
 def test_who_asks_for_nothing_pays_nothing_for_wide_columns(device: Device) -> None:
@@ -144,7 +144,7 @@ def test_trial_values_stay_in_their_rows_and_leave_again(device: Device) -> None
     tables = Engine(device).tables
     tables.make_all()
     before = {column.name: tables[column.name].clone() for column in COLUMNS}
-    trial = TrialRows(3, SIZES.vocab, 16, torch.Generator().manual_seed(0))
+    trial = TrialRows(3, SIZES.vocab, 16, 1, torch.Generator().manual_seed(0))
     with tables.kept(3):
         for part, value in tables.trial_values(trial):
             part.copy_(value)

@@ -116,7 +116,7 @@ def first(steps: list[Step], kind: str) -> int:
     is_of_kind = {
         "mixed": lambda step: step.decodes and any(chunk.samples and not chunk.enters for chunk in step.prefills),
         "page edge": lambda step: step.decodes and not step.prefills and step.page_updates,
-        "steady": lambda step: step.is_decode and not step.page_updates,
+        "steady": lambda step: not step.prefills and not step.page_updates,
     }[kind]
     return next(number for number, step in enumerate(steps) if number > 2 and is_of_kind(step))
 

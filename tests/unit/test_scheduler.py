@@ -140,11 +140,11 @@ def test_a_request_is_prefilled_and_then_decoded_from_the_tables() -> None:
     assert (chunk.start, chunk.tokens, chunk.samples, chunk.enters) == (0, sequence.request.prompt, True, True)
     assert first.new_rows == (chunk,)
     assert first.sampling == (sequence,)
-    assert not first.is_decode
+    assert first.pass_name == "prefill"
     assert first.page_updates == tuple((sequence.row, index, page) for index, page in enumerate(sequence.pages))
     assert committed(scheduler, first) == [(sequence, (7,), None)]
     second = launched(scheduler)
-    assert (second.decodes, second.prefills, second.is_decode) == ((sequence,), (), True)
+    assert (second.decodes, second.prefills, second.pass_name) == ((sequence,), (), "decode")
     assert committed(scheduler, second) == [(sequence, (7,), None)]
     assert committed(scheduler, launched(scheduler)) == [(sequence, (7,), FinishReason.LENGTH)]
     assert scheduler.schedule() is None
@@ -186,8 +186,8 @@ def test_pure_steps_let_decodes_through_now_and_then() -> None:
     kinds = []
     for number in range(20):
         scheduler.add(request(f"b{number}", 4, max_tokens=1))
-        kinds.append(run(scheduler, 1)[0].is_decode)
-    assert kinds.index(True) == 8
+        kinds.append(run(scheduler, 1)[0].pass_name)
+    assert kinds.index("decode") == 8
 
 
 def test_higher_priority_then_earlier_arrival_goes_first() -> None:

@@ -116,7 +116,7 @@ def _measure_engine(bench: Bench, batches: tuple[int, ...], rounds: int) -> None
     llm = bench.open(options, {"decode": "full", "prefill": "disabled"}, {"decode": batches})
     driver, prompts = Driver(llm), Prompts(bench.config.vocab)
     # The same graph for the null row, which stays where it is however often it is replayed.
-    llm.executor.idle()
+    llm.executor.heartbeat()
     idle = llm.executor.runners["idle"]
     replay = host_seconds(bench.device, idle.recording(idle.captured[0]).replay, min(rounds, 5))
     for num_seqs in batches:

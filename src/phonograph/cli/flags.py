@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phonograph.engine.phases import PHASES
+from phonograph.engine.passes.registry import PHASES
 from phonograph.graphs import flags as graph_flags
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.engine.native.library import Library, library
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.registry import PASSES
 from phonograph.engine.sampler import Sampler, TorchSampler
 from phonograph.errors import DeviceError, PlanError
 from phonograph.graphs.progress import Progress, silent
@@ -77,11 +78,12 @@ def refuse_misfits(device: Device, options: EngineOptions, plan: Plan) -> None:
         raise PlanError(
             f"attention='flashinfer' takes bfloat16 or float16, not {options.dtype}. Leave one of them out."
         )
-    if plan.phase("prefill").backend == "full":
-        raise PlanError(
-            "attention='flashinfer' plans every prompt on the host, which one graph can't hold. "
-            "Ask for prefill.backend='breakable', or leave the backend out."
-        )
+    for name in (declared.name for declared in PASSES if declared.is_ragged):
+        if plan.phase(name).backend == "full":
+            raise PlanError(
+                "attention='flashinfer' plans every prompt on the host, which one graph can't hold. "
+                f"Ask for {name}.backend='breakable', or leave the backend out."
+            )
 
 
 def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:

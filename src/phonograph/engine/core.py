@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phonograph.engine.admission import refuse_unknown_tokens
 from phonograph.engine.constraints import Constraint, GrammarCompiler
@@ -92,9 +92,9 @@ class EngineCore:
         news, self._news = self._news, []
         return news
 
-    def idle(self) -> None:
-        """Run a pass for nobody; raises if the device does not answer any more."""
-        self.executor.idle()
+    def heartbeat(self) -> None:
+        """Run a pass without requests; raises if the device does not answer any more."""
+        self.executor.heartbeat()
 
     def _commit(self, done: Launched | Finished) -> None:
         sampled = done.sampled if isinstance(done, Finished) else self.executor.collect(done)
@@ -182,5 +182,5 @@ def _note_logprobs(step: Step, sampled: Sampled, committed: dict[Sequence, int])
 
 def _parts(step: Step) -> list[Step]:
     """The step's sequences, each in a step of its own; who knows whether the page updates were written."""
-    parts = [Step(step.number, (sequence,), (), step.page_updates, step.tokens_per_row) for sequence in step.decodes]
-    return parts + [Step(step.number, (), (chunk,), step.page_updates) for chunk in step.prefills]
+    parts = [replace(step, decodes=(sequence,), prefills=()) for sequence in step.decodes]
+    return parts + [replace(step, decodes=(), prefills=(chunk,)) for chunk in step.prefills]

@@ -50,7 +50,7 @@ log = logging.getLogger("phonograph")
 STATS_SECONDS = 0.25
 """How often figures are sent while there is something to do."""
 HEARTBEAT_SECONDS = 10.0
-"""How long nothing may happen before a pass for nobody asks the device; then the front hears from this process too."""
+"""How long nothing may happen before a heartbeat pass asks the device; then the front hears from this process too."""
 _COMPILING_SECONDS = 0.002
 """How often is looked whether a grammar is ready while there is nothing else to do."""
 _COMPILERS = 2
@@ -93,7 +93,7 @@ class CoreLoop:
         if self._is_over:
             return
         if was_idle and not found and not self._compiling and self._core.is_idle:
-            self._core.idle()
+            self._core.heartbeat()
         for update in self._core.step():
             self._note(update)
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from phonograph.devices import Device, Fence
-from phonograph.engine.batches import BatchBuilder, DecodeBatch, Wants
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.interface import Model
-from phonograph.engine.passes import Passes
+from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
 from phonograph.engine.readback import Pending, Picked, Readback
 from phonograph.engine.sampler import Sampler
-from phonograph.engine.state.tables import allocating
+from phonograph.engine.state.column import TableSizes
+from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
+from phonograph.engine.state.tables import RequestTables, allocating
 from phonograph.engine.state.updates import UpdateBuilder
 from phonograph.engine.step import Sampled, Step
+from phonograph.errors import DeclarationError
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase
@@ -43,7 +46,7 @@ class Launched:
 
 
 class Executor:
-    """Owns the KV cache, the request tables and one runner per phase."""
+    """Owns the KV cache, the request tables and one runner per pass."""
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class Executor:
         plan: Plan,
         limits: Limits,
         *,
+        passes: Sequence[PassDeclaration] = PASSES,
         eager_copies: bool = False,
         largest_only: bool = False,
     ) -> None:
@@ -67,37 +71,42 @@ class Executor:
             self.cache = CacheGroup.empty(
                 model.keeps, limits.num_pages, limits.page_size, dtype=model.dtype, device=device.torch_device
             )
-        self.passes = Passes(model, sampler, device, limits, self.cache)
+            beside = {one.name: self.cache.beside(one.keeps(model)) for one in passes if one.keeps is not None}
+        sizes = TableSizes(limits.max_seqs, self.vocab, -(-limits.num_positions // limits.page_size))
+        own = [column for one in passes for column in one.columns()]
+        self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS, *own), sizes)
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
-        pool, memory = BufferPool(device), device.new_pool()
-        options = RunnerOptions(
-            outputs="view",
-            strict=plan.graphs == "strict",
-            debug=plan.debug,
-            collect_garbage=plan.gc,
-            eager_copies=eager_copies,
-            profile=plan.profile,
-        )
-        largest = {"decode": limits.max_seqs, "prefill": limits.max_tokens, "idle": 1}
-        plans = {name: _within(plan.phase(name), limit) for name, limit in largest.items()}
-        phases = self.passes.phases({name: plan.backend for name, plan in plans.items()})
+        plans = {one.name: _within(plan.phase(one.name), one.limit(limits)) for one in passes}
+        parts = PassParts(model, sampler, self.tables, self.cache, beside, limits)
+        self.passes = {one.name: one.make(parts, plans[one.name].backend) for one in passes}
+        for one in self.passes.values():
+            _check(one, limits)
+            if one.picks_in_recording and plans[one.name].backend != "disabled":
+                self.tables.make_all()
+        phases = {name: one.phase() for name, one in self.passes.items()}
         self.num_recordings = sum(_num_recordings(phases[name], plans[name]) for name in phases)
         if largest_only:
             plans = {name: _largest(plans[name], phases[name].bucketed) for name in plans}
-        # A pass for nobody is no batch that must have a graph.
-        lenient = {"idle": replace(options, strict=False)}
-        self.runners = {
-            name: Runner(phase, device, plans[name], pool=pool, memory=memory, options=lenient.get(name, options))
-            for name, phase in phases.items()
-        }
-        self._batches = BatchBuilder(limits)
-        self._updates = UpdateBuilder(self.passes.tables.columns, self.passes.tables.sizes)
+        self.runners = self._new_runners(phases, plans, _options(plan, eager_copies))
+        self._updates = UpdateBuilder(self.tables.columns, self.tables.sizes)
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
+
+    def _new_runners(
+        self, phases: Mapping[str, Phase], plans: Mapping[str, PhasePlan], options: RunnerOptions
+    ) -> dict[str, Runner]:
+        pool, memory = BufferPool(self.device), self.device.new_pool()
+        # What nobody's request is in is no batch that must have a graph.
+        lenient = replace(options, strict=False)
+        by_name = {name: options if one.declared.serves else lenient for name, one in self.passes.items()}
+        return {
+            name: Runner(phase, self.device, plans[name], pool=pool, memory=memory, options=by_name[name])
+            for name, phase in phases.items()
+        }
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> list[CaptureReport]:
@@ -115,7 +124,7 @@ class Executor:
         self._num_launched += 1
         begun.record()
         self._update_tables(step)
-        runner = self.runners["decode" if step.is_decode else "prefill"]
+        runner = self.runners[step.pass_name]
         picked = self._run(runner, step)
         path = "replay" if isinstance(runner.last, Replay) else "eager"
         return Launched(step, runner.phase.name, path, begun, self._readback.start(picked))
@@ -126,7 +135,7 @@ class Executor:
 
         All steps before it must be committed. Keys and values are written again as they were.
         """
-        self.passes.tables.apply(self._updates.undone(step))
+        self.tables.apply(self._updates.undone(step))
 
     def collect(self, launched: Launched) -> Sampled:
         """What a step sampled; waits for the device."""
@@ -135,23 +144,45 @@ class Executor:
         return sampled
 
     @torch.inference_mode()
-    def idle(self) -> None:
-        """A pass for nobody; raises if the device does not answer."""
-        runner = self.runners["idle"]
-        runner.run(DecodeBatch(np.zeros(1, dtype=np.int64), 1, Wants()))
+    def heartbeat(self) -> None:
+        """A pass without requests; raises if the device does not answer."""
+        self._run(self.runners[HEARTBEAT.name], _NO_REQUESTS)
         self.device.synchronize()
 
     def _run(self, runner: Runner, step: Step) -> Picked:
-        if self._batches.is_steady(step) and runner.can_repeat:
+        chosen = self.passes[step.pass_name]
+        if chosen.is_steady(step) and runner.can_repeat:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())
-        batch = self._batches.decode(step) if step.is_decode else self._batches.prefill(step)
-        return _picked(runner.run(batch))
+        return _picked(runner.run(chosen.batch(step)))
 
     def _update_tables(self, step: Step) -> None:
         updates = self._updates.build(step)
         if updates is not None:
-            self.passes.tables.apply(updates)
+            self.tables.apply(updates)
+
+
+_NO_REQUESTS = Step(0, (), (), (), pass_name=HEARTBEAT.name)
+
+
+def _options(plan: Plan, eager_copies: bool) -> RunnerOptions:
+    return RunnerOptions(
+        outputs="view",
+        strict=plan.graphs == "strict",
+        debug=plan.debug,
+        collect_garbage=plan.gc,
+        eager_copies=eager_copies,
+        profile=plan.profile,
+    )
+
+
+def _check(one: Pass, limits: Limits) -> None:
+    """Refuse a pass that computes another number of tokens for a row that decodes than the scheduler counts."""
+    if one.declared.serves and one.tokens_per_row not in (None, limits.tokens_per_row):
+        raise DeclarationError(
+            f"the pass {one.name!r} computes {one.tokens_per_row} tokens a row, and limits.tokens_per_row is "
+            f"{limits.tokens_per_row}. Give the executor a pass of that width."
+        )
 
 
 def _picked(outputs: object) -> Picked:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from phonograph.engine.admission import sequences_of
 from phonograph.engine.decodes import DecodeSet
 from phonograph.engine.limits import Limits
+from phonograph.engine.passes.registry import StepPasses
 from phonograph.engine.request import FinishReason, Request
 from phonograph.engine.rows import Rows
 from phonograph.engine.sequence import Sequence, State
@@ -61,12 +62,14 @@ class Scheduler:
         *,
         prefix_cache: bool = True,
         mixed: bool = True,
+        passes: StepPasses = StepPasses(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.rows = Rows(limits, prefix_cache=prefix_cache)
         self._shares_prompts = prefix_cache
         self._mixed = mixed
+        self._passes = passes
         self._clock = clock
         self._live: dict[str, list[Sequence]] = {}
         self._followers: dict[Sequence, list[Sequence]] = {}
@@ -178,7 +181,8 @@ class Scheduler:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
-        step = Step(number, decodes, tuple(chunks), self.rows.page_updates(), most)
+        pass_name = self._passes.mixed if chunks else self._passes.decodes
+        step = Step(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=pass_name)
         self._in_flight.append(step)
         return step
 

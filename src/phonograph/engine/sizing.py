@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from phonograph.devices import Device
 from phonograph.engine.cache.groups import page_bytes
@@ -13,7 +14,7 @@ from phonograph.engine.executor import Executor
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.interface import Model
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.phases import PHASES
+from phonograph.engine.passes.registry import PASSES, PHASES
 from phonograph.engine.sampler import Sampler
 from phonograph.errors import DeviceError, PlanError
 from phonograph.graphs.config import Ask, Asked, Measured
@@ -24,10 +25,22 @@ from phonograph.graphs.wrap import facts_of
 log = logging.getLogger("phonograph")
 
 _GIB = 1 << 30
-# (from this much device memory on, sequences, tokens of a step)
-_SIZES = ((60 * _GIB, 256, 8192), (30 * _GIB, 128, 4096), (14 * _GIB, 64, 2048), (0, 16, 1024))
-_ON_CPU = (16, 512)
-_EMULATED = (4, 64)
+
+
+class _StepSize(NamedTuple):
+    max_seqs: int
+    max_tokens: int
+
+
+_SIZES = (
+    (60 * _GIB, _StepSize(256, 8192)),
+    (30 * _GIB, _StepSize(128, 4096)),
+    (14 * _GIB, _StepSize(64, 2048)),
+    (0, _StepSize(16, 1024)),
+)
+"""From this much device memory on."""
+_ON_CPU = _StepSize(16, 512)
+_EMULATED = _StepSize(4, 64)
 """Every recording keeps its intermediates and is run op by op: few and small ones show all that there is to see."""
 _BYTES_PER_GRAPH = 6 << 20
 """What the driver takes for a graph besides the memory of its intermediates; measured: 2 to 6 MB."""
@@ -43,22 +56,21 @@ def plan_for(
         reason = "attention reads lengths and pages from device memory, so one graph serves any number of requests"
         if options.attention == "flashinfer":
             backend, reason = "breakable", "FlashInfer plans every prompt on the host, between graphs"
-        measured = [Measured("prefill.backend", backend, reason)]
-        total = device.memory().total
-        for phase, limit in zip(("decode", "prefill"), _sizes(device), strict=True):
-            measured.append(Measured(f"{phase}.limit", limit, f"the device has {total / _GIB:.0f} GiB of memory"))
+        measured = [Measured(f"{one.name}.backend", backend, reason) for one in PASSES if one.is_ragged]
+        memory, size = f"the device has {device.memory().total / _GIB:.0f} GiB of memory", _step_size(device)
+        measured += [Measured(f"{one.name}.limit", one.limit(size), memory) for one in PASSES if one.serves]
     if device.torch_device.type == "cpu" and on_cpu_by_default:
         reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
         measured = [Measured(f"{phase.name}.backend", "disabled", reason) for phase in PHASES]
     return resolve(asked, facts_of(device), PHASES, measured=measured)
 
 
-def _sizes(device: Device) -> tuple[int, int]:
+def _step_size(device: Device) -> _StepSize:
     """Default sequences and tokens of a step."""
     if device.torch_device.type == "cpu":
         return _ON_CPU
     total = device.memory().total
-    return next((seqs, tokens) for least, seqs, tokens in _SIZES if total >= least)
+    return next(size for least, size in _SIZES if total >= least)
 
 
 def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int, eos_ids: Sequence[int]) -> Limits:
@@ -66,7 +78,7 @@ def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int,
     if options.max_len is not None and options.max_len > context:
         raise PlanError(f"max_len {options.max_len:,} is more than the model's context of {context:,}. Lower it.")
     is_emulated = device.torch_device.type == "cpu" and plan.is_recorded
-    seqs, tokens = _EMULATED if is_emulated else _sizes(device)
+    seqs, tokens = _EMULATED if is_emulated else _step_size(device)
     max_seqs = seqs if options.max_seqs is None else options.max_seqs
     max_tokens = max(tokens if options.max_tokens is None else options.max_tokens, max_seqs)
     max_len = options.max_len or min(8192, context)

@@ -54,16 +54,14 @@ class Step:
     """To be written to the device tables before the step runs; names no place twice."""
     tokens_per_row: int = 1
     """Tokens that it computes for each decode, and that it can bring each at most."""
+    pass_name: str = field(kw_only=True)
+    """The forward pass that runs it."""
     sampling: tuple[Sequence, ...] = field(init=False)
     """Whose token the step samples, in the order of the batch: decodes, then prefills that reach their end."""
 
     def __post_init__(self) -> None:
         sampled = tuple(chunk.sequence for chunk in self.prefills if chunk.samples)
         object.__setattr__(self, "sampling", self.decodes + sampled if sampled else self.decodes)
-
-    @property
-    def is_decode(self) -> bool:
-        return not self.prefills
 
     @property
     def new_rows(self) -> tuple[Chunk, ...]:

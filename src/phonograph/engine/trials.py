@@ -5,91 +5,44 @@ Whatever was in these rows and pages comes back afterwards: a check may run betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
-from phonograph.engine.attention.base import Span
-from phonograph.engine.batches import DecodeBatch, PrefillBatch, Wants, rows_and_positions
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.limits import Limits
 from phonograph.engine.state.column import TrialRows
 from phonograph.engine.state.tables import RequestTables
-from phonograph.graphs.extent import Extent
 
 _MAX_ROWS = 32
 """Pages are copied and put back around every trial: few enough to cost little memory."""
 
 
 class Trials:
-    """Makes sample batches, and the state that they run on.
+    """The state that sample batches run on.
 
     Row r has the page 1, which all rows read, and the page r + 1 of its own, where its tokens are written. Where the
     cache is too small for that, and for whatever a large bucket holds besides, samples point at the null row.
     """
 
-    def __init__(
-        self,
-        tables: RequestTables,
-        cache: CacheGroup,
-        limits: Limits,
-        vocab: int,
-        *,
-        spans: bool,
-    ) -> None:
+    def __init__(self, tables: RequestTables, caches: Sequence[CacheGroup], limits: Limits, vocab: int) -> None:
         self._tables = tables
-        self._cache = cache
+        self._parts = [part for cache in caches for part in cache.tensors]
         self._size = limits.page_size
         self._vocab = vocab
-        self._spans = spans
-        """Whether prefill samples tell their spans, as gaps between graphs want to know them."""
-        fits = limits.max_len >= 2 * limits.page_size
+        self._tokens_per_row = limits.tokens_per_row
+        fits = limits.max_len >= 2 * limits.page_size >= limits.page_size + limits.tokens_per_row
         self.num_rows = max(0, min(_MAX_ROWS, limits.max_seqs, limits.num_pages - 2)) if fits else 0
         self.width = -(-limits.num_positions // limits.page_size)
-
-    def decode_sampler(self, wants: Wants) -> Callable[[Extent, int], DecodeBatch]:
-        """Samples of a decode batch that wants this."""
-
-        def sample(extent: Extent, seed: int) -> DecodeBatch:
-            rows = np.zeros(extent.used["seqs"], dtype=np.int64)
-            count = min(len(rows), self.num_rows)
-            rows[:count] = np.arange(1, count + 1)
-            return DecodeBatch(rows, self.width, wants)
-
-        return sample
-
-    def prefill_sample(self, extent: Extent, seed: int) -> PrefillBatch:
-        """Chunks of random length, decodes among them, as far as there are rows; the rest is padding."""
-        numbers = np.random.default_rng(seed)
-        left, spans = extent.used["tokens"], list[Span]()
-        for row in range(1, self.num_rows + 1):
-            count = min(left, int(numbers.integers(1, self._size + 1)))
-            if count == 0:
-                break
-            spans.append(Span(row, extent.used["tokens"] - left, self._size, count))
-            left -= count
-        rows, positions = np.zeros((2, extent.used["tokens"]), dtype=np.int64)
-        known = extent.used["tokens"] - left
-        if spans:
-            rows[:known], positions[:known] = rows_and_positions(spans)
-        ends = np.zeros(extent.used["sampled"], dtype=np.int64)
-        lasts = [span.first + span.count - 1 for span in spans][: len(ends)]
-        ends[: len(lasts)] = lasts
-        tokens = numbers.integers(0, self._vocab, size=len(rows))
-        tokens[known:] = 0  # all padding writes the same to the null page, in whatever order
-        told = tuple(spans) if self._spans else None
-        decoding = np.zeros(len(rows), dtype=bool)
-        decoding[[span.first for span in spans if span.count == 1]] = True
-        return PrefillBatch(tokens, rows, positions, decoding, ends, self.width, Wants(), told)
+        """Pages that a row of the tables has."""
 
     @contextmanager
     def running(self, batch: Any) -> Iterator[None]:
         """Put random sequences into the rows; afterwards they hold what they held."""
-        pages = [part[:, : self.num_rows + 2] for part in self._cache.tensors]
+        pages = [part[:, : self.num_rows + 2] for part in self._parts]
         held = [tensor.clone() for tensor in pages]
         with self._tables.kept(self.num_rows):
             self._fill(pages)
@@ -117,7 +70,8 @@ class Trials:
         def page(like: torch.Tensor) -> torch.Tensor:
             return torch.randn(like.shape[2:], generator=numbers, dtype=torch.float32).to(like.device, like.dtype)
 
-        noises = [page(part) for part in self._cache.tensors]
+        noises = [page(part) for part in self._parts]
         if not self.num_rows:
             return noises, []
-        return noises, self._tables.trial_values(TrialRows(self.num_rows, self._vocab, self._size, numbers))
+        trial = TrialRows(self.num_rows, self._vocab, self._size, self._tokens_per_row, numbers)
+        return noises, self._tables.trial_values(trial)

@@ -38,6 +38,8 @@ class Queries:
     """Tokens that every row has in this step: 1 where rows decode, a fixed number, or None where rows differ."""
     spans: tuple[Span, ...] | None = None
     """The sequences of an eager step; None where a graph is recorded, whose kernels read device memory only."""
+    spans_from: int = 0
+    """Index of the first token that spans tell of. Where the tokens before it stand, only the device knows."""
     by_row: bool = False
     """Whether positions, and the tokens that go with them, are tables with an entry for every row: in decode steps,
     whose kernels then need no launch to gather them. Nobody writes the tables before the end of the step."""

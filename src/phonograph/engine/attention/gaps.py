@@ -36,7 +36,7 @@ class GapAttention:
             self._batch, self._steps = batch, {}
         found = self._steps.get((id(cache), num_heads))
         if found is None:
-            queries = Queries(rows, positions, table, tokens_per_row=None, spans=batch.spans)
+            queries = Queries(rows, positions, table, None, batch.spans, batch.spans_from)
             found = self._steps[id(cache), num_heads] = self._inner.prepare(cache, queries, num_heads)
         return found
 

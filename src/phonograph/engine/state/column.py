@@ -85,6 +85,8 @@ class TrialRows:
     count: int
     vocab: int
     page_size: int
+    tokens_per_row: int
+    """Tokens that a row which decodes has in a step: they must find room in the row's pages."""
     numbers: torch.Generator
 
     def whole(self, low: int, high: int) -> torch.Tensor:

@@ -53,7 +53,7 @@ PLACE = (
         writer=Writer.ENTRY | Writer.GRAPH,
         value=lambda entry: entry.start,
         access=Access.BY_ROW,
-        trial=lambda trial: trial.whole(trial.page_size, 2 * trial.page_size),
+        trial=lambda trial: trial.whole(trial.page_size, 2 * trial.page_size - trial.tokens_per_row + 1),
     ),
     Column(
         "pages",

@@ -73,7 +73,7 @@ class UpdateBuilder:
         entries += [Entry(chunk.sequence, chunk.start) for chunk in step.prefills]
         sequences = [entry.sequence for entry in entries]
         pages = tuple((seq.row, index, page) for seq in sequences for index, page in enumerate(seq.pages))
-        listed = Step(step.number, (), (), pages)
+        listed = Step(step.number, (), (), pages, pass_name=step.pass_name)
         changes = [(column, column.changes(listed)) for column in self._changing]  # type: ignore[misc]
         known = [entry for entry in entries if entry.start < len(entry.sequence.known())]
         writes = [*self._entered(entries), *(self._changed(*change) for change in changes if change[1])]

@@ -1,0 +1,97 @@
+"""Pass: one forward pass of the engine, as data: its batches, what is recorded of it, and what runs after that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.limits import Limits
+from phonograph.engine.models.interface import Model
+from phonograph.engine.passes.registry import PassDeclaration
+from phonograph.engine.passes.sampling_tail import SamplingTail
+from phonograph.engine.sampler import Sampler
+from phonograph.engine.state.tables import RequestTables
+from phonograph.engine.step import Step
+from phonograph.engine.trials import Trials
+from phonograph.graphs import phase
+from phonograph.graphs.axes import Axis
+from phonograph.graphs.extent import Dim
+from phonograph.graphs.slots import Slot
+
+
+@dataclass(frozen=True)
+class PassParts:
+    """What the passes of one engine are made from; all of them share it."""
+
+    model: Model
+    sampler: Sampler
+    tables: RequestTables
+    cache: CacheGroup
+    beside: Mapping[str, CacheGroup]
+    """The groups of passes that keep something of their own, by pass; they have the page numbers of `cache`."""
+    limits: Limits
+
+    @cached_property
+    def trials(self) -> Trials:
+        """Sample state for trial runs."""
+        caches = (self.cache, *self.beside.values())
+        return Trials(self.tables, caches, self.limits, self.model.config.vocab)
+
+    @cached_property
+    def tail(self) -> SamplingTail:
+        """What picks tokens from logits, in every pass."""
+        return SamplingTail(self.tables, self.sampler, self.model.kernels)
+
+
+def _never(step: Step) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the executor runs a step with."""
+
+    declared: PassDeclaration
+    tokens_per_row: int | None
+    """Tokens that it computes for each row of a batch: 1, a fixed number, or None where rows differ."""
+    bucketed: str
+    """The dim whose size picks the recording."""
+    slots: Sequence[Slot]
+    batch: Callable[[Step], Any]
+    """The batch of a step that names this pass."""
+    body: Callable[..., Any]
+    """What is recorded. Takes a batch; in a chain, also what the pass before it returned."""
+    sample: phase.Sampler
+    preserve: phase.Preserve
+    is_steady: Callable[[Step], bool] = _never
+    """Whether a step has the batch of the last one, but for what the tables hold: it is repeated then, not loaded."""
+    dims: Sequence[Dim] = ()
+    tail: Callable[[Any, Any], Any] | None = None
+    """Takes what the body returned and the batch; runs eagerly, after the recording."""
+    axes: Sequence[Axis] = ()
+
+    @property
+    def name(self) -> str:
+        return self.declared.name
+
+    @property
+    def picks_in_recording(self) -> bool:
+        """Whether its recordings read whatever picking may need: columns that only some requests ask for, too."""
+        return self.tail is None and self.declared.serves
+
+    def phase(self) -> phase.Phase:
+        """The pass as the graph layer records it."""
+        return phase.Phase(
+            name=self.name,
+            slots=self.slots,
+            bucketed=self.bucketed,
+            body=self.body,
+            sample=self.sample,
+            dims=self.dims,
+            tail=self.tail,
+            axes=self.axes,
+            preserve=self.preserve,
+        )

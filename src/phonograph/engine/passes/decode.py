@@ -1,0 +1,97 @@
+"""decode: one token for each of some rows; all that changes from step to step is in the request tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.limits import Limits
+from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.registry import DECODE
+from phonograph.engine.passes.sampling_tail import SAMPLING, SamplingNeeds, needs_of
+from phonograph.engine.readback import Picked
+from phonograph.engine.sequence import Sequence
+from phonograph.engine.step import Step
+from phonograph.graphs.extent import Extent
+from phonograph.graphs.slots import Pad, Slot
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Rows that decode; everything else is in the tables."""
+
+    rows: Any
+    width: int
+    """Pages that the longest sequence has; a recording looks at all that a row can have."""
+    needs: SamplingNeeds
+
+
+class DecodeBatches:
+    """Makes the batches of steps without prefills; while the same sequences decode, only the width is found anew."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._page_size = limits.page_size
+        self._decodes: tuple[Sequence, ...] | None = None
+        self._rows = np.zeros(0, dtype=np.int64)
+        self._needs = SamplingNeeds()
+
+    def is_steady(self, step: Step) -> bool:
+        """Whether this step decodes just the sequences that the last batch was made for."""
+        return step.decodes is self._decodes and not self._needs.constrained
+
+    def batch(self, step: Step) -> DecodeBatch:
+        """The rows of a step."""
+        if step.decodes is not self._decodes:
+            self._decodes = step.decodes
+            self._rows = np.fromiter((s.row for s in step.decodes), dtype=np.int64, count=len(step.decodes))
+            self._needs = needs_of(step.decodes)
+        longest = max(s.num_computed for s in step.decodes)
+        return DecodeBatch(self._rows, -(-longest // self._page_size), self._needs)
+
+
+class DecodeBody:
+    """Gathers from the tables, runs the model, picks tokens, and notes them in the tables."""
+
+    def __init__(self, parts: PassParts) -> None:
+        self._parts = parts
+
+    def __call__(self, batch: DecodeBatch) -> Picked:
+        parts = self._parts
+        tables, pages = parts.tables, parts.tables.pages[:, : batch.width]
+        queries = Queries(batch.rows, tables.length, pages, tokens_per_row=1, by_row=True)
+        hidden = parts.model.hidden(tables.last_token, queries, parts.cache)
+        return parts.tail.next_tokens(parts.model.logits(hidden.states), queries, batch.needs)
+
+
+def rows_slot(limits: Limits) -> Slot:
+    """The rows of a batch, as the one input that a decode has."""
+    return Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_seqs))
+
+
+def sample_rows(parts: PassParts, extent: Extent, seed: int) -> DecodeBatch:
+    """A batch of the rows that trial runs fill; those that a large bucket holds besides are null."""
+    rows = np.zeros(extent.used["seqs"], dtype=np.int64)
+    count = min(len(rows), parts.trials.num_rows)
+    rows[:count] = np.arange(1, count + 1)
+    return DecodeBatch(rows, parts.trials.width, SamplingNeeds())
+
+
+def decode_pass(parts: PassParts) -> Pass:
+    """The pass over all rows of a step that decode."""
+    batches = DecodeBatches(parts.limits)
+    return Pass(
+        DECODE,
+        tokens_per_row=1,
+        bucketed="seqs",
+        slots=[rows_slot(parts.limits)],
+        batch=batches.batch,
+        is_steady=batches.is_steady,
+        body=DecodeBody(parts),
+        sample=lambda extent, seed: sample_rows(parts, extent, seed),
+        axes=[SAMPLING],
+        preserve=parts.trials.running,
+    )

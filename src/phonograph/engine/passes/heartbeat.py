@@ -1,0 +1,41 @@
+"""heartbeat: a decode of the null row, which shows that the device answers. Its phase is called `idle`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.decode import DecodeBatch, DecodeBody, rows_slot
+from phonograph.engine.passes.registry import HEARTBEAT
+from phonograph.engine.passes.sampling_tail import SamplingNeeds
+from phonograph.graphs.extent import Extent
+
+
+def heartbeat_pass(parts: PassParts) -> Pass:
+    """The pass that nobody's request is in."""
+    return Pass(
+        HEARTBEAT,
+        tokens_per_row=1,
+        bucketed="seqs",
+        slots=[rows_slot(parts.limits)],
+        batch=lambda step: _null_rows(1),
+        body=DecodeBody(parts),
+        sample=_sample,
+        preserve=_nothing_to_keep,
+    )
+
+
+def _null_rows(count: int) -> DecodeBatch:
+    return DecodeBatch(np.zeros(count, dtype=np.int64), 1, SamplingNeeds())
+
+
+def _sample(extent: Extent, seed: int) -> DecodeBatch:
+    return _null_rows(extent.used["seqs"])
+
+
+def _nothing_to_keep(batch: Any) -> AbstractContextManager[None]:
+    """The null row and page are nobody's."""
+    return nullcontext()

@@ -1,0 +1,242 @@
+"""prefill: chunks of prompts and, among them, rows that decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from phonograph.engine.attention.apart import ApartAttention
+from phonograph.engine.attention.base import Queries, Span
+from phonograph.engine.attention.gaps import GapAttention
+from phonograph.engine.limits import Limits
+from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.registry import PREFILL, PassDeclaration
+from phonograph.engine.passes.rounds import Rounds, joined
+from phonograph.engine.passes.sampling_tail import SamplingNeeds, needs_of
+from phonograph.engine.readback import Picked
+from phonograph.engine.step import Step
+from phonograph.errors import DeclarationError
+from phonograph.graphs.context import Stage, current
+from phonograph.graphs.extent import Dim, Extent
+from phonograph.graphs.slots import Pad, Slot
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Prompt chunks and, before them, rows that decode: their tokens come from the tables."""
+
+    tokens: Any
+    rows: Any
+    positions: Any
+    """Of rows that decode several tokens in a step, the offset from the row's length, which only the tables know."""
+    decoding: Any
+    ends: Any
+    """Index of the last token of every sequence that samples; of one that decodes, all of its tokens."""
+    width: int
+    needs: SamplingNeeds
+    spans: tuple[Span, ...] | None
+    """Of the sequences whose places the host knows."""
+    spans_from: int = 0
+    """Index of the first token that spans tell of; before it are those of rows that decode several."""
+
+
+class RoundEnds(NamedTuple):
+    """What the tail takes over where rows decode several tokens: all that is known of the tokens at `ends`."""
+
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+
+
+class PrefillBatches:
+    """Makes the batches of steps with prefills, decodes first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._page_size = limits.page_size
+
+    def batch(self, step: Step) -> PrefillBatch:
+        """Rows, tokens and positions as far as the host knows them."""
+        num_decoding = len(step.decodes) * step.tokens_per_row
+        is_exact = step.tokens_per_row == 1
+        spans = [Span(s.row, index, s.num_computed - 1, 1) for index, s in enumerate(step.decodes) if is_exact]
+        ends = list(range(num_decoding))
+        known = [0] * num_decoding  # their tokens are in the tables
+        for chunk in step.prefills:
+            spans.append(Span(chunk.sequence.row, len(known), chunk.start, chunk.count))
+            known += chunk.tokens
+            if chunk.samples:
+                ends.append(len(known) - 1)
+        decoding = np.zeros(len(known), dtype=bool)
+        decoding[:num_decoding] = True
+        rows, positions = _rows_and_positions(spans)
+        if not is_exact:
+            rows, positions = _after_rounds([s.row for s in step.decodes], step.tokens_per_row, rows, positions)
+        lengths = [s.num_computed for s in step.decodes] + [chunk.start + chunk.count for chunk in step.prefills]
+        return PrefillBatch(
+            np.asarray(known, dtype=np.int64),
+            rows,
+            positions,
+            decoding,
+            np.asarray(ends, dtype=np.int64),
+            -(-max(lengths) // self._page_size),
+            needs_of(step.sampling),
+            tuple(spans),
+            0 if is_exact else num_decoding,
+        )
+
+
+class PrefillBody:
+    """Runs the model over chunks and decodes; the tail picks their tokens.
+
+    Where a row decodes one token, the host's count of its length is exact, and spans tell of every token. Rounds have
+    lengths that only the tables know: their tokens and positions are found there, and spans tell of chunks alone.
+    """
+
+    def __init__(self, parts: PassParts, rounds: Rounds | None) -> None:
+        self._parts = parts
+        self._rounds = rounds
+        inner = parts.model.attention
+        self._model = parts.model.with_attention(GapAttention(inner if rounds is None else ApartAttention(inner)))
+
+    def __call__(self, batch: PrefillBatch) -> torch.Tensor | RoundEnds:
+        """Hidden states of the tokens that something is sampled after."""
+        tables, rows, rounds, positions = self._parts.tables, batch.rows, self._rounds, batch.positions
+        if rounds is None:
+            decoded = tables.last_token[rows]
+        else:
+            decoded = rounds.tokens(rows, positions * batch.decoding)
+            positions = torch.where(batch.decoding, tables.length[rows] + positions, positions)
+        tokens = torch.where(batch.decoding, decoded, batch.tokens)
+        # A recording may not look at the host's spans; an eager pass is faster with them.
+        spans = batch.spans if current().stage is Stage.EAGER else None
+        queries = Queries(rows, positions, tables.pages[:, : batch.width], None, spans, batch.spans_from)
+        hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=batch.ends).states
+        if rounds is None:
+            return hidden
+        return RoundEnds(hidden, tokens[batch.ends], rows[batch.ends], positions[batch.ends])
+
+    def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
+        """Logits and tokens, of as many sequences as there are."""
+        ends = batch.ends
+        queries = Queries(batch.rows[ends], batch.positions[ends], self._parts.tables.pages, tokens_per_row=1)
+        # A graph whose places for them never change in number puts out all of them.
+        logits = self._model.logits(hidden[: ends.shape[0]])
+        return self._parts.tail.next_tokens(logits, queries, batch.needs)
+
+    def rounds_tail(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
+        """As `tail`, where rows that decode have rounds; the rows of prompts get one token each."""
+        assert self._rounds is not None
+        pages, count, first = self._parts.tables.pages, batch.ends.shape[0], batch.spans_from
+        logits = self._model.logits(found.hidden[:count])
+        tokens, rows, positions = found.tokens[:first], found.rows, found.positions
+        width = self._parts.limits.tokens_per_row
+        queries = Queries(rows[:first], positions[:first], pages, tokens_per_row=width)
+        picked = self._rounds.accept(logits[:first], tokens, queries, batch.needs)
+        if first == count:
+            return picked
+        queries = Queries(rows[first:count], positions[first:count], pages, tokens_per_row=1)
+        return joined(picked, self._parts.tail.next_tokens(logits[first:], queries, batch.needs))
+
+
+class PrefillSample:
+    """Chunks of random length, decodes among them, as far as there are rows for trials; the rest is padding."""
+
+    def __init__(self, parts: PassParts, *, spans: bool) -> None:
+        self._trials = parts.trials
+        self._page_size = parts.limits.page_size
+        self._width = parts.limits.tokens_per_row
+        self._vocab = parts.model.config.vocab
+        self._spans = spans
+        """Whether samples tell their spans, as gaps between graphs want to know them."""
+
+    def __call__(self, extent: Extent, seed: int) -> PrefillBatch:
+        numbers = np.random.default_rng(seed)
+        total, num_ends = extent.used["tokens"], extent.used["sampled"]
+        num_rounds = self._num_rounds(numbers, total, num_ends)
+        first = num_rounds * self._width
+        spans = self._chunks(numbers, num_rounds, first, total)
+        known = spans[-1].first + spans[-1].count if spans else first
+        rows, positions = np.zeros((2, total), dtype=np.int64)
+        found = _rows_and_positions(spans)
+        if first:
+            found = _after_rounds(range(1, num_rounds + 1), self._width, *found)
+        rows[:known], positions[:known] = found
+        ends = np.zeros(num_ends, dtype=np.int64)
+        lasts = [*range(first), *(span.first + span.count - 1 for span in spans)][:num_ends]
+        ends[: len(lasts)] = lasts
+        tokens = numbers.integers(0, self._vocab, size=total)
+        tokens[known:] = 0  # all padding writes the same to the null page, in whatever order
+        told = tuple(spans) if self._spans else None
+        decoding = np.zeros(total, dtype=bool)
+        decoding[:first] = True
+        if self._width == 1:
+            decoding[[span.first for span in spans if span.count == 1]] = True
+        width, needs = self._trials.width, SamplingNeeds()
+        return PrefillBatch(tokens, rows, positions, decoding, ends, width, needs, told, first)
+
+    def _num_rounds(self, numbers: np.random.Generator, total: int, num_ends: int) -> int:
+        """Rows that decode several tokens, each with all of its places."""
+        if self._width == 1:
+            return 0
+        return int(numbers.integers(0, min(total // self._width, num_ends // self._width, self._trials.num_rows) + 1))
+
+    def _chunks(self, numbers: np.random.Generator, num_rounds: int, first: int, total: int) -> list[Span]:
+        spans = list[Span]()
+        for row in range(num_rounds + 1, self._trials.num_rows + 1):
+            count = min(total - first, int(numbers.integers(1, self._page_size + 1)))
+            if count == 0:
+                break
+            spans.append(Span(row, first, self._page_size, count))
+            first += count
+        return spans
+
+
+def prefill_pass(
+    parts: PassParts, backend: str, declared: PassDeclaration = PREFILL, rounds: Rounds | None = None
+) -> Pass:
+    """The pass over all tokens of a step; `rounds` say what rows that decode several of them compute."""
+    limits, body = parts.limits, PrefillBody(parts, rounds)
+    if (rounds is None) != (limits.tokens_per_row == 1):
+        raise DeclarationError(
+            f"the pass {declared.name!r} for {limits.tokens_per_row} tokens a row has "
+            f"{'no rounds' if rounds is None else 'rounds'}. Give rounds where a row decodes several, and only there."
+        )
+    return Pass(
+        declared,
+        tokens_per_row=None,
+        bucketed="tokens",
+        slots=[
+            Slot("tokens", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, parts.model.config.vocab - 1)),
+            Slot("rows", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_seqs)),
+            Slot("positions", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.num_positions - 1)),
+            Slot("decoding", ("tokens",), torch.bool, pad=Pad.fill(False)),
+            Slot("ends", ("sampled",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_tokens - 1)),
+        ],
+        dims=[Dim("sampled", limit=limits.max_seqs * limits.tokens_per_row)],
+        batch=PrefillBatches(limits).batch,
+        body=body,
+        tail=body.tail if rounds is None else body.rounds_tail,
+        sample=PrefillSample(parts, spans=backend == "breakable"),
+        preserve=parts.trials.running,
+    )
+
+
+def _after_rounds(decoding: Many[int], width: int, rows: Any, positions: Any) -> tuple[Any, Any]:
+    """The rows and offsets of these rounds, before those of other tokens."""
+    offsets = np.tile(np.arange(width, dtype=np.int64), len(decoding))
+    of_rounds = np.repeat(np.asarray(decoding, dtype=np.int64), width)
+    return np.concatenate([of_rounds, rows]), np.concatenate([offsets, positions])
+
+
+def _rows_and_positions(spans: Many[Span]) -> tuple[Any, Any]:
+    """The row and the position of every token of these spans, one after the other."""
+    counts = np.asarray([span.count for span in spans], dtype=np.int64)
+    rows = np.repeat(np.asarray([span.row for span in spans], dtype=np.int64), counts)
+    firsts = np.cumsum(counts) - counts
+    starts = np.asarray([span.start for span in spans], dtype=np.int64)
+    return rows, np.arange(len(rows), dtype=np.int64) + np.repeat(starts - firsts, counts)

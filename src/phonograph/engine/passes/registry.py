@@ -1,0 +1,95 @@
+"""PASSES: the engine's forward passes as plans, flags, sizes and the scheduler know them; a pass is a line here.
+
+It needs no torch: what a pass computes is in its own file, which is imported when the pass is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from phonograph.graphs.config import KNOWN_PHASES, PhaseDefaults
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phonograph.engine.cache.groups import Kept
+    from phonograph.engine.models.interface import Model
+    from phonograph.engine.passes.base import Pass, PassParts
+    from phonograph.engine.state.column import Column
+
+
+class StepSize(Protocol):
+    """How much a step holds at most."""
+
+    @property
+    def max_seqs(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+
+def _nothing() -> Sequence[Column]:
+    return ()
+
+
+@dataclass(frozen=True)
+class PassDeclaration:
+    """All that is known of a forward pass before a model is."""
+
+    defaults: PhaseDefaults
+    """Its name, and how it is recorded unless another backend is asked for."""
+    limit: Callable[[StepSize], int]
+    """The largest size of its bucketed dim."""
+    make: Callable[[PassParts, str], Pass]
+    """The pass itself, for one engine and the backend that it will have."""
+    is_ragged: bool = False
+    """Whether rows differ in their number of tokens, as those of prompts do: some attention plans such a step on the
+    host, outside of graphs."""
+    serves: bool = True
+    """Whether requests are served by it. Only such a pass needs a graph for every batch where coverage is strict."""
+    columns: Callable[[], Sequence[Column]] = _nothing
+    """Request state of its own, besides what every engine has."""
+    keeps: Callable[[Model], Sequence[Kept]] | None = None
+    """What layers of its own keep in the pages of the engine: a further cache group on the same page numbers."""
+
+    @property
+    def name(self) -> str:
+        return self.defaults.name
+
+
+def _decode(parts: PassParts, backend: str) -> Pass:
+    from phonograph.engine.passes.decode import decode_pass
+
+    return decode_pass(parts)
+
+
+def _prefill(parts: PassParts, backend: str) -> Pass:
+    from phonograph.engine.passes.prefill import prefill_pass
+
+    return prefill_pass(parts, backend)
+
+
+def _heartbeat(parts: PassParts, backend: str) -> Pass:
+    from phonograph.engine.passes.heartbeat import heartbeat_pass
+
+    return heartbeat_pass(parts)
+
+
+DECODE = PassDeclaration(KNOWN_PHASES["decode"], limit=lambda size: size.max_seqs, make=_decode)
+PREFILL = PassDeclaration(KNOWN_PHASES["prefill"], limit=lambda size: size.max_tokens, make=_prefill, is_ragged=True)
+HEARTBEAT = PassDeclaration(KNOWN_PHASES["idle"], limit=lambda size: 1, make=_heartbeat, serves=False)
+PASSES = (DECODE, PREFILL, HEARTBEAT)
+PHASES = tuple(declared.defaults for declared in PASSES)
+"""As a plan and its flags take them."""
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """Which pass runs a step, by what the scheduler put into it."""
+
+    decodes: str = DECODE.name
+    """Decodes alone."""
+    mixed: str = PREFILL.name
+    """Prefills, and decodes among them."""

@@ -1,0 +1,53 @@
+"""Rounds: rows that decode several tokens in a step, of which any number stays; as a speculative decoder has them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.passes.sampling_tail import SamplingNeeds
+from phonograph.engine.readback import Picked
+from phonograph.engine.sampler import TopLogprobs
+from phonograph.engine.step import NO_TOKEN
+
+
+class Rounds(Protocol):
+    """What passes that compute `Limits.tokens_per_row` tokens of a row have in common: steps of decodes alone, and
+    mixed ones. It reads and writes the request tables, and nothing of it is known to the host."""
+
+    def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The token that each of these rows computes so many places after its length; at 0 it is the last token."""
+        ...
+
+    def accept(self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+        """Pick what follows each of the tokens, decide how many of each row stay, and note them in the tables.
+
+        Logits, tokens and queries are those of whole rounds: [num_rows * tokens_per_row]. Returns a block of
+        [num_rows, tokens_per_row].
+        """
+        ...
+
+
+def as_block(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """[num_rows, tokens_per_row]: of each row's tokens the first `counts`, then none."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(places < counts[:, None], tokens, NO_TOKEN)
+
+
+def joined(rounds: Picked, plain: Picked) -> Picked:
+    """Rounds, then rows that have one token each, in one block."""
+    width = rounds.tokens.shape[1]
+    block = plain.tokens.new_full((plain.tokens.shape[0], width), NO_TOKEN)
+    block[:, 0] = plain.tokens
+    logprobs = None
+    if rounds.logprobs is not None and plain.logprobs is not None:
+        # There is one of each place of the block; those of places without a token mean nothing.
+        several, one = rounds.logprobs, plain.logprobs
+        logprobs = TopLogprobs(
+            torch.cat([several.token_logprob, one.token_logprob.repeat_interleave(width, 0)]),
+            torch.cat([several.top_ids, one.top_ids.repeat_interleave(width, 0)]),
+            torch.cat([several.top_logprobs, one.top_logprobs.repeat_interleave(width, 0)]),
+        )
+    return Picked(torch.cat([rounds.tokens, block]), logprobs)

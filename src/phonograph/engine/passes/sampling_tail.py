@@ -1,0 +1,115 @@
+"""SamplingTail: from logits to tokens, and these into the request tables; what every pass that samples ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.kernels.base import Kernels
+from phonograph.engine.penalties import Penalties, count_tokens, penalise
+from phonograph.engine.readback import Picked
+from phonograph.engine.request import MAX_LOGPROBS
+from phonograph.engine.sampler import Sampler, Sampling, few_threads, level_of
+from phonograph.engine.sampling.masks import mask
+from phonograph.engine.sequence import Sequence
+from phonograph.engine.state.tables import RequestTables
+from phonograph.graphs.axes import Axis
+
+_ROWS = 32
+
+
+@dataclass(frozen=True)
+class SamplingNeeds:
+    """What the requests of a batch need of the sampler, taken together."""
+
+    level: Sampling = Sampling.GREEDY
+    logprobs: bool = False
+    constrained: bool = False
+    """Somebody follows a grammar."""
+
+    @property
+    def is_detailed(self) -> bool:
+        """Whether it needs tables as wide as the vocabulary, or tells more than tokens."""
+        return self.logprobs or self.constrained or self.level is Sampling.PENALISED
+
+
+def needs_of(sequences: Many[Sequence]) -> SamplingNeeds:
+    """What these sequences need together: the highest level, and logprobs if one asks."""
+    level, logprobs, constrained = Sampling.GREEDY, False, False
+    for sequence in sequences:
+        params = sequence.request.params
+        level = max(level, level_of(params))
+        logprobs |= params.logprobs is not None
+        constrained |= sequence.constraint is not None
+    return SamplingNeeds(level, logprobs, constrained)
+
+
+_RECORDED = {
+    "greedy": SamplingNeeds(),
+    "sampled": SamplingNeeds(Sampling.TRUNCATED),
+    "detailed": SamplingNeeds(Sampling.PENALISED, logprobs=True, constrained=True),
+}
+"""What each value of the axis records. Each does all that those before it do: plain temperature runs where truncation
+is recorded."""
+
+
+def _sampling_of(batch: Any) -> str:
+    if batch.needs.is_detailed:
+        return "detailed"
+    return "sampled" if batch.needs.level > Sampling.GREEDY else "greedy"
+
+
+def _with_sampling(batch: Any, value: str) -> Any:
+    return replace(batch, needs=_RECORDED[value])
+
+
+SAMPLING = Axis("sampling", tuple(_RECORDED), of=_sampling_of, apply=_with_sampling)
+"""For passes that sample within their recording: their batches have a field `needs`."""
+
+
+class SamplingTail:
+    """Picks the tokens after the queries of a step, and notes them in the tables."""
+
+    def __init__(self, tables: RequestTables, sampler: Sampler, kernels: Kernels) -> None:
+        self._tables = tables
+        self._sampler = sampler
+        self._kernels = kernels
+
+    def next_tokens(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+        """One token after every query."""
+        picked = self.pick(logits, queries, needs)
+        tables = self._tables
+        self._kernels.write_next_token(queries, picked.tokens, None, tables.last_token, tables.length)
+        return picked
+
+    def pick(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+        """The token after every query; their rows' last token and length stay as they are."""
+        if needs.constrained or needs.level is Sampling.PENALISED:
+            # Some rows at a time: what is computed on the way is as wide as the vocabulary, many times over.
+            parts = [slice(start, start + _ROWS) for start in range(0, logits.shape[0], _ROWS)]
+            tokens = torch.cat([self._pick(logits, queries, part, needs) for part in parts])
+        else:
+            tokens = self._pick(logits, queries, slice(None), needs)
+        logprobs = self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if needs.logprobs else None
+        # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
+        if needs.level is Sampling.PENALISED:
+            count_tokens(self._tables["counts"], queries.rows, tokens)
+        return Picked(tokens, logprobs)
+
+    def _pick(self, logits: torch.Tensor, queries: Queries, part: slice, needs: SamplingNeeds) -> torch.Tensor:
+        """The tokens of some of the queries."""
+        logits, rows = logits[part], queries.rows[part]
+        with few_threads(logits):
+            if needs.level is Sampling.PENALISED:
+                logits = penalise(logits.float(), self._tables.gather(Penalties, rows))
+            if needs.constrained:
+                logits = mask(logits, self._tables["allowed"][rows])
+        sampling = None
+        if needs.level > Sampling.GREEDY:
+            positions = queries.token_positions[part] + 1
+            sampling = self._tables.gather(self._sampler.rows, rows, positions=positions)
+        return self._sampler.pick(logits, sampling, needs.level)

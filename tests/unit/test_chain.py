@@ -1,0 +1,299 @@
+"""A speculative round as a chain of two passes, draft and verify, which only this test has.
+
+The drafter knows what plain decoding says and spoils some of it at random; at most so many tokens stay as a second
+draw says, from none to all four, whatever was right. Draws are made on the device: the host never knows.
+
+Files of the package that it touches: none. As part of the package it would touch three beside its own (its rounds, its
+passes, its columns): a line in engine/passes/registry.py, an option in engine/options.py, and the choice of passes and
+of `tokens_per_row` in engine/llm.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph import LLM, DeclarationError, EmulatedDevice, EngineOptions, SamplingParams, verify
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
+from phonograph.engine.executor import Executor
+from phonograph.engine.limits import Limits
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.chain import chained
+from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, decode_pass, rows_slot, sample_rows
+from phonograph.engine.passes.prefill import prefill_pass
+from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PREFILL, PassDeclaration, StepPasses
+from phonograph.engine.passes.rounds import as_block
+from phonograph.engine.passes.sampling_tail import SAMPLING, SamplingNeeds
+from phonograph.engine.readback import Picked
+from phonograph.engine.request import Request
+from phonograph.engine.sampler import TorchSampler
+from phonograph.engine.scheduler import Scheduler
+from phonograph.engine.state.column import Column, Form, Writer
+from phonograph.engine.step import Step
+from phonograph.graphs.config import PhaseDefaults, ask
+from phonograph.graphs.resolve import resolve
+from phonograph.graphs.wrap import facts_of
+
+WIDTH = 4
+MAX_LEN = 96
+POSITIONS = MAX_LEN + WIDTH - 1
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (11,) * 9, tuple(range(100, 117)), (1, 2)]
+
+
+def drawn(row: torch.Tensor, number: torch.Tensor, salt: torch.Tensor | int, below: int) -> torch.Tensor:
+    """Numbers that look random, made from what is in the tables."""
+    mixed = (row * 7919 + number * 104729 + salt * 1299709 + 12345) * 2654435761
+    return ((mixed >> 11) ^ (mixed >> 23)) % below
+
+
+class OracleRounds:
+    """The protocol `Rounds`."""
+
+    def __init__(self, parts: PassParts) -> None:
+        self._parts = parts
+
+    def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        tables = self._parts.tables
+        places = (tables.length[rows] + offsets).clamp_max(POSITIONS - 1)
+        spoiled = drawn(rows, tables["rounds"][rows], offsets, 5) == 0
+        said = (tables["oracle"][rows, places] + spoiled) % self._parts.model.config.vocab
+        return torch.where(offsets == 0, tables.last_token[rows], said)
+
+    def accept(self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+        parts, tables = self._parts, self._parts.tables
+        picked = parts.tail.pick(logits, queries, needs).tokens.view(-1, WIDTH)
+        rows, starts = (part.view(-1, WIDTH)[:, 0] for part in (queries.rows, queries.token_positions))
+        right = (picked[:, :-1] == tokens.view(-1, WIDTH)[:, 1:]).long().cumprod(1).sum(1) + 1
+        rounds = tables["rounds"][rows]
+        counts = torch.minimum(right, drawn(rows, rounds, 3, WIDTH + 1))
+        # A row that was launched ahead of its end takes nothing past it.
+        counts = torch.minimum(counts, tables["limit"][rows] - starts).clamp_min(0) * (rows > 0)
+        parts.model.kernels.write_next_token(queries, picked, counts, tables.last_token, tables.length)
+        tables["rounds"].index_put_((rows,), rounds + 1)
+        return Picked(as_block(picked, counts))
+
+
+def columns(answers: Mapping[tuple[int, ...], Sequence[int]]) -> list[Column]:
+    def oracle(entry: Any) -> list[int]:
+        prompt = entry.sequence.request.prompt
+        return [*prompt, *answers[prompt]]
+
+    return [
+        Column("oracle", torch.int64, width=POSITIONS, value=oracle),
+        Column(
+            "limit",
+            torch.int64,
+            value=lambda entry: entry.sequence.max_computed,
+            trial=lambda trial: trial.whole(MAX_LEN, MAX_LEN + 1),
+        ),
+        Column("rounds", torch.int64, writer=Writer.GRAPH, form=Form.RESET, trial=lambda trial: trial.whole(0, 99)),
+    ]
+
+
+def draft_pass(parts: PassParts, declared: PassDeclaration) -> Pass:
+    """What each row of the batch computes: its last token, and what is drafted after it."""
+    batches, rounds = DecodeBatches(parts.limits), OracleRounds(parts)
+
+    def body(batch: DecodeBatch) -> torch.Tensor:
+        rows = batch.rows[:, None].expand(-1, WIDTH).reshape(-1)
+        return rounds.tokens(rows, torch.arange(WIDTH).repeat(batch.rows.shape[0]))
+
+    return Pass(
+        declared,
+        tokens_per_row=WIDTH,
+        bucketed="seqs",
+        slots=[rows_slot(parts.limits)],
+        batch=batches.batch,
+        is_steady=batches.is_steady,
+        body=body,
+        sample=lambda extent, seed: sample_rows(parts, extent, seed),
+        preserve=parts.trials.running,
+    )
+
+
+def verify_pass(parts: PassParts, declared: PassDeclaration) -> Pass:
+    """The model over all of them, and how many stay."""
+    rounds, tables, model = OracleRounds(parts), parts.tables, parts.model
+
+    def body(batch: DecodeBatch, tokens: torch.Tensor) -> Picked:
+        rows = batch.rows[:, None].expand(-1, WIDTH).reshape(-1)
+        positions = tables.length[rows] + torch.arange(WIDTH).repeat(batch.rows.shape[0])
+        queries = Queries(rows, positions, tables.pages[:, : batch.width], tokens_per_row=WIDTH)
+        logits = model.logits(model.hidden(tokens, queries, parts.cache).states)
+        return rounds.accept(logits, tokens, queries, batch.needs)
+
+    return replace(draft_pass(parts, declared), body=body, axes=[replace(SAMPLING, unrecorded=frozenset({"detailed"}))])
+
+
+def round_pass(parts: PassParts, backend: str) -> Pass:
+    return chained(ROUND, draft_pass(parts, DRAFT), verify_pass(parts, VERIFY))
+
+
+def mixed_pass(parts: PassParts, backend: str) -> Pass:
+    return prefill_pass(parts, backend, MIXED, OracleRounds(parts))
+
+
+ANSWERS: dict[tuple[int, ...], Sequence[int]] = {}
+ROUND = PassDeclaration(
+    PhaseDefaults("round"), limit=lambda size: size.max_seqs, make=round_pass, columns=lambda: columns(ANSWERS)
+)
+DRAFT, VERIFY = replace(ROUND, defaults=PhaseDefaults("draft")), replace(ROUND, defaults=PhaseDefaults("verify"))
+MIXED = PassDeclaration(PhaseDefaults("mixed"), limit=lambda size: size.max_tokens, make=mixed_pass, is_ragged=True)
+SPECULATING = (ROUND, MIXED, HEARTBEAT)
+
+
+class Plain:
+    """Plain decoding, and the model that both use."""
+
+    def __init__(self) -> None:
+        options = EngineOptions(
+            max_seqs=4, max_tokens=64, max_len=POSITIONS, page_size=8, dtype=torch.float32,
+            attention="reference", kernels="reference", prefix_cache=False,
+        )  # fmt: skip
+        asked = [ask(f"{name}.backend", "disabled", origin="test") for name in ("decode", "prefill", "idle")]
+        self.llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
+
+    def answers(self, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+        return [self.llm.generate([prompt], params)[0].tokens for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    return Plain()
+
+
+def speculating(plain: Plain, backend: str = "full", *, mixed: bool = True, **changes: Any) -> EngineCore:
+    usual: dict[str, Any] = {"max_seqs": 4, "max_tokens": 32, "max_len": MAX_LEN, "page_size": 8, "num_pages": 60}
+    limits = Limits(**{**usual, "max_ahead": 2, "tokens_per_row": WIDTH, **changes})
+    device = EmulatedDevice(poison=True)
+    asked = [ask(f"{one.name}.backend", backend, origin="test") for one in SPECULATING]
+    plan = resolve(asked, facts_of(device), [one.defaults for one in SPECULATING])
+    executor = Executor(plain.llm.executor.model, TorchSampler(), device, plan, limits, passes=SPECULATING)
+    executor.capture()
+    scheduler = Scheduler(limits, mixed=mixed, passes=StepPasses(ROUND.name, MIXED.name))
+    return EngineCore(scheduler, executor)
+
+
+def run(core: EngineCore, prompts: Sequence[tuple[int, ...]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Requests come one after the other, so that rounds and prompts share steps."""
+    sequences, waiting = [], list(enumerate(prompts))
+    for moment in range(2000):
+        if waiting and moment % 3 == 0:
+            number, prompt = waiting.pop(0)
+            sequences += core.add(Request(f"{prompt}-{number}", prompt, params))
+        core.step()
+        if not waiting and core.is_idle:
+            break
+    core.scheduler.integrity()
+    assert all(sequence.error == "" for sequence in sequences)
+    tables = core.executor.tables
+    assert bool((tables.length <= tables["limit"]).all()), "rounds launched ahead of a row's end take nothing"
+    return [sequence.outputs for sequence in sequences]
+
+
+@pytest.fixture
+def wanted(plain: Plain) -> list[list[int]]:
+    found = plain.answers(PROMPTS)
+    ANSWERS.clear()
+    ANSWERS.update(zip(PROMPTS, found, strict=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_ahead": 0}, {"max_ahead": 3}, {"page_size": 4, "num_pages": 100}, {"num_pages": 16}, {"mixed": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["full", "breakable", "disabled"])
+def test_rounds_say_what_plain_decoding_says(
+    plain: Plain, wanted: list[list[int]], backend: str, changes: dict[str, Any]
+) -> None:
+    core = speculating(plain, backend, **changes)
+    assert run(core, PROMPTS) == wanted
+    again = run(core, PROMPTS[::-1])
+    assert again[::-1] == wanted, "a second turn finds prefixes of the first"
+    runners = core.executor.runners
+    if backend != "disabled":
+        assert all(runner.stats.eager.total() == 0 for runner in runners.values())
+        assert runners[ROUND.name].stats.replays.total() > 0
+        assert runners[MIXED.name].stats.replays.total() > 0
+
+
+def test_counts_from_none_to_all_are_met(
+    plain: Plain, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, counts, among_prompts, commit = speculating(plain), list[int](), list[int](), Scheduler.commit
+
+    def noting(scheduler: Scheduler, step: Step, sampled: Any, now: float | None = None) -> Any:
+        (among_prompts if step.prefills else counts).extend(sampled.counts[: len(step.decodes)])
+        return commit(scheduler, step, sampled, now)
+
+    monkeypatch.setattr(Scheduler, "commit", noting)
+    assert run(core, PROMPTS) == wanted
+    assert set(counts) == {0, 1, 2, 3, 4}
+    assert len(set(among_prompts)) > 2
+
+
+def test_a_steady_round_is_one_launch_and_no_copy(plain: Plain) -> None:
+    prompts = [(5, 9, 200, 3), (7,)]
+    params = replace(GREEDY, max_tokens=80)
+    ANSWERS.update(zip(prompts, plain.answers(prompts, params), strict=True))
+    core = speculating(plain, reserve_tokens=MAX_LEN)
+    runner, tables = core.executor.runners[ROUND.name], core.executor.tables
+    sequences = [core.add(Request(str(number), prompt, params))[0] for number, prompt in enumerate(prompts)]
+    for _ in range(6):
+        core.step()
+    loads, updates = runner.registry.counts.transfers, tables.counts.transfers
+    replays, steps = runner.stats.replays.total(), core.scheduler.counts.steps
+    for _ in range(20):
+        core.step()
+    assert core.scheduler.counts.steps - steps == runner.stats.replays.total() - replays == 20
+    assert runner.registry.counts.transfers == loads
+    assert tables.counts.transfers == updates
+    while not core.is_idle:
+        core.step()
+    assert [sequence.outputs for sequence in sequences] == [ANSWERS[prompt] for prompt in prompts]
+
+
+def test_a_prompt_up_to_the_very_end_writes_in_nobody_s_pages(plain: Plain) -> None:
+    """Rounds that are launched ahead of a row's end compute tokens past it, and past the context."""
+    prompts = [tuple(range(30, 30 + MAX_LEN - 20)), (9, 8, 7), (4,) * 12]
+    params = replace(GREEDY, max_tokens=20)
+    found = plain.answers(prompts, params)
+    ANSWERS.update(zip(prompts, found, strict=True))
+    core = speculating(plain, max_ahead=3)
+    assert run(core, prompts, params) == found
+    assert run(core, prompts[::-1], params)[::-1] == found
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_the_recordings_are_right(plain: Plain, wanted: list[list[int]], backend: str) -> None:
+    core = speculating(plain, backend)
+    for runner in core.executor.runners.values():
+        report = verify(runner, batches=1)
+        assert report.ok, report
+
+
+def test_what_can_t_be_chained_is_refused(plain: Plain) -> None:
+    executor = plain.llm.executor
+    parts = PassParts(executor.model, TorchSampler(), executor.tables, executor.cache, {}, executor.limits)
+    decode, prefill = decode_pass(parts), prefill_pass(parts, "full")
+    with pytest.raises(DeclarationError, match="has no passes"):
+        chained(DECODE)
+    with pytest.raises(DeclarationError, match="'decode' by seqs and 'prefill' by tokens"):
+        chained(DECODE, decode, prefill)
+    with pytest.raises(DeclarationError, match="'prefill' has a tail"):
+        chained(PREFILL, prefill, prefill)
+    other = replace(decode, slots=[replace(decode.slots[0], valid=(0, 1))])
+    with pytest.raises(DeclarationError, match="two different 'rows'"):
+        chained(DECODE, decode, other)
+    with pytest.raises(DeclarationError, match="for 1 tokens a row has rounds"):
+        prefill_pass(parts, "full", rounds=OracleRounds(parts))
