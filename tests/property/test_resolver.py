@@ -49,9 +49,6 @@ facts = st.builds(
     device=st.sampled_from(["cuda", "emulated"]),
     backends=some_backends,
     built=some_backends,
-    shares_buffers=st.booleans(),
-    releases_memory=st.booleans(),
-    features=st.frozensets(st.sampled_from(["cpu", "lora"])),
 )
 able = st.just(Facts("cuda", frozenset(BACKENDS), frozenset(BACKENDS)))
 

@@ -512,7 +512,7 @@ def want_gc(_facts: Facts, view: View) -> Iterator[Change]:
 
 
 def mark(facts: Facts, _view: View) -> Iterator[Change]:
-    if "cpu" in facts.features:
+    if facts.device == "cpu":
         yield Change("debug", True, "the cpu has no graphs")
 
 
@@ -523,7 +523,7 @@ class TestRuleTables:
 
     def test_a_rule_sees_the_facts(self) -> None:
         rules = (Rule("cpu", "no graphs on a cpu", mark),)
-        facts = dataclasses.replace(ABLE, features=frozenset({"cpu"}))
+        facts = dataclasses.replace(ABLE, device="cpu")
         assert resolve([], facts, rules)["debug"].reason == "rule 'cpu': the cpu has no graphs"
         assert resolve([], ABLE, rules)["debug"].source == "default"
 

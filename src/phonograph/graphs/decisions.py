@@ -22,7 +22,6 @@ class Reason(Enum):
     CAPTURE_FAILED = "capture failed"
     FEATURE_NOT_CAPTURED = "feature not captured"
     DEBUG = "debug"
-    RANK_VOTE_LOST = "rank vote lost"
 
 
 @dataclass(frozen=True)

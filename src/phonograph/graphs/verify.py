@@ -334,9 +334,7 @@ class _Verification:
     def _seed_generators(self) -> None:
         # torch.manual_seed would seed every kind of device that torch knows, and keep a stack trace for each.
         torch.default_generator.manual_seed(self._seed)
-        device = self._runner.device.torch_device
-        if device.type != "cpu":
-            torch.get_device_module(device).manual_seed(self._seed)
+        self._runner.device.seed(self._seed)
 
     def _compare(
         self, name: str, found: Mapping[Path, Any], wanted: Mapping[Path, Any], tolerance: float | None

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from phonograph.graphs.pool import next_power_of_two
+from phonograph.settings import cache_folder
 
 log = logging.getLogger("phonograph")
 
@@ -196,12 +197,6 @@ def versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         triton = "none"
     return {"torch": str(torch.__version__), "triton": triton}
-
-
-def cache_folder() -> Path:
-    """Where the platform keeps a user's caches."""
-    named = os.path.expandvars("$XDG_CACHE_HOME")  # stays as it is where there is none
-    return (Path.home() / ".cache" if named in ("", "$XDG_CACHE_HOME") else Path(named)) / "phonograph"
 
 
 def _file(folder: Path | None) -> Path:

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from phonograph.devices import Device, MemoryPool
+from phonograph.devices import Device, MemoryPool, open_device
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.candidates import Job, candidates, variations
 from phonograph.engine.kernels.triton.products import Products
@@ -204,6 +204,7 @@ def compile_all(jobs: Iterable[Job], device: torch.device, workers: int = 8) -> 
 
 
 def _compile(product: Product, choice: Choice, device: str) -> None:
-    trial = Trial.of(product, torch.device(device), num_weights=1)
-    trial.run(Products(torch.device(device)), choice, trial.weights[0])
-    torch.accelerator.synchronize()
+    on = open_device(device)
+    trial = Trial.of(product, on.torch_device, num_weights=1)
+    trial.run(Products(on.torch_device), choice, trial.weights[0])
+    on.synchronize()
