@@ -186,7 +186,7 @@ class TestRefusedFolders:
             ({"num_hidden_layers": "3"}, ["num_hidden_layers is '3'; expected an integer"]),
             ({"num_hidden_layers": 0}, ["num_layers is 0"]),
             ({"hidden_size": None}, ["hidden_size is missing"]),
-            ({"rms_norm_eps": True}, ["rms_norm_eps is True; expected a number"]),
+            ({"rms_norm_eps": True}, ["rms_norm_eps is True; expected a finite number"]),
             ({"tie_word_embeddings": 1}, ["tie_word_embeddings is 1; expected true or false"]),
             ({"num_key_value_heads": 3}, ["num_heads 4 is no multiple of num_kv_heads 3"]),
             ({"eos_token_id": [2, "x"]}, ["eos_token_id is [2, 'x']"]),

@@ -17,9 +17,9 @@ from phonograph.engine.models.interface import Model
 from phonograph.engine.passes import Passes
 from phonograph.engine.readback import Pending, Picked, Readback
 from phonograph.engine.sampler import Sampler
-from phonograph.engine.state.tables import allocating
 from phonograph.engine.state.updates import UpdateBuilder
 from phonograph.engine.step import Sampled, Step
+from phonograph.errors import allocating
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase

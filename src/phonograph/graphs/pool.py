@@ -252,8 +252,3 @@ def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> to
     # Whatever the ambient mode: an inference tensor could not be written outside inference mode.
     with torch.inference_mode(False):
         return torch.zeros(num_elements, dtype=dtype, device=device)
-
-
-def next_power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
-    return 1 << max(0, size - 1).bit_length()

@@ -23,6 +23,7 @@ from phonograph.graphs.python_state import PythonState
 from phonograph.graphs.runner import Runner
 from phonograph.graphs.state import SavedState, generators_restored
 from phonograph.graphs.tree import Path
+from phonograph.numbers import is_whole
 
 _MAX_STATE_BYTES = 1 << 30
 
@@ -115,7 +116,7 @@ def verify(
 
 
 def _check_arguments(batches: int, tolerance: float | None) -> None:
-    if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
+    if not is_whole(batches, 1):
         raise DeclarationError(f"verify(batches={batches!r}) checks nothing. Give a whole number from 1 on.")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise DeclarationError(

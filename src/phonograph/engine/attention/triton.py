@@ -13,9 +13,9 @@ from phonograph.engine.attention.launches import PLAIN, Launches, pick
 from phonograph.engine.attention.tiles import list_tiles
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.kernels.base import Heads, Places
-from phonograph.engine.kernels.triton.launch import ceil_div, code, dependent
+from phonograph.engine.kernels.triton.launch import code, dependent
 from phonograph.engine.kernels.tuning import Overlap
-from phonograph.graphs.pool import next_power_of_two
+from phonograph.sizes import ceil_div, next_power_of_two
 
 _MOST_ROTATED = 64
 """Tokens up to which a decode step rotates and attends in one launch; with 128 two are faster by 1 %."""

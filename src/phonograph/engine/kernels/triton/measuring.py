@@ -18,6 +18,7 @@ from phonograph.engine.kernels.candidates import Job, candidates, variations
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Product
 from phonograph.graphs.progress import Progress, silent
+from phonograph.sizes import ceil_div, next_power_of_two
 
 BYTES_IN_A_CYCLE = 512 << 20
 """Weights that are read before one is read again: several times the largest cache."""
@@ -48,7 +49,7 @@ class Trial:
     def of(product: Product, device: torch.device, num_weights: int | None = None) -> Trial:
         rows = product.outputs * (2 if product.op == "norm_gated" else 1)
         size = rows * product.inputs * product.dtype.itemsize
-        cycle = 2 if device.type == "cpu" else max(2, min(36, -(-BYTES_IN_A_CYCLE // size)))
+        cycle = 2 if device.type == "cpu" else max(2, min(36, ceil_div(BYTES_IN_A_CYCLE, size)))
 
         def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return torch.randn(shape, device=device, dtype=product.dtype) * scale
@@ -182,7 +183,7 @@ def compile_all(jobs: Iterable[Job], device: torch.device, workers: int = 8) -> 
     distinct: dict[tuple[object, ...], Job] = {}
     for product, choice in jobs:
         # The code does not depend on the number of programs and outputs, nor on the tokens that a tile is for.
-        tokens = 1 if choice.kind == "vector" else max(16, 1 << (product.tokens - 1).bit_length())
+        tokens = 1 if choice.kind == "vector" else max(16, next_power_of_two(product.tokens))
         key = (
             product.op,
             product.outputs % 16 == 0,

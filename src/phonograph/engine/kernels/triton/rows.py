@@ -7,10 +7,10 @@ import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.triton.kernel import kernel
-from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, code, dependent, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.errors import DeviceError
-from phonograph.graphs.pool import next_power_of_two
+from phonograph.sizes import ceil_div, next_power_of_two
 
 WIDEST_ROW = 16384
 _SILU_BLOCK = 1024
