@@ -55,6 +55,18 @@ class Limits:
         """Tokens that all pages together hold."""
         return (self.num_pages - 1) * self.page_size
 
+    def misfit(self, num_prompt: int) -> str:
+        """Why a prompt of so many tokens can't be served, and what to do; empty where it can."""
+        if num_prompt < 1:
+            return "the prompt is empty, but there must be a token to start from. Send at least one."
+        if num_prompt > self.max_len - 1:
+            room = f"a context of {self.max_len} has room for {self.max_len - 1} and an answer"
+            return f"the prompt has {num_prompt} tokens; {room}. Shorten it, or raise max_len."
+        if num_prompt > self.capacity:
+            room = f"all {self.num_pages - 1} pages of the KV cache hold {self.capacity}"
+            return f"the prompt has {num_prompt} tokens; {room}. Shorten it, or give the KV cache more pages."
+        return ""
+
     @property
     def num_positions(self) -> int:
         """Positions that a step may compute: the last tokens of a row that decodes may lie past its end."""

@@ -50,10 +50,6 @@ class Lease:
         return self.num_elements * self.dtype.itemsize
 
     @property
-    def is_placed(self) -> bool:
-        return self._memory is not None
-
-    @property
     def tensor(self) -> torch.Tensor:
         """The flat memory of this lease."""
         return self.allocation[: self.num_elements]

@@ -145,15 +145,8 @@ class Api:
         return check
 
     def _check_context(self, prompt: Sequence[int], param: str) -> None:
-        most = self._llm.about.limits.max_len - 1
-        if len(prompt) > most:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens; a context of {most + 1} has room for {most} and an answer. "
-                "Shorten it.",
-                param=param,
-                code="context_length_exceeded",
-            )
+        if prompt and (problem := self._llm.about.limits.misfit(len(prompt))):
+            raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
     def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
         """The names of the functions."""

@@ -1,10 +1,12 @@
-"""Text out of tokens as they come: never half a character, and never the same work twice."""
+"""Detokenizer and TextReader: text out of tokens as they come, never half a character, up to a stop string."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
+from phonograph.engine.text.stops import StopStrings
 from phonograph.engine.text.tokenizer import Tokenizer
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -54,3 +56,46 @@ class Detokenizer:
         num_cut = min(len(text) - len(rest), self._num_spaces)
         self._num_spaces = 0 if rest else self._num_spaces - num_cut
         return text[num_cut:]
+
+
+class Read(NamedTuple):
+    """What a reader made of some tokens."""
+
+    text: str
+    """New, and safe to show."""
+    num_tokens: int
+    """How many of the tokens it took: those up to the stop string. The others are no part of the answer."""
+    is_stopped: bool
+    """Whether a stop string ends the answer here."""
+
+
+class TextReader:
+    """Detokenizes and watches for stop strings; without a tokenizer the text is the token ids."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stops: StopStrings,
+        *,
+        stop_ids: Collection[int] = (),
+        after: Sequence[int] = (),
+    ) -> None:
+        """`stop_ids` end the answer and are not part of its text; `after` is the prompt that the text continues."""
+        self._detokenizer = Detokenizer(tokenizer, without=stop_ids, after=after) if tokenizer is not None else None
+        self._stops = stops
+
+    def take(self, tokens: Sequence[int], *, is_last: bool) -> Read:
+        """Read on, token by token; with the last ones, nothing is held back."""
+        if self._detokenizer is None:
+            return Read("".join(f"{token} " for token in tokens), len(tokens), False)
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            more, hit = self._stops.add(self._detokenizer.add((token,)))
+            text += more
+            if hit is not None:
+                return Read(text, count, True)
+        hit = None
+        if is_last:
+            rest, hit = self._stops.add(self._detokenizer.finish())
+            text += rest if hit is not None else rest + self._stops.flush()
+        return Read(text, len(tokens), hit is not None)

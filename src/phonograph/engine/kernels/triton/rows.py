@@ -79,11 +79,10 @@ def add_norm(
     return normed, total
 
 
-def silu_mul(mixed: torch.Tensor, out: torch.Tensor | None = None, *, overlap: Overlap = "none") -> torch.Tensor:
+def silu_mul(mixed: torch.Tensor, *, overlap: Overlap = "none") -> torch.Tensor:
     """silu(gate) · up, where gate and up are the halves of the rows of `mixed`."""
     num_rows, width = mixed.shape[0], mixed.shape[1] // 2
-    if out is None:
-        out = torch.empty((num_rows, width), dtype=mixed.dtype, device=mixed.device)
+    out = torch.empty((num_rows, width), dtype=mixed.dtype, device=mixed.device)
     if num_rows:
         _silu_mul[(num_rows, ceil_div(width, _SILU_BLOCK))](
             mixed,
