@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from phonograph.errors import PlanError
-from phonograph.numbers import expect_finite, expect_whole
+from phonograph.numbers import expect_whole, is_number, shown
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -55,8 +55,9 @@ class ServerOptions:
             if (value := getattr(self, name)) is not None:
                 expect_whole(f"server options: {name}", value, PlanError, least=least)
         for name in ("head_timeout", "body_timeout", "request_timeout", "stall_timeout", "drain_timeout"):
-            if (value := getattr(self, name)) is not None:
-                expect_finite(f"server options: {name}, in seconds,", value, PlanError, least=0, open_below=True)
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and value > 0):  # without end is a time too
+                raise PlanError(f"server options: {name} must be above 0 seconds, found {shown(value)}.")
         if not all(self.api_keys):
             raise PlanError("server options: an API key is empty. Write one, or give none.")
 
