@@ -101,7 +101,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
-    with pytest.raises(RequestError, match=r"has 64 tokens.*room for 63.*Shorten it, or raise max_len"):
+    with pytest.raises(RequestError, match=r"has 64 tokens.*room for 63.*Shorten the prompt, or raise max_len"):
         Scheduler(limits()).add(request("a", 64))
 
 

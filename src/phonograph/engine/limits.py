@@ -61,10 +61,10 @@ class Limits:
             return "the prompt is empty, but there must be a token to start from. Send at least one."
         if num_prompt > self.max_len - 1:
             room = f"a context of {self.max_len} has room for {self.max_len - 1} and an answer"
-            return f"the prompt has {num_prompt} tokens; {room}. Shorten it, or raise max_len."
+            return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or raise max_len."
         if num_prompt > self.capacity:
             room = f"all {self.num_pages - 1} pages of the KV cache hold {self.capacity}"
-            return f"the prompt has {num_prompt} tokens; {room}. Shorten it, or give the KV cache more pages."
+            return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or give the KV cache more pages."
         return ""
 
     @property
