@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 
 from attention_peer import flashinfer_call
 
+from phonograph.devices import open_device
 from phonograph.engine.attention.base import Queries
 from phonograph.engine.attention.launches import Launch, Launches, launches_for, pick
 from phonograph.engine.attention.triton import TritonAttention
@@ -113,6 +114,7 @@ class Case:
 
     def __init__(self, work: Work, heads: Heads, page_size: int, device: torch.device, total_bytes: int) -> None:
         self.work, self.heads, self.device, self.page_size = work, heads, device, page_size
+        self.launches = launches_for(open_device(device).hardware)
         numbers = torch.Generator().manual_seed(1)
         counts = [-(-(cached + new) // page_size) for cached, new in work.sequences]
         num_pages = 1 + sum(counts)
@@ -171,12 +173,12 @@ class Case:
 
     def ours(self, launch: Launch | None) -> Callable[[int], torch.Tensor]:
         """Attention of one layer, the step prepared."""
-        launches = None if launch is None else Launches((launch,), (launch,))
+        launches = self.launches if launch is None else Launches((launch,), (launch,))
         step = TritonAttention(launches).prepare(self.cache, self.queries, self.heads.queries)
         return lambda layer: step.attend(layer, self.q, None)
 
     def preparation(self) -> Callable[[int], object]:
-        return lambda _: TritonAttention().prepare(self.cache, self.queries, self.heads.queries)
+        return lambda _: TritonAttention(self.launches).prepare(self.cache, self.queries, self.heads.queries)
 
 
 def layer_us(call: Callable[[int], object], num_layers: int, rounds: int = 7) -> float:
@@ -334,7 +336,7 @@ def suggestions(wanted: list[Work], figures: Figures) -> Iterator[str]:
 def measured(case: Case, args: argparse.Namespace) -> Figures:
     """One case: with the launches of the table, swept, and by FlashInfer."""
     work, heads = case.work, case.heads
-    known = launches_for(case.device)
+    known = case.launches
     table = pick(known.decode if work.is_decode else known.prefill, work.num_tokens, heads.dim * 2)
     figures: Figures = {"layers": case.num_layers, **attempt(case, partial(case.ours, None)), "launch": asdict(table)}
     if "us" in figures:

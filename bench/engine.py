@@ -21,7 +21,7 @@ import torch
 
 from phonograph import verify
 from phonograph.devices import open_device
-from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints import default_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM, Completion
 from phonograph.engine.models.config import SHAPES

@@ -29,8 +29,7 @@ from engine_logits import sequence_logits
 from rounded_activations import RoundedActivations
 from unpacked_gguf import write_unpacked
 
-from phonograph.engine.checkpoints import open_checkpoint
-from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints import default_model, open_checkpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams

@@ -10,10 +10,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from phonograph.devices import open_device
 from phonograph.engine.attention.base import Attention, Queries, Span
+from phonograph.engine.attention.launches import launches_for
 from phonograph.engine.cache.groups import PagedCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAUNCHES = launches_for(open_device(DEVICE).hardware)
 
 
 @dataclass(frozen=True)

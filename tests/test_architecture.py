@@ -21,7 +21,9 @@ TREES = {name: ast.parse(source, filename=name) for name, source in MODULES.item
 
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 50
-GRAPH_LAYER = ("devices/", "graphs/", "errors.py", "__init__.py")
+BASE = ("errors", "numbers", "settings", "sizes")
+"""Modules that need nothing of ours, for all to import."""
+GRAPH_LAYER = ("devices/", "graphs/", *(f"{name}.py" for name in BASE), "__init__.py")
 
 PUBLIC = [
     "LLM",
@@ -100,6 +102,11 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def names_in(module: str) -> set[str]:
+    """Every dotted name in a module, and every module or name that it imports."""
+    return {dotted(node) for node in ast.walk(TREES[module])} | set(imported(TREES[module]))
+
+
 # -- the public names -----------------------------------------------------------------------------------------
 
 
@@ -162,8 +169,13 @@ def test_functions_are_short(name: str) -> None:
 def test_only_the_cuda_device_names_cuda(name: str) -> None:
     if name in ("devices/cuda.py", "devices/capturing.py"):
         return
-    named = {dotted(node) for node in ast.walk(TREES[name])} | set(imported(TREES[name]))
-    assert not {n for n in named if n == "torch.cuda" or n.startswith("torch.cuda.")}
+    banned = ("torch.cuda", "torch._C._cuda", "torch.xpu", "torch.mps", "torch.get_device_module")
+    assert not {found for found in names_in(name) if found.startswith(banned)}, "ask the Device"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "devices/registry.py"])
+def test_only_the_registry_asks_which_accelerator_there_is(name: str) -> None:
+    assert not {found for found in names_in(name) if found.startswith("torch.accelerator")}, "ask the Device"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(GRAPH_LAYER)])
@@ -175,7 +187,7 @@ def test_the_graph_layer_needs_only_torch_and_numpy(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("devices/")])
 def test_devices_know_nothing_above_them(name: str) -> None:
     ours = {module for module in imported(TREES[name]) if module.startswith("phonograph.")}
-    assert all(module.startswith(("phonograph.devices", "phonograph.errors")) for module in ours)
+    assert all(module.split(".")[1] in ("devices", *BASE) for module in ours)
 
 
 def test_there_is_one_ambient_value() -> None:
@@ -188,11 +200,43 @@ def test_there_is_one_ambient_value() -> None:
     assert made == ["graphs/context.py"]
 
 
-# The command line reads the names of variables, to warn about those that configure other engines.
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "cli/flags.py"])
-def test_the_environment_configures_nothing(name: str) -> None:
-    named = {dotted(node) for node in ast.walk(TREES[name])} | set(imported(TREES[name]))
-    assert not named & {"os.environ", "os.getenv", "os.environb"}
+ENVIRONMENT = {
+    *("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"),
+    *("os.path.expandvars", "posixpath.expandvars", "posix.environ"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "settings.py"])
+def test_only_settings_reads_the_environment(name: str) -> None:
+    assert not names_in(name) & ENVIRONMENT
+    assert "env" not in {first_item(node) for node in ast.walk(TREES[name])}, "say env= to a child process"
+
+
+def first_item(node: ast.AST) -> object:
+    """The first item of a list that is written out, as those of commands are."""
+    if isinstance(node, ast.List) and node.elts and isinstance(node.elts[0], ast.Constant):
+        return node.elts[0].value
+    return None
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_rule_is_got_round_by_spelling(name: str) -> None:
+    """A name as a string is for what a program or its user chooses; a literal one only hides what is named."""
+    for node in ast.walk(TREES[name]):
+        if not isinstance(node, ast.Call):
+            continue
+        called, given = dotted(node.func).split(".")[-1], [dotted(arg) or literal(arg) for arg in node.args]
+        if called in ("getattr", "setattr", "hasattr") and given[0].split(".")[0] in ("torch", "os"):
+            assert not literal(node.args[1]), f"line {node.lineno}: write {given[0]}.{given[1]}"
+        if called == "attrgetter":
+            assert not given[0].startswith(("cuda", "environ")), f"line {node.lineno}"
+        if called in ("import_module", "__import__"):
+            assert not given[0].startswith(("os", "torch.cuda", "torch._C")), f"line {node.lineno}"
+
+
+def literal(node: ast.AST) -> str:
+    """A string that is written out, or nothing."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def test_import_linter_agrees() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phonograph import CheckpointError
-from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints import default_model
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

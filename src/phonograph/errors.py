@@ -22,6 +22,8 @@ PhonographError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,3 +139,13 @@ class HostConstantError(CaptureError):
 
 class InputWriteError(CaptureError):
     """The body writes its input in place, which would not reach the caller's tensor."""
+
+
+@contextmanager
+def allocating(what: str, remedy: str) -> Iterator[None]:
+    """A block that does nothing but allocate: where there is no room, says for what, and what to lower."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # what torch raises depends on the size
+        why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise DeviceError(f"allocating {what}: {why}. {remedy}") from error

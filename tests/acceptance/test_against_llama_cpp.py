@@ -11,7 +11,7 @@ from agreement import NEAR_TIE, Reference, largest_difference, same_picks
 from engine_logits import sequence_logits
 
 from phonograph import CheckpointError
-from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints import default_model
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams

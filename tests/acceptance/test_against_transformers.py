@@ -14,7 +14,7 @@ from engine_logits import sequence_logits
 from sampler import Case, probabilities
 
 from phonograph import CheckpointError
-from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints import default_model
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams

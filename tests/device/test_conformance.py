@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.devices import Device, DeviceGraph, MemoryPool, Recorder
+from phonograph.devices import Device, DeviceGraph, Hardware, MemoryPool, Recorder
 from phonograph.errors import CaptureError, DataDependentShapeError, DeviceError, HostConstantError, HostReadError
 
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -569,6 +569,23 @@ def test_memory_figures_are_sane(device: Device) -> None:
     assert after.total == before.total > 1 << 30
     assert after.used >= before.used
     graph.release()
+
+
+def test_a_device_names_its_hardware(device: Device) -> None:
+    assert device.hardware.name
+    assert device.hardware == device.hardware
+    if device.torch_device.type == "cpu":
+        assert device.hardware == Hardware("cpu")
+        assert not device.hardware.overlaps_launches
+
+
+def test_a_seed_gives_the_same_numbers_again(device: Device) -> None:
+    drawn = []
+    for seed in (3, 4, 3):
+        device.seed(seed)
+        drawn.append(torch.rand(8, device=device.torch_device))
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
 
 
 def test_a_device_says_what_it_can_do(device: Device) -> None:

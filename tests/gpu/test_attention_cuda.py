@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged import DEVICE, Case, Heads, case_of, poison_dead, spans_of
+from paged import DEVICE, LAUNCHES, Case, Heads, case_of, poison_dead, spans_of
 
 pytest.importorskip("triton")
 
+from phonograph.devices import open_device
 from phonograph.engine.attention.base import Span
 from phonograph.engine.attention.launches import HOPPER, Launch, Launches
 from phonograph.engine.attention.reference import ReferenceAttention
@@ -51,7 +52,7 @@ def test_bfloat16_at_real_sizes(step: str, heads: Heads, page_size: int, window:
     sequences, decode = STEPS[step]
     spans = spans_of(*sequences)
     case = case_of(spans, heads, padding=3, page_size=page_size, decode=decode, dtype=torch.bfloat16)
-    near(case.run(TritonAttention(), 1, window), with_spans(case, spans), window)
+    near(case.run(TritonAttention(LAUNCHES), 1, window), with_spans(case, spans), window)
 
 
 @pytest.mark.parametrize("launches", [HOPPER.decode, HOPPER.prefill, HOPPER.narrow])
@@ -67,7 +68,9 @@ def test_every_launch_of_the_table_is_right(launches: tuple[Launch, ...], decode
 def test_float32_is_exact() -> None:
     spans = spans_of((200, 40), (70, 1))
     case = case_of(spans, QWEN3, page_size=16)
-    torch.testing.assert_close(case.run(TritonAttention()), case.run(ReferenceAttention()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        case.run(TritonAttention(LAUNCHES)), case.run(ReferenceAttention()), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -75,7 +78,7 @@ def test_one_recording_serves_all_lengths(decode: bool) -> None:
     """Splits that are empty at capture are full at replay, and the other way round; the result is that of eager."""
     given = spans_of(*[(900, 1)] * 4 if decode else [(836, 64)])
     first = case_of(given, QWEN3, page_size=16, decode=decode, padding=4, dtype=torch.bfloat16)
-    attention, size = TritonAttention(overlap=overlap_on(DEVICE)), first.q.shape[0]
+    attention, size = TritonAttention(LAUNCHES, overlap=overlap_on(open_device(DEVICE).hardware)), first.q.shape[0]
     first.run(attention)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -98,7 +101,7 @@ def test_one_recording_serves_all_lengths(decode: bool) -> None:
 def test_the_order_of_arrival_does_not_matter() -> None:
     given = spans_of(*((4000 - i, 1) for i in range(3)))
     case = case_of(given, QWEN3, page_size=16, decode=True, dtype=torch.bfloat16)
-    step = TritonAttention().prepare(case.cache, case.queries, QWEN3.queries)
+    step = TritonAttention(LAUNCHES).prepare(case.cache, case.queries, QWEN3.queries)
     once = step.attend(0, case.q, None)
     for _ in range(200):
         assert torch.equal(step.attend(0, case.q, None), once)
@@ -108,6 +111,6 @@ def test_the_order_of_arrival_does_not_matter() -> None:
 def test_poison_in_dead_pages_does_not_matter(step: str) -> None:
     sequences, decode = STEPS[step]
     case = case_of(spans_of(*sequences), QWEN3, padding=5, page_size=16, decode=decode, dtype=torch.bfloat16)
-    clean = case.run(TritonAttention())
+    clean = case.run(TritonAttention(LAUNCHES))
     poison_dead(case, float("nan"))
-    assert torch.equal(case.run(TritonAttention()), clean)
+    assert torch.equal(case.run(TritonAttention(LAUNCHES)), clean)

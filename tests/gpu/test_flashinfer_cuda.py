@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged import Case, Heads, by_hand, case_of, spans_of
+from paged import LAUNCHES, Case, Heads, by_hand, case_of, spans_of
 
 pytest.importorskip("flashinfer")
 
@@ -39,7 +39,7 @@ def told(step: str) -> Case:
 
 
 def test_steps_planned_one_after_the_other_keep_their_plans() -> None:
-    attention = FlashInferAttention(open_device("cuda"), TritonAttention())
+    attention = FlashInferAttention(open_device("cuda"), TritonAttention(LAUNCHES))
     cases = [told(step) for step in STEPS] * 4
     found = [case.run(attention, layer=1) for case in cases]  # nothing waits for the device in between
     for case, out in zip(cases, found, strict=True):
@@ -50,8 +50,8 @@ def test_steps_planned_one_after_the_other_keep_their_plans() -> None:
 def test_without_spans_the_inner_attention_attends() -> None:
     case = told("mixed")
     plain = replace(case, queries=replace(case.queries, spans=None))
-    attention = FlashInferAttention(open_device("cuda"), TritonAttention())
-    assert torch.equal(plain.run(attention), plain.run(TritonAttention()))
+    attention = FlashInferAttention(open_device("cuda"), TritonAttention(LAUNCHES))
+    assert torch.equal(plain.run(attention), plain.run(TritonAttention(LAUNCHES)))
 
 
 def opened(attention: AttentionName) -> LLM:

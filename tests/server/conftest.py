@@ -19,7 +19,7 @@ import httpx
 import pytest
 import torch
 
-from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints import default_model
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.errors import CheckpointError

@@ -192,7 +192,7 @@ def test_a_caller_that_stops_listening_cancels(served: Served) -> None:
 @pytest.mark.parametrize(
     ("prompts", "params", "says"),
     [
-        ([[3] * 300], GREEDY, "300 tokens, but a context of 256"),
+        ([[3] * 300], GREEDY, "300 tokens; a context of 256"),
         ([[1, 999]], GREEDY, "token 999 is not in the vocabulary of 256"),
         ([[]], GREEDY, "empty"),
         ([], GREEDY, "0 sequences"),

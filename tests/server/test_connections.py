@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import re
 import resource
 import socket
@@ -23,6 +24,7 @@ from phonograph.cli import serve
 from phonograph.cli.main import main
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.spec import EngineSpec
+from phonograph.errors import PlanError
 from phonograph.server.app import create_app
 from phonograph.server.options import ServerOptions
 from server.conftest import TINY_FLAGS, Server, serving
@@ -406,3 +408,26 @@ def test_a_full_disk_or_a_closed_stream_ends_what_is_written_and_not_the_server(
         finally:
             process.terminate()
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"port": -1}, r"port must be a whole number of at least 0 and at most 65535, found -1 \(int\)"),
+        ({"port": 65536}, "port must be a whole number of at least 0 and at most 65535"),
+        ({"max_queue": 1.5}, r"max_queue must be a whole number of at least 0, found 1\.5 \(float\)"),
+        ({"max_body_bytes": 0}, "max_body_bytes must be a whole number of at least 1"),
+        ({"max_connections": True}, r"max_connections must be a whole number of at least 1, found True \(bool\)"),
+        ({"max_prompt_chars": 0}, "max_prompt_chars must be a whole number of at least 1"),
+        ({"head_timeout": 0}, "head_timeout must be above 0 seconds, found 0"),
+        ({"request_timeout": math.nan}, "request_timeout must be above 0 seconds, found nan"),
+        ({"drain_timeout": "30"}, r"drain_timeout must be above 0 seconds, found '30' \(str\)"),
+    ],
+)
+def test_options_that_no_server_can_keep_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=f"server options: {said}"):
+        ServerOptions(**given)
+
+
+def test_a_time_may_be_without_end() -> None:
+    assert ServerOptions(drain_timeout=math.inf, request_timeout=None).drain_timeout == math.inf

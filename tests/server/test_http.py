@@ -171,7 +171,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {}, "`messages` is missing", "messages"),
     (TEXT, {"prompt": 5}, "expected `str | array`, got `int`", "prompt"),
     (TEXT, {"prompt": []}, "length >= 1", "prompt"),
-    (TEXT, {"prompt": ""}, "its prompt is empty", "prompt"),
+    (TEXT, {"prompt": ""}, "the prompt is empty", "prompt"),
     (TEXT, {"prompt": [1, "a"]}, "mixes texts", "prompt"),
     (TEXT, {"prompt": [[1], []]}, "length >= 1", "prompt[1]"),
     (TEXT, {"prompt": [99999]}, "token 99999 is not in the vocabulary of 258", "prompt"),

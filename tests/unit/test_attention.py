@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged import DEVICE, Heads, by_hand, case_of, spans_of
+from paged import DEVICE, LAUNCHES, Heads, by_hand, case_of, spans_of
 from phonograph.engine.attention.apart import ApartAttention
 from phonograph.engine.attention.base import Attention
 from phonograph.engine.attention.cpu import CpuAttention
@@ -34,7 +34,7 @@ def implementations() -> dict[str, Attention]:
         from phonograph.engine.attention.triton import TritonAttention
     except ImportError:
         return found
-    return {**found, "triton": TritonAttention()}
+    return {**found, "triton": TritonAttention(LAUNCHES)}
 
 
 IMPLEMENTATIONS = implementations()

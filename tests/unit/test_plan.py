@@ -20,10 +20,11 @@ from phonograph.graphs.config import (
     PhaseDefaults,
     ask,
 )
-from phonograph.graphs.kinds import BACKENDS, MAX_SIZE, Value, shown
+from phonograph.graphs.kinds import BACKENDS, Value, shown
 from phonograph.graphs.resolve import PhasePlan, Plan
 from phonograph.graphs.resolve import resolve as resolve_phases
 from phonograph.graphs.rules import RULES, Change, Facts, Rule, View
+from phonograph.numbers import MAX_WHOLE
 from plans import PHASES, SETTINGS, resolve
 
 EVERY = frozenset(BACKENDS)
@@ -156,7 +157,7 @@ class TestAsked:
             ("decode.limit", True, "a positive 64-bit integer, or null"),
             ("decode.limit", 8.0, "a positive 64-bit integer, or null"),
             ("decode.limit", "8", "a positive 64-bit integer, or null"),
-            ("decode.limit", MAX_SIZE + 1, "a positive 64-bit integer, or null"),
+            ("decode.limit", MAX_WHOLE + 1, "a positive 64-bit integer, or null"),
             ("decode.buckets", (), "each above the one before"),
             ("decode.buckets", (1, 1), "each above the one before"),
             ("decode.buckets", (2, 1), "each above the one before"),
@@ -512,7 +513,7 @@ def want_gc(_facts: Facts, view: View) -> Iterator[Change]:
 
 
 def mark(facts: Facts, _view: View) -> Iterator[Change]:
-    if "cpu" in facts.features:
+    if facts.device == "cpu":
         yield Change("debug", True, "the cpu has no graphs")
 
 
@@ -523,7 +524,7 @@ class TestRuleTables:
 
     def test_a_rule_sees_the_facts(self) -> None:
         rules = (Rule("cpu", "no graphs on a cpu", mark),)
-        facts = dataclasses.replace(ABLE, features=frozenset({"cpu"}))
+        facts = dataclasses.replace(ABLE, device="cpu")
         assert resolve([], facts, rules)["debug"].reason == "rule 'cpu': the cpu has no graphs"
         assert resolve([], ABLE, rules)["debug"].source == "default"
 

@@ -229,11 +229,11 @@ def test_plan_runs_between_load_and_replay_with_the_padded_view(device: Device) 
 
 
 def test_admission_rules_are_asked_and_counted(device: Device) -> None:
-    lost = RunEagerly(Reason.RANK_VOTE_LOST, "rank 1 has no graph")
+    lost = RunEagerly(Reason.FEATURE_NOT_CAPTURED, "rank 1 has no graph")
     runner = make_runner(double, device, admission=[lambda batch, key: lost if key.size == 4 else None])
     runner.run({"x": rows(device, 2)})
     runner.run({"x": rows(device, 3)})
-    assert runner.stats.eager == {Reason.RANK_VOTE_LOST: 1}
+    assert runner.stats.eager == {Reason.FEATURE_NOT_CAPTURED: 1}
     assert runner.stats.replays.total() == 1
 
 

@@ -7,17 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged import DEVICE, Case, Heads, by_hand, case_of, poison_dead, spans_of
+from paged import DEVICE, LAUNCHES, Case, Heads, by_hand, case_of, poison_dead, spans_of
 
 pytest.importorskip("triton")
 
+from phonograph.devices import Hardware
 from phonograph.engine.attention.base import Queries
-from phonograph.engine.attention.launches import HOPPER, PLAIN, Launch, Launches, pick
+from phonograph.engine.attention.launches import HOPPER, PLAIN, Launch, Launches, launches_for, pick
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.attention.triton import TritonAttention
+from phonograph.engine.choices import overlap_on
 from phonograph.engine.kernels.base import Angles, Norm, RotatingAttention
 from phonograph.engine.kernels.base import Heads as KernelHeads
 from phonograph.engine.kernels.reference import ReferenceKernels
+from phonograph.engine.kernels.tuning import Overlap
 
 
 def attention(
@@ -165,7 +168,9 @@ def test_no_tokens_at_all() -> None:
 
 def test_triton_agrees_with_the_reference_on_its_default_launches() -> None:
     case = case_of(spans_of((3, 20), (50, 1), (0, 2)), Heads(9, 3, 64), padding=2, page_size=16)
-    torch.testing.assert_close(case.run(TritonAttention()), case.run(ReferenceAttention()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        case.run(TritonAttention(LAUNCHES)), case.run(ReferenceAttention()), rtol=1e-4, atol=1e-4
+    )
 
 
 class TestLaunches:
@@ -175,6 +180,26 @@ class TestLaunches:
 
     def test_splits_are_bounded(self) -> None:
         assert replace(PLAIN.decode[0], programs=1 << 20).splits(1, 1) == 64
+
+    def test_they_are_those_of_the_chips_generation(self) -> None:
+        assert launches_for(Hardware("NVIDIA H200", (9, 0))) is HOPPER
+        assert launches_for(Hardware("NVIDIA A100", (8, 0))) is PLAIN
+        assert launches_for(Hardware("AMD Instinct MI300X")) is PLAIN
+        assert launches_for(Hardware("cpu")) is PLAIN
+
+    @pytest.mark.parametrize(
+        ("hardware", "overlap"),
+        [
+            (("H200", (9, 0)), "early"),
+            (("B200", (10, 0)), "early"),
+            (("A100", (8, 0)), "none"),
+            (("cpu", None), "none"),
+        ],
+    )
+    def test_kernels_overlap_from_hopper_on(
+        self, hardware: tuple[str, tuple[int, int] | None], overlap: Overlap
+    ) -> None:
+        assert overlap_on(Hardware(*hardware)) == overlap
 
     @pytest.mark.parametrize("launches", [HOPPER, PLAIN])
     def test_every_bucket_has_a_launch_and_they_are_in_order(self, launches: Launches) -> None:

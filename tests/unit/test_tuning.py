@@ -18,6 +18,7 @@ from phonograph.devices import open_device
 from phonograph.engine.kernels import tuning
 from phonograph.engine.kernels.candidates import candidates, variations
 from phonograph.engine.kernels.tuning import Choice, Product, Tuning, by_rule
+from phonograph.settings import cache_folder
 
 GPU = "NVIDIA Test"
 ONE = Product("linear", 1, 64, 32)
@@ -121,7 +122,7 @@ def test_the_cache_is_where_the_platform_keeps_caches(monkeypatch: pytest.Monkey
     assert tuning.load(GPU).choose(ONE) == VECTOR
     for unset in ("", None):
         monkeypatch.setenv("XDG_CACHE_HOME", unset) if unset is not None else monkeypatch.delenv("XDG_CACHE_HOME")
-        assert tuning.cache_folder() == Path.home() / ".cache" / "phonograph"
+        assert cache_folder() == Path.home() / ".cache" / "phonograph"
 
 
 def test_the_shipped_table_can_be_read() -> None:

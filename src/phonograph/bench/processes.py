@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from phonograph import settings
+
 _GRACE = 10.0
 """Seconds between asking a process to end and ending it."""
 
@@ -45,12 +47,15 @@ def run_command(
 ) -> Done:
     """Run to the end or to the time limit; the log file grows while it runs, and it has children ended with it."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    # `env` adds to the environment of this process, which nothing here needs to read.
-    given = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
     begin = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*given, *command], stdout=output, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=settings.environment(environment),
+            start_new_session=True,
         )
         try:
             process.wait(timeout=seconds)

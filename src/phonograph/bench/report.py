@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from phonograph.bench.figures import Better, rounded
+from phonograph.devices import Device, open_device
 
 Kind = Literal["floor", "eager", "ours", "peer"]
 Status = Literal["running", "complete", "partial", "failed"]
@@ -44,13 +45,10 @@ class Row:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def machine(device: torch.device | None = None) -> dict[str, str]:
-    """What the figures were measured on."""
-    accelerator = device or torch.accelerator.current_accelerator(check_available=True)
-    name = "CPU only"
-    if accelerator is not None and accelerator.type != "cpu":
-        module = torch.get_device_module(accelerator)
-        name = str(module.get_device_name())
+def machine(device: Device | None = None) -> dict[str, str]:
+    """What the figures were measured on: this device, or the accelerator present."""
+    device = device or open_device()
+    name = "CPU only" if device.torch_device.type == "cpu" else device.hardware.name
     found = {"accelerator": name, "cpu": platform.processor() or platform.machine()}
     found["python"] = platform.python_version()
     for package in _VERSIONS:

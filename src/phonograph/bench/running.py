@@ -32,7 +32,7 @@ def run_measurement(args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     device = open_device(args.device)
     setup = _setup(args, flags, device.torch_device.type)
     module = import_module(f"phonograph.bench.{args.measurement}")
-    report = Report(module.SUBJECT, _settings(setup, device.name), machine(device.torch_device), setup.out)
+    report = Report(module.SUBJECT, _settings(setup, device.name), machine(device), setup.out)
     if setup.quick:
         report.note("a quick run: it shows that the measurement works, and says nothing about speed")
     bench = Bench(setup, device, report, Deadline(args.time_limit))

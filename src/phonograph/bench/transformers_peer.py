@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from phonograph.bench.workloads import MOST_ID, Batch, Prompts, w1
+from phonograph.devices import open_device
 from phonograph.engine.models.config import SHAPES, ModelConfig
 
 _PROMPT, _SHORT, _LONG = 440, 4, 132
@@ -94,7 +95,7 @@ def main() -> None:
     """Measure and write the result."""
     shape, result, what = sys.argv[1:4]
     config = SHAPES[shape]
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = open_device().torch_device
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     begin = time.perf_counter()
     model = model_of(config, device, dtype)

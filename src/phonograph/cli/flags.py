@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from phonograph import settings
 from phonograph.engine.passes.registry import PHASES
 from phonograph.graphs import flags as graph_flags
 
@@ -76,7 +76,7 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         sampling=args.sampling,
         eager_copies=args.eager_copies,
     )
-    asked = graph_flags.asked_from(args, PHASES, variables=os.environ)
+    asked = graph_flags.asked_from(args, PHASES, variables=settings.environment())
     return EngineSpec(args.model, args.shape, args.device, options, asked)
 
 

@@ -1,6 +1,15 @@
 """Devices that record and replay: protocols, the emulated CPU device, CUDA, and how to find one."""
 
-from phonograph.devices.base import Capabilities, Device, DeviceGraph, Fence, MemoryFigures, MemoryPool, Recorder
+from phonograph.devices.base import (
+    Capabilities,
+    Device,
+    DeviceGraph,
+    Fence,
+    Hardware,
+    MemoryFigures,
+    MemoryPool,
+    Recorder,
+)
 from phonograph.devices.emulated import EmulatedDevice
 from phonograph.devices.registry import device_names, open_device
 
@@ -10,6 +19,7 @@ __all__ = [
     "DeviceGraph",
     "EmulatedDevice",
     "Fence",
+    "Hardware",
     "MemoryFigures",
     "MemoryPool",
     "Recorder",

@@ -11,16 +11,27 @@ import torch
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about a device that rules and pools read; nothing else asks which device it is."""
+    """What the adapter of a device can do; rules and pools read it."""
 
     backends: frozenset[str]
     """The backends that work on it."""
     shares_buffers: bool = True
     """Whether several runners may use one input buffer."""
-    index_dtype: torch.dtype = torch.int64
-    """The integer type that its indexing kernels take."""
-    releases_memory: bool = True
-    """Whether releasing a graph gives its memory back."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The chip behind a device, as far as kernels are chosen by it."""
+
+    name: str
+    """As its vendor calls it; measurements are kept under this name."""
+    compute_capability: tuple[int, int] | None = None
+    """The generation, as NVIDIA numbers it; None for any other vendor's chip."""
+
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel may begin before its predecessor has ended (programmatic dependent launch)."""
+        return self.compute_capability is not None and self.compute_capability >= (9, 0)
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,9 @@ class Device(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
+    @property
+    def hardware(self) -> Hardware: ...
+
     def new_pool(self) -> MemoryPool:
         """Memory for graphs that are never replayed at the same time."""
         ...
@@ -128,6 +142,10 @@ class Device(Protocol):
 
     def fence(self, *, timed: bool = False) -> Fence:
         """A fence; only timed ones know when they were passed."""
+        ...
+
+    def seed(self, seed: int) -> None:
+        """Seed the generator that random ops on this device draw from, and no other device's."""
         ...
 
     def synchronize(self) -> None:

@@ -7,13 +7,13 @@ import ctypes
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from phonograph.devices.base import Capabilities, DeviceGraph, MemoryFigures, MemoryPool, Recorder
+from phonograph.devices.base import Capabilities, DeviceGraph, Hardware, MemoryFigures, MemoryPool, Recorder
 from phonograph.devices.capturing import said_to_capture
 from phonograph.devices.emulated import NoGraph
 from phonograph.devices.trace import forget_modes, refusing
@@ -264,7 +264,17 @@ class CudaDevice:
         if index is not None and index >= count:
             raise DeviceError(f"opening cuda:{index}: torch sees {count} of them. Use an index below {count}.")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        # HIP numbers AMD's chips by the same call, and its 9.4 is no Hopper.
+        generation = None if torch.version.hip else torch.cuda.get_device_capability(self.torch_device)
+        return Hardware(torch.cuda.get_device_name(self.torch_device), generation)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """Where graphs are recorded; made with the first, so that asking for the hardware takes no memory."""
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def new_pool(self) -> CudaPool:
         return CudaPool(self.torch_device, self._stream)
@@ -313,6 +323,10 @@ class CudaDevice:
 
     def fence(self, *, timed: bool = False) -> CudaFence:
         return CudaFence(self.torch_device, timed)
+
+    def seed(self, seed: int) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.manual_seed(seed)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import torch
 
-from phonograph.devices.base import Capabilities, DeviceGraph, MemoryFigures, MemoryPool, Recorder
+from phonograph.devices.base import Capabilities, DeviceGraph, Hardware, MemoryFigures, MemoryPool, Recorder
 from phonograph.devices.capturing import said_to_capture
 from phonograph.devices.trace import (
     OpWatch,
@@ -289,6 +289,7 @@ class EmulatedDevice:
     name = "emulated"
     torch_device = torch.device("cpu")
     capabilities = Capabilities(backends=frozenset({"full", "breakable", "disabled"}))
+    hardware = Hardware("cpu")
 
     def __init__(self, *, poison: bool = False) -> None:
         self._poison = poison
@@ -328,6 +329,9 @@ class EmulatedDevice:
 
     def fence(self, *, timed: bool = False) -> HostFence:
         return HostFence()
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
 
     def synchronize(self) -> None:
         return None

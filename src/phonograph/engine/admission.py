@@ -54,20 +54,5 @@ def refuse_unknown_tokens(request: Request, vocab: int) -> None:
 
 def refuse_misfits(request: Request, limits: Limits) -> None:
     """Refuse a prompt that is empty, or too long for the context or for the KV cache."""
-    name, found = f"request {request.id!r}", len(request.prompt)
-    if not found:
-        raise RequestError(
-            f"{name}: its prompt is empty, but there must be a token to start from. Send at least one.", field="prompt"
-        )
-    if found > limits.max_len - 1:
-        raise RequestError(
-            f"{name}: its prompt has {found} tokens, but a context of {limits.max_len} leaves room for "
-            f"{limits.max_len - 1} and one output. Shorten the prompt, or raise max_len.",
-            field="prompt",
-        )
-    if found > limits.capacity:
-        raise RequestError(
-            f"{name}: its prompt has {found} tokens, but all {limits.num_pages - 1} pages of the KV cache hold "
-            f"{limits.capacity}. Shorten the prompt, or give the KV cache more pages.",
-            field="prompt",
-        )
+    if problem := limits.misfit(len(request.prompt)):
+        raise RequestError(f"request {request.id!r}: {problem}", field="prompt")

@@ -6,10 +6,11 @@ import logging
 
 import torch
 
-from phonograph.devices import Device
+from phonograph.devices import Device, Hardware
 from phonograph.engine.attention.base import Attention
 from phonograph.engine.attention.cpu import CpuAttention
 from phonograph.engine.attention.flashinfer import FlashInferAttention
+from phonograph.engine.attention.launches import launches_for
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.kernels.base import Kernels
 from phonograph.engine.kernels.cpu import CpuKernels
@@ -59,7 +60,7 @@ def attention_for(device: Device, options: EngineOptions, plan: Plan, progress: 
         from phonograph.engine.attention.triton import TritonAttention
     except ImportError:
         raise DeviceError(f"attention={name!r} needs Triton. Run: pip install triton") from None
-    attention = TritonAttention(overlap=overlap_on(device.torch_device))
+    attention = TritonAttention(launches_for(device.hardware), overlap=overlap_on(device.hardware))
     return FlashInferAttention(device, attention) if name == "flashinfer" else attention
 
 
@@ -104,8 +105,8 @@ def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Pr
         from phonograph.engine.kernels.triton.layers import TritonKernels
     except ImportError:
         raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
-    where = device.torch_device
-    return TritonKernels(where, tuning.load(hardware(device)), overlap=overlap_on(where))
+    chip = device.hardware
+    return TritonKernels(device.torch_device, tuning.load(chip.name), overlap=overlap_on(chip))
 
 
 def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
@@ -124,14 +125,6 @@ def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
     return TritonSampler()
 
 
-def overlap_on(device: torch.device) -> Overlap:
-    """How kernels begin behind each other: GPUs from sm_90 on may start one before its predecessor has ended."""
-    if device.type != "cuda" or torch.version.hip:
-        return "none"
-    return "early" if torch.get_device_module(device).get_device_capability(device) >= (9, 0) else "none"
-
-
-def hardware(device: Device) -> str:
-    """The name under which measurements of a device are kept."""
-    where = device.torch_device
-    return torch.get_device_module(where).get_device_name(where) if where.type != "cpu" else "cpu"
+def overlap_on(hardware: Hardware) -> Overlap:
+    """When a kernel lets the next one begin, where nothing was measured."""
+    return "early" if hardware.overlaps_launches else "none"

@@ -19,10 +19,10 @@ from phonograph.engine.readback import Pending, Picked, Readback
 from phonograph.engine.sampler import Sampler
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
-from phonograph.engine.state.tables import RequestTables, allocating
+from phonograph.engine.state.tables import RequestTables
 from phonograph.engine.state.updates import UpdateBuilder
 from phonograph.engine.step import Sampled, Step
-from phonograph.errors import DeclarationError
+from phonograph.errors import DeclarationError, allocating
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase

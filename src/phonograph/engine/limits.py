@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from phonograph.errors import PlanError
+from phonograph.numbers import expect_whole, is_whole
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise PlanError(f"limits: {name} must be a whole number of at least {least}, found {value!r}.")
-        if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1):
-            raise PlanError(f"limits: chunk must be a whole number of at least 1, or None, found {self.chunk!r}.")
-        if not isinstance(self.eos_ids, tuple) or any(type(token) is not int for token in self.eos_ids):
+            expect_whole(f"limits: {name}", getattr(self, name), PlanError, least=least)
+        if self.chunk is not None:
+            expect_whole("limits: chunk", self.chunk, PlanError, least=1)
+        if not isinstance(self.eos_ids, tuple) or not all(map(is_whole, self.eos_ids)):
             raise PlanError(f"limits: eos_ids must be a tuple of token ids, found {self.eos_ids!r}.")
         if self.max_tokens < self.max_seqs * self.tokens_per_row:
             count = "one token" if self.tokens_per_row == 1 else f"{self.tokens_per_row} tokens"
@@ -55,6 +54,18 @@ class Limits:
     def capacity(self) -> int:
         """Tokens that all pages together hold."""
         return (self.num_pages - 1) * self.page_size
+
+    def misfit(self, num_prompt: int) -> str:
+        """Why a prompt of so many tokens can't be served, and what to do; empty where it can."""
+        if num_prompt < 1:
+            return "the prompt is empty, but there must be a token to start from. Send at least one."
+        if num_prompt > self.max_len - 1:
+            room = f"a context of {self.max_len} has room for {self.max_len - 1} and an answer"
+            return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or raise max_len."
+        if num_prompt > self.capacity:
+            room = f"all {self.num_pages - 1} pages of the KV cache hold {self.capacity}"
+            return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or give the KV cache more pages."
+        return ""
 
     @property
     def num_positions(self) -> int:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from phonograph.errors import PlanError
+from phonograph.numbers import expect_finite, expect_whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a model can compute in."""
@@ -56,8 +57,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_tokens", "max_len", "page_size", "cache_tokens"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise PlanError(f"{name} is a whole number from 1 on; found {value!r}.")
+            if value is not None:
+                expect_whole(name, value, PlanError, least=1)
         for name, names in (("attention", AttentionName), ("kernels", KernelsName), ("sampling", SamplingSource)):
             known = get_args(names)
             if getattr(self, name) not in (known if name == "sampling" else (None, *known)):
@@ -65,5 +66,4 @@ class EngineOptions:
         for name, dtype in (("dtype", self.dtype), ("residual_dtype", self.residual_dtype)):
             if dtype not in (None, *DTYPES):
                 raise PlanError(f"{name} is one of {', '.join(map(str, DTYPES))}; found {dtype!r}.")
-        if not isinstance(self.memory, float | int) or not 0 < self.memory <= 1:
-            raise PlanError(f"memory is a share of the device's memory, above 0 and at most 1; found {self.memory!r}.")
+        expect_finite("memory, a share of the device's,", self.memory, PlanError, least=0, most=1, open_below=True)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any, Literal
 
 from phonograph.errors import RequestError
+from phonograph.numbers import MAX_WHOLE, expect_finite, expect_whole, shown
 
 MAX_BIASED = 300
 MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
 """Of one prompt: each is a sequence that the scheduler keeps from the start."""
-_MAX_WHOLE = 2**63 - 1
 _INEXACT = 2**53
 """From here on not every whole number is a float of 64 bits, as which a grammar's numbers are read."""
 _OF_NUMBERS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 """Keywords of JSON schemas whose values are compared with numbers."""
-"""What fits into the numbers of a message and of a device."""
 _MAX_TOKEN_ID = 2**31 - 1
 _FLOAT32 = (2.0**-126, 2.0**128 - 2.0**104)
 """What sampling parameters become on the device: the least and the greatest number that float32 holds in full."""
@@ -60,11 +59,11 @@ class GrammarSpec:
     def __post_init__(self) -> None:
         if self.kind not in ("json_schema", "regex", "choice", "lark"):
             raise RequestError(
-                f"a grammar is a json_schema, regex, choice or lark, found {_shown(self.kind)}.", field=self.field
+                f"a grammar is a json_schema, regex, choice or lark, found {shown(self.kind)}.", field=self.field
             )
         if not isinstance(self.text, str) or not self.text:
             raise RequestError(
-                f"the {self.kind} grammar must be a text that isn't empty, found {_shown(self.text)}.", field=self.field
+                f"the {self.kind} grammar must be a text that isn't empty, found {shown(self.text)}.", field=self.field
             )
         if self.kind in ("json_schema", "choice"):
             self._check_json()
@@ -147,13 +146,13 @@ class SamplingParams:
         _float32("presence_penalty", self.presence_penalty, -2, 2)
         _float32("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
-            _whole("seed", self.seed, least=-_MAX_WHOLE - 1)
+            _whole("seed", self.seed, least=-MAX_WHOLE - 1)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.", field="ignore_eos")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
-            raise RequestError(f"grammar must be a GrammarSpec, found {_shown(self.grammar)}.", field="grammar")
+            raise RequestError(f"grammar must be a GrammarSpec, found {shown(self.grammar)}.", field="grammar")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
@@ -203,7 +202,7 @@ class Request:
             raise RequestError(f"a request's id is a text that isn't empty, found {self.id!r}.")
         object.__setattr__(self, "prompt", _token_ids("prompt", self.prompt))
         if not isinstance(self.params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, found {_shown(self.params)}.")
+            raise RequestError(f"params must be SamplingParams, found {shown(self.params)}.")
         object.__setattr__(self, "params", self.params.resolved())
         _whole("priority", self.priority)
         if self.deadline is not None:
@@ -215,27 +214,12 @@ class Request:
             object.__setattr__(self, "run_ahead", False)
 
 
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no number of thousands of digits
-        text = "a number beyond all bounds"
-    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
-
-
 def _whole(
-    name: str, value: object, least: int | None = None, most: int = _MAX_WHOLE, *, field: str | None = None
+    name: str, value: object, least: int | None = None, most: int = MAX_WHOLE, *, field: str | None = None
 ) -> None:
     if value is None and name in NEUTRAL:
         return
-    # A bool is an int to Python; to a user it is a slip.
-    right = isinstance(value, int) and not isinstance(value, bool)
-    if right and (-_MAX_WHOLE if least is None else least) <= value <= most:  # type: ignore[operator]
-        return
-    is_bounded = most != _MAX_WHOLE or (right and value > most)  # type: ignore[operator]
-    bounds = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * is_bounded
-    asked = " and ".join(["a whole number", *bounds])
-    raise RequestError(f"{name} must be {asked}, found {_shown(value)}.", field=field or name)
+    expect_whole(name, value, partial(RequestError, field=field or name), least=least, most=most)
 
 
 def _number(
@@ -243,13 +227,8 @@ def _number(
 ) -> None:
     if value is None and name in NEUTRAL:
         return
-    right = isinstance(value, int | float) and not isinstance(value, bool)
-    right = right and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
-    if right and least <= value <= most and not (open_below and value == least):  # type: ignore[operator]
-        return
-    floor = f" {'above' if open_below else 'at least'} {least}" if math.isfinite(least) else ""
-    ceiling = f"{' and' if floor else ''} at most {most}" if math.isfinite(most) else ""
-    raise RequestError(f"{name} must be a finite number{floor}{ceiling}, found {_shown(value)}.", field=field or name)
+    error = partial(RequestError, field=field or name)
+    expect_finite(name, value, error, least=least, most=most, open_below=open_below)
 
 
 def _float32(
@@ -261,17 +240,17 @@ def _float32(
     if value not in (None, 0) and not smallest <= abs(value) <= largest:  # type: ignore[arg-type]
         bounds = f"from {smallest:.3g} to {largest:.3g} in size" + (", or 0" if least <= 0 and not open_below else "")
         raise RequestError(
-            f"{name} must fit into 32 bits, {bounds}, found {_shown(value)}. Take a less extreme one.",
+            f"{name} must fit into 32 bits, {bounds}, found {shown(value)}. Take a less extreme one.",
             field=field or name,
         )
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} must be a tuple of token ids, found {_shown(value)}.", field=name)
+        raise RequestError(f"{name} must be a tuple of token ids, found {shown(value)}.", field=name)
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _MAX_TOKEN_ID):
         wrong = next(token for token in value if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID)
-        problem = f"{name} must hold whole numbers from 0 to {_MAX_TOKEN_ID}, found {_shown(wrong)}."
+        problem = f"{name} must hold whole numbers from 0 to {_MAX_TOKEN_ID}, found {shown(wrong)}."
         raise RequestError(problem, field=name)
     return tuple(value)
 
@@ -279,16 +258,16 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         hint = f" Write ({value[:40]!r},)." if isinstance(value, str) else ""
-        raise RequestError(f"{name} must be a tuple of texts, found {_shown(value)}.{hint}", field=name)
+        raise RequestError(f"{name} must be a tuple of texts, found {shown(value)}.{hint}", field=name)
     for text in value:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} must hold texts that aren't empty, found {_shown(text)}.", field=name)
+            raise RequestError(f"{name} must hold texts that aren't empty, found {shown(text)}.", field=name)
     return tuple(value)
 
 
 def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, found {_shown(value)}.", field="logit_bias")
+        raise RequestError(f"logit_bias must map token ids to numbers, found {shown(value)}.", field="logit_bias")
     if len(value) > MAX_BIASED:
         problem = f"logit_bias names {len(value)} tokens; at most {MAX_BIASED} can be biased. Name fewer."
         raise RequestError(problem, field="logit_bias")

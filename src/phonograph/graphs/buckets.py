@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phonograph.errors import DeclarationError
+from phonograph.numbers import is_whole
 
 # (up to this size, in steps of): fine where a row is a large share of a step, coarse where it is not.
 _SEQ_STEPS = ((2, 1), (4, 2), (16, 4), (256, 8), (512, 16), (1024, 32), (4096, 128))
@@ -25,7 +26,7 @@ class Buckets:
             raise DeclarationError(f"bucket sizes are a tuple, found {self.sizes!r}. Write Buckets.of(8, 16).")
         if not self.sizes:
             raise DeclarationError("a bucket list is empty. Name at least one size.")
-        if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in self.sizes):
+        if not all(is_whole(size, 1) for size in self.sizes):
             raise DeclarationError(f"bucket sizes must be positive whole numbers, found {list(self.sizes)}.")
         object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
 
@@ -63,7 +64,7 @@ class Buckets:
 
 
 def _ladder(limit: int, steps: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+    if not is_whole(limit, 1):
         raise DeclarationError(f"buckets up to {limit!r}: the limit must be a positive whole number.")
     sizes: list[int] = []
     size = 0

@@ -244,24 +244,12 @@ class Registry:
         values = {path: rows for path, rows in steps.used.items() if path not in self._not_live}
         return _view(batch, beside, values, extent)
 
-    def fill(
-        self,
-        batch: Any,
-        extent: Extent,
-        *,
-        mode: LoadMode = LoadMode.GRAPH,
-        beside: Mapping[str, Any] = _NOTHING,
-        without: frozenset[str] = frozenset(),
-    ) -> dict[Path, Any]:
-        """Write the buffers; returns the fields whose view is not the buffer's."""
-        return self._fill(batch, extent, mode, beside, self._steps(extent, mode, without))
-
     def prepare(self, extent: Extent, *, without: frozenset[str] = frozenset()) -> Prepared:
         """All that loads of this extent for a graph have in common; valid for good, since graphs' buffers stay."""
         return self._steps(extent, LoadMode.GRAPH, without)
 
     def fill_prepared(self, batch: Any, extent: Extent, beside: Mapping[str, Any], prepared: Prepared) -> None:
-        """As `fill` for a graph, with the extent's preparation already at hand."""
+        """Write the buffers for a graph, with the extent's preparation already at hand."""
         self._fill(batch, extent, LoadMode.GRAPH, beside, prepared)
 
     def _fill(

@@ -28,7 +28,6 @@ from phonograph.graphs.kinds import (
 )
 
 Source = Literal["asked", "default", "rule", "measured"]
-SOURCES: tuple[Source, ...] = ("asked", "default", "rule", "measured")
 MAX_PADDING_RATIO = 2.0
 MAX_PADDING_ROWS = 256
 MAX_RECORDINGS = 200

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 class Stage(Enum):
     """Why the code around it runs now."""
 
-    COMPILING = "compiling"
     WARMING = "warming"
     CAPTURING = "capturing"
     REPLAYING = "replaying"

@@ -23,7 +23,6 @@ class Reason(Enum):
     FEATURE_NOT_CAPTURED = "feature not captured"
     NOT_TRIMMED = "not trimmed"
     DEBUG = "debug"
-    RANK_VOTE_LOST = "rank vote lost"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phonograph.errors import DeclarationError
+from phonograph.numbers import is_whole
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,10 @@ class Dim:
             raise DeclarationError("a dim has no name. Write Dim('tokens').")
         if self.limit is not None and self.per is not None:
             raise DeclarationError(f"dim {self.name!r} has both a limit and per={self.per!r}. Give one of them.")
-        if (self.limit is not None and self.limit < 1) or self.times < 1:
-            raise DeclarationError(f"dim {self.name!r} must have a positive size: limit and times are at least 1.")
+        if (self.limit is not None and not is_whole(self.limit, 1)) or not is_whole(self.times, 1):
+            raise DeclarationError(
+                f"dim {self.name!r} must have a positive size: limit and times are whole numbers of at least 1."
+            )
         if self.times != 1 and self.per is None:
             raise DeclarationError(f"dim {self.name!r} is {self.times} times as large as what? Add per='…'.")
         if self.field is not None and not all(part.isidentifier() for part in self.field.split(".")):

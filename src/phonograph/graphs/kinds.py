@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from phonograph.errors import PlanError
+from phonograph.numbers import is_finite, is_whole
 
 Backend = Literal["full", "breakable", "tc_piecewise", "disabled"]
 Graphs = Literal["on", "off", "strict"]
@@ -20,7 +20,6 @@ BACKENDS: tuple[Backend, ...] = ("full", "breakable", "tc_piecewise", "disabled"
 GRAPHS: tuple[Graphs, ...] = ("on", "off", "strict")
 
 # A size becomes a tensor's extent, and torch holds extents in 64 signed bits.
-MAX_SIZE = 2**63 - 1
 
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_PARTS = 8
@@ -107,8 +106,7 @@ def _one_of(words: tuple[T, ...]) -> Callable[[object], T]:
 
 
 def _size(found: object, least: int = 1) -> int:
-    # A bool is an int to isinstance, but nobody means `limit=True`.
-    if type(found) is not int or not least <= found <= MAX_SIZE:
+    if not is_whole(found, least):
         raise MisfitError
     return found
 
@@ -133,11 +131,9 @@ def _buckets(found: object) -> tuple[int, ...] | None:
 
 
 def _ratio(found: object) -> float:
-    # The bound on integers keeps float() from overflowing; `>=` is false for NaN.
-    ratio = float(_size(found)) if type(found) is int else found
-    if type(ratio) is not float or not ratio >= 1 or math.isinf(ratio):
+    if not is_finite(found) or not found >= 1:
         raise MisfitError
-    return ratio
+    return float(found)
 
 
 def _switch(found: object) -> bool:

@@ -16,6 +16,7 @@ from phonograph.graphs.fields import Path, path_of
 from phonograph.graphs.memory import Memory, PackedBlock
 from phonograph.graphs.slots import Slot
 from phonograph.graphs.values import Array, SlotValues
+from phonograph.sizes import round_up
 
 _ALIGNMENT = 64
 _MAX_KEPT = 512
@@ -37,7 +38,7 @@ def packed_spans(slots: Sequence[Slot], padded: Mapping[str, int]) -> tuple[dict
     end = 0
     for slot in slots:
         if is_packed(slot):
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            start = round_up(end, _ALIGNMENT)
             end = start + num_elements(slot, padded) * slot.dtype.itemsize
             spans[slot.name] = slice(start, end)
     return spans, end

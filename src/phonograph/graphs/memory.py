@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from phonograph.devices import Device
-from phonograph.graphs.pool import BufferPool, Lease, next_power_of_two
+from phonograph.graphs.pool import BufferPool, Lease
 from phonograph.graphs.slots import Slot
+from phonograph.sizes import next_power_of_two
 
 _RING_BLOCKS = 3
 

@@ -50,10 +50,6 @@ class Lease:
         return self.num_elements * self.dtype.itemsize
 
     @property
-    def is_placed(self) -> bool:
-        return self._memory is not None
-
-    @property
     def tensor(self) -> torch.Tensor:
         """The flat memory of this lease."""
         return self.allocation[: self.num_elements]
@@ -252,8 +248,3 @@ def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> to
     # Whatever the ambient mode: an inference tensor could not be written outside inference mode.
     with torch.inference_mode(False):
         return torch.zeros(num_elements, dtype=dtype, device=device)
-
-
-def next_power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
-    return 1 << max(0, size - 1).bit_length()

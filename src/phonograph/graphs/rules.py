@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from phonograph.graphs.config import Resolved
 from phonograph.graphs.kinds import Value, shown
@@ -21,9 +21,6 @@ class Facts:
     """The backends that the device supports."""
     built: frozenset[str]
     """The backends that this build has."""
-    shares_buffers: bool = True
-    releases_memory: bool = True
-    features: frozenset[str] = field(default_factory=frozenset)
 
     def can(self, backend: str) -> bool:
         """Whether a phase can have this backend here; `disabled` records nothing, so it always can."""

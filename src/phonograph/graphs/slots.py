@@ -12,6 +12,7 @@ import torch
 from phonograph.errors import DeclarationError
 from phonograph.graphs.extent import Dim, Extent
 from phonograph.graphs.fields import Path, path_of
+from phonograph.numbers import is_whole
 
 Number = bool | int | float
 Place = Literal["device", "host"]
@@ -104,8 +105,7 @@ class Slot:
             raise DeclarationError(f"slot {self.name!r}: the shape {self.shape!r} is not a tuple. Write ('tokens',).")
         for size in self.shape:
             is_name = isinstance(size, str) and size != ""
-            is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-            if not is_name and not is_size:
+            if not is_name and not is_whole(size, 1):
                 raise DeclarationError(
                     f"slot {self.name!r}: {size!r} in its shape is neither a dim's name nor a size. "
                     "Write names and positive whole numbers."

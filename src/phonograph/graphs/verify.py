@@ -24,6 +24,7 @@ from phonograph.graphs.runner import Runner
 from phonograph.graphs.state import SavedState, generators_restored
 from phonograph.graphs.tree import Path
 from phonograph.graphs.weight_caches import weights_uncached
+from phonograph.numbers import is_whole
 
 _MAX_STATE_BYTES = 1 << 30
 
@@ -118,7 +119,7 @@ def verify(
 
 
 def _check_arguments(batches: int, tolerance: float | None) -> None:
-    if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
+    if not is_whole(batches, 1):
         raise DeclarationError(f"verify(batches={batches!r}) checks nothing. Give a whole number from 1 on.")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise DeclarationError(
@@ -356,9 +357,7 @@ class _Verification:
     def _seed_generators(self) -> None:
         # torch.manual_seed would seed every kind of device that torch knows, and keep a stack trace for each.
         torch.default_generator.manual_seed(self._seed)
-        device = self._runner.device.torch_device
-        if device.type != "cpu":
-            torch.get_device_module(device).manual_seed(self._seed)
+        self._runner.device.seed(self._seed)
 
     def _compare(
         self, name: str, found: Mapping[Path, Any], wanted: Mapping[Path, Any], tolerance: float | None

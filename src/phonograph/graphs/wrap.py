@@ -360,15 +360,7 @@ def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[s
 
 def facts_of(device: Device) -> Facts:
     """What rules may know about a device and this build."""
-    can = device.capabilities
-    return Facts(
-        device=device.name,
-        backends=can.backends,
-        built=frozenset(BACKENDS),
-        shares_buffers=can.shares_buffers,
-        releases_memory=can.releases_memory,
-        features=frozenset(),
-    )
+    return Facts(device.name, device.capabilities.backends, built=frozenset(BACKENDS))
 
 
 def _device_of(function: Callable[..., Any]) -> torch.device | None:

@@ -150,15 +150,8 @@ class Api:
         return check
 
     def _check_context(self, prompt: Sequence[int], param: str) -> None:
-        limits = self._llm.about.limits
-        if len(prompt) >= limits.max_len:
-            room = f"a context of {limits.max_len} has room for {limits.max_len - 1} and an answer"
-        elif len(prompt) > limits.capacity:
-            room = f"the KV cache holds {limits.capacity}"
-        else:
-            return
-        message = f"the prompt has {len(prompt)} tokens; {room}. Shorten it."
-        raise ApiError(400, message, param=param, code="context_length_exceeded")
+        if prompt and (problem := self._llm.about.limits.misfit(len(prompt))):
+            raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
     def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
         """The names of the functions."""

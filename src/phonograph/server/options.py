@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from phonograph.errors import PlanError
+from phonograph.numbers import expect_whole, is_number, shown
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -51,18 +52,14 @@ class ServerOptions:
     """Write prompts and answers to the log."""
 
     def __post_init__(self) -> None:
-        for name, least in (("port", 0), ("max_queue", 0), ("max_body_bytes", 1), ("max_connections", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise PlanError(f"server options: {name} must be at least {least}, found {value}.")
+        expect_whole("server options: port", self.port, PlanError, least=0, most=65535)
+        for name, least in (("max_queue", 0), ("max_body_bytes", 1), ("max_connections", 1), ("max_prompt_chars", 1)):
+            if (value := getattr(self, name)) is not None:
+                expect_whole(f"server options: {name}", value, PlanError, least=least)
         for name in ("head_timeout", "body_timeout", "request_timeout", "stall_timeout", "drain_timeout"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise PlanError(f"server options: {name} must be above 0 seconds, found {value}.")
-        if self.max_prompt_chars is not None and self.max_prompt_chars < 1:
-            raise PlanError(f"server options: max_prompt_chars must be at least 1, found {self.max_prompt_chars}.")
-        if self.port > 65535:
-            raise PlanError(f"server options: port must be at most 65535, found {self.port}.")
+            if value is not None and not (is_number(value) and value > 0):  # without end is a time too
+                raise PlanError(f"server options: {name} must be above 0 seconds, found {shown(value)}.")
         for origin in self.cors_origins:
             if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
                 problem = f"the origin {origin!r} is not as browsers send it"

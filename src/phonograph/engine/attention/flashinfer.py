@@ -17,6 +17,7 @@ from phonograph.devices import Device, Fence
 from phonograph.engine.attention.base import Attention, Queries, Span, StepAttention
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.errors import DeviceError
+from phonograph.sizes import ceil_div
 
 _WORKSPACE = 128 << 20
 _NUM_PLANNERS = 4
@@ -64,7 +65,7 @@ class FlashInferAttention:
         planner.copied.synchronize()  # the plan is made in pinned memory that the device reads later
         size, table = cache.page_size, queries.table
         lengths = [span.start + span.count for span in spans]
-        num_pages = [-(-length // size) for length in lengths]
+        num_pages = [ceil_div(length, size) for length in lengths]
         rows = [span.row for span, pages in zip(spans, num_pages, strict=True) for _ in range(pages)]
         columns = [column for pages in num_pages for column in range(pages)]
         row, column = self._sent([rows, columns], torch.int64).to(table.device, non_blocking=True)

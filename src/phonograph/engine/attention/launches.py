@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
+from phonograph.devices import Hardware
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,11 @@ PLAIN = Launches(
 _BY_CAPABILITY = {9: HOPPER}
 
 
-def launches_for(device: torch.device) -> Launches:
-    """The launches that were measured for this device, or those that fit all."""
-    if device.type != "cuda":
+def launches_for(hardware: Hardware) -> Launches:
+    """The launches that were measured for this generation of chips, or those that fit all."""
+    if hardware.compute_capability is None:
         return PLAIN
-    major, _ = torch.get_device_module(device).get_device_capability(device)
-    return _BY_CAPABILITY.get(major, PLAIN)
+    return _BY_CAPABILITY.get(hardware.compute_capability[0], PLAIN)
 
 
 def pick(launches: tuple[Launch, ...], num_tokens: int, row_bytes: int) -> Launch:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from phonograph.engine.attention.base import Queries, Span, StepAttention
 from phonograph.engine.cache.groups import PagedCache
+from phonograph.sizes import ceil_div
 
 ByToken = Callable[[PagedCache, torch.Tensor, torch.Tensor, torch.Tensor], StepAttention]
 """Attention of tokens that each look at their own row: from the cache, their rows and positions, and the table."""
@@ -145,7 +146,7 @@ class _Prompt:
 
 def _num_pages(spans: Sequence[Span], page_size: int) -> int:
     """Pages that the longest of these sequences fills."""
-    return -(-max((span.start + span.count for span in spans), default=0) // page_size)
+    return ceil_div(max((span.start + span.count for span in spans), default=0), page_size)
 
 
 def _mask(places: torch.Tensor, positions: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:

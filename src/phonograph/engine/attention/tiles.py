@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from phonograph.engine.kernels.triton.kernel import kernel
-from phonograph.engine.kernels.triton.launch import ceil_div
-from phonograph.graphs.pool import next_power_of_two
+from phonograph.sizes import ceil_div, next_power_of_two
 
 _ORDERED = 64
 """Tiles that one program puts in order."""

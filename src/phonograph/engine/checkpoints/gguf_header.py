@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from phonograph.errors import CheckpointError
+from phonograph.numbers import is_whole
+from phonograph.sizes import is_power_of_two, round_up
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -136,9 +138,9 @@ class _Cursor:
         """The tensors with their places in the file, which must be inside it and apart from each other."""
         self.doing = "the places of the tensors"
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        if not is_whole(alignment) or not is_power_of_two(alignment):
             raise self.error(f"general.alignment is {alignment!r}; expected a power of two")
-        data_start = -(-self.at // alignment) * alignment
+        data_start = round_up(self.at, alignment)
         tensors: dict[str, StoredTensor] = {}
         end_before, name_before = data_start, "the header"
         for name, shape, kind, offset in sorted(stored, key=lambda tensor: tensor[3]):
@@ -153,7 +155,7 @@ class _Cursor:
                 )
             tensors[name] = StoredTensor(shape, kind, start, num_bytes)
             end_before, name_before = start + num_bytes, name
-        if len(self.data) > -(-end_before // alignment) * alignment:  # writers fill up to the alignment
+        if len(self.data) > round_up(end_before, alignment):  # writers fill up to the alignment
             raise self.error(f"the tensors end at byte {end_before}, but the file goes on to {len(self.data)}")
         return tensors
 
@@ -216,7 +218,7 @@ class _Cursor:
     def refuse_part(self, metadata: Mapping[str, object]) -> None:
         """Refuse a file that is one of several, before it is found to lack what the others have."""
         num_parts = metadata.get("split.count", 0)
-        if isinstance(num_parts, int) and num_parts > 1:
+        if is_whole(num_parts, 2):
             number = metadata.get("split.no", 0)
             part = f"part {number + 1} of {num_parts}" if isinstance(number, int) else f"one of {num_parts} parts"
             remedy = f"Join them: llama-gguf-split --merge {self.path.name} JOINED.gguf, with the first part's name."

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from phonograph.engine.kernels.tuning import MAX_TILES, MOST_TOKENS, STREAMED, Choice, Product
+from phonograph.sizes import ceil_div, next_power_of_two
 
 Job = tuple[Product, Choice]
 SHARED_BYTES = 227 << 10
@@ -59,7 +60,7 @@ def _overlapping(product: Product, choice: Choice) -> Iterator[Choice]:
 
 
 def _whole_vectors(product: Product, multiprocessors: int) -> Iterator[Choice]:
-    block = 1 << (product.inputs - 1).bit_length()
+    block = next_power_of_two(product.inputs)
     if block > 16384:
         return
     usual = max(4, min(16, block // 512))
@@ -74,11 +75,11 @@ def _whole_vectors(product: Product, multiprocessors: int) -> Iterator[Choice]:
             continue
         plain = Choice("vector", rows=rows * scale, block=block, warps=warps, stages=stages)
         yield plain
-        tiles = -(-product.outputs // plain.rows)
+        tiles = ceil_div(product.outputs, plain.rows)
         for each in (2, 3, 4, 6, 8):
-            most = -(-tiles // (each * multiprocessors))
+            most = ceil_div(tiles, each * multiprocessors)
             yield replace(plain, programs=min(tiles, each * multiprocessors))
-            yield replace(plain, programs=-(-tiles // most))  # all have as many tiles
+            yield replace(plain, programs=ceil_div(tiles, most))  # all have as many tiles
 
 
 def _blocked_vectors(product: Product) -> Iterator[Choice]:
@@ -117,7 +118,7 @@ _TILES = {
 
 
 def _matrices(product: Product, multiprocessors: int) -> Iterator[Choice]:
-    tokens = max(16, 1 << (product.tokens - 1).bit_length())
+    tokens = max(16, next_power_of_two(product.tokens))
     gated = product.op == "norm_gated"
     for rows, block, warps, stages, swap in _TILES[tokens]:
         stage = (rows * (2 if gated else 1) + tokens) * block * product.dtype.itemsize
@@ -125,7 +126,7 @@ def _matrices(product: Product, multiprocessors: int) -> Iterator[Choice]:
         if fitting < 2 or block >= 2 * product.inputs:
             continue
         tile = Choice("matrix", rows=rows, block=block, warps=warps, stages=fitting, swap=swap)
-        tiles = -(-product.outputs // rows)
+        tiles = ceil_div(product.outputs, rows)
         for split in (1, 2, 3, 4, 8):
             is_useful = 0.9 * multiprocessors <= tiles * split <= 6 * multiprocessors
             if split == 1 or (is_useful and not gated and tiles <= MAX_TILES and split * block <= product.inputs):

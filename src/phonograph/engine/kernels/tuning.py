@@ -17,7 +17,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from phonograph.engine.kernels.base import Op
-from phonograph.graphs.pool import next_power_of_two
+from phonograph.numbers import is_whole
+from phonograph.settings import cache_folder
+from phonograph.sizes import is_power_of_two, next_power_of_two
 
 log = logging.getLogger("phonograph")
 
@@ -84,9 +86,11 @@ class Choice:
             raise ValueError(f"overlap {self.overlap!r} is not one of {', '.join(get_args(Overlap))}")
         names = ("rows", "block", "warps", "stages", "split", "programs", "ahead")
         sizes = {name: value for name, value in asdict(self).items() if name in names}
-        if any(type(value) is not int or value < 0 for value in sizes.values()):
+        if any(not is_whole(value, 0) for value in sizes.values()):
             raise ValueError(f"sizes of a kernel are whole numbers from 0, not {sizes}")
-        if self.kind in ("vector", "matrix") and not all(_is_power(n) for n in (self.rows, self.block, self.warps)):
+        if self.kind in ("vector", "matrix") and not all(
+            is_power_of_two(n) for n in (self.rows, self.block, self.warps)
+        ):
             raise ValueError(f"rows, block and warps of a kernel are powers of two, not {sizes}")
 
 
@@ -198,12 +202,6 @@ def versions() -> dict[str, str]:
     return {"torch": str(torch.__version__), "triton": triton}
 
 
-def cache_folder() -> Path:
-    """Where the platform keeps a user's caches."""
-    named = os.path.expandvars("$XDG_CACHE_HOME")  # stays as it is where there is none
-    return (Path.home() / ".cache" if named in ("", "$XDG_CACHE_HOME") else Path(named)) / "phonograph"
-
-
 def _file(folder: Path | None) -> Path:
     now = versions()
     return (folder or cache_folder()) / f"kernels-torch-{now['torch']}-triton-{now['triton']}.json"
@@ -255,7 +253,3 @@ def _order(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _shape(product: Product) -> tuple[Op, int, int, torch.dtype]:
     return product.op, product.outputs, product.inputs, product.dtype
-
-
-def _is_power(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0

@@ -11,6 +11,7 @@ from phonograph.engine.limits import Limits
 from phonograph.engine.request import FinishReason
 from phonograph.engine.sequence import Sequence
 from phonograph.errors import PhonographError
+from phonograph.sizes import ceil_div
 
 
 class Reservations:
@@ -92,7 +93,7 @@ class Reservations:
 
     def _target(self, sequence: Sequence, length: int) -> int:
         """Pages that hold `length` tokens and the reserve, but never more than the sequence can need."""
-        return -(-min(length + self._reserve, sequence.max_computed) // self._page_size)
+        return ceil_div(min(length + self._reserve, sequence.max_computed), self._page_size)
 
     def _evict_for(self, count: int) -> None:
         short = count - self.pool.num_free

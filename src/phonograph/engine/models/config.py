@@ -14,6 +14,7 @@ from phonograph.engine.models import features, rope_scaling
 from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.rope_scaling import RopeScaling
 from phonograph.errors import CheckpointError
+from phonograph.numbers import is_whole
 
 log = logging.getLogger("phonograph")
 
@@ -218,7 +219,7 @@ def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int 
         window = fields.values.get("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     if window is None:
         return None, frozenset()
-    if type(window) is not int or not 1 <= window <= _LARGEST["max_len"]:
+    if not is_whole(window, 1, _LARGEST["max_len"]):
         expected = "a positive integer of 32 bits, or null"
         raise CheckpointError(f"reading {fields.source}: sliding_window is {window!r}; expected {expected}.")
     kinds = fields.texts("layer_types") if "layer_types" in fields else None

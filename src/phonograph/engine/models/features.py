@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from phonograph.engine.models.fields import Fields
 from phonograph.errors import CheckpointError
+from phonograph.numbers import is_number
 
 log = logging.getLogger("phonograph")
 
@@ -86,7 +87,7 @@ def check_hf(fields: Fields, head_dim: int, also_read: Collection[str] = ()) -> 
         )
     known = (_HF_READ | _HF_WITHOUT_EFFECT).union(also_read)
     unknown = [name for name, value in fields.values.items() if value is not None and name not in known]
-    scales = [name for name in unknown if _SCALES.search(name) and _is_number(fields.values[name])]
+    scales = [name for name in unknown if _SCALES.search(name) and is_number(fields.values[name])]
     for name in scales:
         _refuse_unless_neutral(fields, name, head_dim, {1.0})
     silent = {*scales, *(name for name in _HF_OFF if fields.values.get(name) is False)}
@@ -118,10 +119,6 @@ def check_gguf(fields: Fields, head_dim: int, max_len: int) -> None:
                 _refuse_unless_neutral(fields, name, head_dim, {0.0, 1.0} if name.endswith("scale") else {0.0})
         return
     raise CheckpointError(f"reading {fields.source}: {problem}.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _refuse_unless_neutral(fields: Fields, name: str, head_dim: int, neutral: set[float]) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from phonograph.errors import CheckpointError
+from phonograph.numbers import is_finite, is_whole
 
 _MAX_FILE_BYTES = 100 * 2**20
 """Longer than any description of a model; a file is read whole."""
-_MAX_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,7 @@ class Fields:
         value = self.values.get(name)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool):
-            self._refuse(name, "an integer")
-        if abs(value) > _MAX_INTEGER:
+        if not is_whole(value):
             self._refuse(name, "an integer of 64 bits")
         return value
 
@@ -68,15 +65,9 @@ class Fields:
         value = self.values.get(name)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            self._refuse(name, "a number")
-        try:
-            found = float(value)
-        except OverflowError:
-            found = math.inf
-        if not math.isfinite(found):
+        if not is_finite(value):
             self._refuse(name, "a finite number")
-        return found
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name)
@@ -109,12 +100,9 @@ class Fields:
         if value is None:
             return ()
         given = value if isinstance(value, list) else [value]
-        items = [item for item in given if isinstance(item, int) and not isinstance(item, bool)]
-        if len(items) < len(given):
-            self._refuse(name, "an integer or a list of integers")
-        if any(abs(item) > _MAX_INTEGER for item in items):
-            self._refuse(name, "integers of 64 bits")
-        return tuple(items)
+        if not all(map(is_whole, given)):
+            self._refuse(name, "an integer of 64 bits or a list of them")
+        return tuple(given)
 
     def section(self, name: str) -> Fields:
         """The object under a name; absent is empty."""

@@ -13,6 +13,7 @@ from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Op, Pla
 from phonograph.engine.models.interface import Model
 from phonograph.engine.ops import projections
 from phonograph.engine.ops.matrix import Matrix
+from phonograph.sizes import ceil_div
 
 NUM_TOKENS = 512
 _PAGE = 16
@@ -34,7 +35,7 @@ def value_range(model: Model, device: Device) -> ValueRange:
     """Of one sequence of tokens from all over the vocabulary, behind the token that texts begin with."""
     config, on = model.config, device.torch_device
     num_tokens = min(NUM_TOKENS, model.max_len)
-    num_pages = -(-num_tokens // _PAGE)
+    num_pages = ceil_div(num_tokens, _PAGE)
     watched = _Watched(model.kernels, model.dtype)
     model = model.with_kernels(watched)
     tokens = (torch.arange(1, num_tokens + 1, dtype=torch.float64) * _STRIDE % 1 * config.vocab).long()

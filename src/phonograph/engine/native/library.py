@@ -12,9 +12,9 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache as memo
 from pathlib import Path
 
-from phonograph.engine.kernels.tuning import cache_folder
 from phonograph.errors import DeviceError
 from phonograph.graphs.progress import Progress, silent
+from phonograph.settings import cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 _PARTS = (SOURCE, Path(__file__).with_name("picking.h"))

@@ -20,6 +20,7 @@ from phonograph.engine.sequence import Sequence
 from phonograph.engine.step import Step
 from phonograph.errors import DeclarationError
 from phonograph.graphs.values import numpy_dtype
+from phonograph.sizes import ceil_div
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -108,7 +109,7 @@ class TableSizes:
             case Width.VOCABULARY:
                 return self.vocab
             case Width.BITS:
-                return -(-self.vocab // 32)
+                return ceil_div(self.vocab, 32)
             case Width.PAGES:
                 return self.max_pages
         return width

@@ -15,11 +15,11 @@ import torch
 from phonograph.devices import Device
 from phonograph.engine.state.column import Access, Array, Column, Form, Group, TableSizes, TrialRows, Writer
 from phonograph.engine.state.updates import TableUpdates, Write
-from phonograph.errors import DeclarationError, DeviceError
+from phonograph.errors import DeclarationError, allocating
 from phonograph.graphs.buffers import LoadCounts, LoadMode, Registry
 from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.pool import next_power_of_two
 from phonograph.graphs.slots import Pad, Slot
+from phonograph.sizes import next_power_of_two, round_up
 
 _ALIGNMENT = 16
 _SMALLEST = 256
@@ -31,16 +31,6 @@ class _Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=_Dataclass)
-
-
-@contextmanager
-def allocating(what: str, remedy: str) -> Iterator[None]:
-    """A block that does nothing but allocate: where there is no room, says for what, and what to lower."""
-    try:
-        yield
-    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # what torch raises depends on the size
-        why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        raise DeviceError(f"allocating {what}: {why}. {remedy}") from error
 
 
 class RequestTables:
@@ -291,7 +281,7 @@ class _Block:
     def add(self, array: Array) -> None:
         """Give an array its place."""
         self._parts[id(array)] = self._end, array
-        self._end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._end += round_up(array.nbytes, _ALIGNMENT)
 
     @property
     def num_bytes(self) -> int:
@@ -299,7 +289,7 @@ class _Block:
         if self._end <= _SMALLEST:
             return _SMALLEST if self._end else 0
         grain = next_power_of_two(self._end) // 8
-        return -(-self._end // grain) * grain
+        return round_up(self._end, grain)
 
     def packed(self) -> Array:
         """All of them in one array of bytes."""

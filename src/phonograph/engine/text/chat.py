@@ -49,10 +49,6 @@ class ChatTemplate:
         """From chat_template.jinja, or from tokenizer_config.json, of a Hugging Face folder."""
         return cls(_read_template(folder), SideFiles.read(folder).special_tokens, str(folder))
 
-    @property
-    def is_present(self) -> bool:
-        return self._template is not None
-
     def render(
         self,
         messages: Sequence[Message],

@@ -32,11 +32,6 @@ def dependent(overlap: Overlap) -> dict[str, bool]:
     return {} if overlap == "none" else {"launch_pdl": True}
 
 
-def ceil_div(number: int, divisor: int) -> int:
-    """On the host: Triton's own passes through its compiler's wrapper, which costs as much as an op."""
-    return -(-number // divisor)
-
-
 @triton.jit
 def begin(overlap: tl.constexpr):
     """At the start of a program: let the next kernel begin, if it may so early."""

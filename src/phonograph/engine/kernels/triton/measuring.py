@@ -12,13 +12,14 @@ from statistics import median
 
 import torch
 
-from phonograph.devices import Device, MemoryPool
+from phonograph.devices import Device, MemoryPool, open_device
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.candidates import Job, candidates, variations
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Product
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.graphs.progress import Progress, silent
+from phonograph.sizes import ceil_div, next_power_of_two
 
 BYTES_IN_A_CYCLE = 512 << 20
 """Weights that are read before one is read again: several times the largest cache."""
@@ -49,7 +50,7 @@ class Trial:
     def of(product: Product, device: torch.device, num_matrices: int | None = None) -> Trial:
         rows = product.outputs * (2 if product.op == "norm_gated" else 1)
         size = rows * product.inputs * product.dtype.itemsize
-        cycle = 2 if device.type == "cpu" else max(2, min(36, -(-BYTES_IN_A_CYCLE // size)))
+        cycle = 2 if device.type == "cpu" else max(2, min(36, ceil_div(BYTES_IN_A_CYCLE, size)))
 
         def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return torch.randn(shape, device=device, dtype=product.dtype) * scale
@@ -183,7 +184,7 @@ def compile_all(jobs: Iterable[Job], device: torch.device, workers: int = 8) -> 
     distinct: dict[tuple[object, ...], Job] = {}
     for product, choice in jobs:
         # The code does not depend on the number of programs and outputs, nor on the tokens that a tile is for.
-        tokens = 1 if choice.kind == "vector" else max(16, 1 << (product.tokens - 1).bit_length())
+        tokens = 1 if choice.kind == "vector" else max(16, next_power_of_two(product.tokens))
         key = (
             product.op,
             product.outputs % 16 == 0,
@@ -205,6 +206,7 @@ def compile_all(jobs: Iterable[Job], device: torch.device, workers: int = 8) -> 
 
 
 def _compile(product: Product, choice: Choice, device: str) -> None:
-    trial = Trial.of(product, torch.device(device), num_matrices=1)
-    trial.run(Products(torch.device(device)), choice, trial.matrices[0])
-    torch.accelerator.synchronize()
+    on = open_device(device)
+    trial = Trial.of(product, on.torch_device, num_matrices=1)
+    trial.run(Products(on.torch_device), choice, trial.matrices[0])
+    on.synchronize()

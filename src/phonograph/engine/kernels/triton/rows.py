@@ -7,10 +7,10 @@ import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.triton.kernel import kernel
-from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, code, dependent, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
 from phonograph.errors import DeviceError
-from phonograph.graphs.pool import next_power_of_two
+from phonograph.sizes import ceil_div, next_power_of_two
 
 WIDEST_ROW = 16384
 _SILU_BLOCK = 1024
@@ -79,11 +79,10 @@ def add_norm(
     return normed, total
 
 
-def silu_mul(mixed: torch.Tensor, out: torch.Tensor | None = None, *, overlap: Overlap = "none") -> torch.Tensor:
+def silu_mul(mixed: torch.Tensor, *, overlap: Overlap = "none") -> torch.Tensor:
     """silu(gate) · up, where gate and up are the halves of the rows of `mixed`."""
     num_rows, width = mixed.shape[0], mixed.shape[1] // 2
-    if out is None:
-        out = torch.empty((num_rows, width), dtype=mixed.dtype, device=mixed.device)
+    out = torch.empty((num_rows, width), dtype=mixed.dtype, device=mixed.device)
     if num_rows:
         _silu_mul[(num_rows, ceil_div(width, _SILU_BLOCK))](
             mixed,

@@ -8,9 +8,9 @@ import triton.language as tl
 from phonograph.engine.attention.base import Queries
 from phonograph.engine.kernels.base import Angles, Places
 from phonograph.engine.kernels.triton.kernel import kernel
-from phonograph.engine.kernels.triton.launch import begin, ceil_div, code, dependent, wait_for_inputs
+from phonograph.engine.kernels.triton.launch import begin, code, dependent, wait_for_inputs
 from phonograph.engine.kernels.tuning import Overlap
-from phonograph.graphs.pool import next_power_of_two
+from phonograph.sizes import ceil_div, next_power_of_two
 
 _BLOCK = 256
 

@@ -12,18 +12,9 @@ import triton.language as tl
 
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.triton.kernel import kernel
-from phonograph.engine.kernels.triton.launch import (
-    LINE,
-    begin,
-    ceil_div,
-    code,
-    dependent,
-    nearly_done,
-    prefetch,
-    wait_for_inputs,
-)
+from phonograph.engine.kernels.triton.launch import LINE, begin, code, dependent, nearly_done, prefetch, wait_for_inputs
 from phonograph.engine.kernels.tuning import STREAMED, Choice
-from phonograph.graphs.pool import next_power_of_two
+from phonograph.sizes import ceil_div, next_power_of_two
 
 
 @triton.jit
