@@ -13,6 +13,7 @@ from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
 from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Hidden
+from phonograph.engine.state.column import Column
 
 PIECE = 2048
 """Tokens that go through a layer's widest part at a time: so many keep a device busy; all of a long step would set
@@ -69,6 +70,10 @@ class Decoder:
     @property
     def keeps(self) -> tuple[Paged, ...]:
         return tuple(Paged(layer.heads.num_kv_heads, layer.heads.head_dim) for layer in self.weights.layers)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return ()
 
     @property
     def matrices(self) -> list[torch.Tensor]:
