@@ -39,6 +39,12 @@ def post(path: str, body: object, headers: bytes = LOCAL) -> bytes:
     return b"POST %s HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n" % (path.encode(), headers, len(data)) + data
 
 
+def calling(arguments: str) -> dict[str, object]:
+    """A message of an assistant that calls a function."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 def bodies(max_chars: int, max_len: int) -> dict[str, bytes]:
     """Requests that cost much, or once did; some are refused, some are as large as a request may be."""
     few = {"max_tokens": 4}
@@ -60,6 +66,18 @@ def bodies(max_chars: int, max_len: int) -> dict[str, bytes]:
         "2,048 messages": post(CHAT, {"messages": [HELLO] * 2048, **few}),
         "2 million lists": post(TEXT, b'{"prompt":"x","metadata":{"a":[' + b"[]," * 2_000_000 + b"1]}}"),
         "most lists that may be": post(TEXT, b'{"prompt":"x","metadata":{"a":[' + b"[]," * 32_000 + b"1]}}"),
+        "262,000 numbers near the largest": post(
+            TEXT, b'{"prompt":"x","metadata":{"a":[' + b"9e306," * 262_000 + b"1]}}"
+        ),
+        "most numbers near the largest": post(
+            TEXT, b'{"prompt":"x","metadata":{"a":[' + b"9e306," * 64 + b"1.5," * 4096 + b"1]}}"
+        ),
+        "numbers of many digits": post(
+            TEXT, b'{"prompt":"x","metadata":{"a":[' + (b"9" * 300 + b",") * 24_000 + b"1]}}"
+        ),
+        "numbers in the arguments of a call": post(
+            CHAT, {"messages": [calling("[" + "9e306," * 10_000 + "1]")], **few}
+        ),
         "4 million ids": post(TEXT, b'{"prompt":[' + b"1," * 4_000_000 + b"1]}"),
         "detokenize 32,000 ids": post("/detokenize", {"tokens": [1] * 32_000}),
         "choice of 100,000": post(TEXT, {"prompt": "x", "guided_choice": [str(n) for n in range(100_000)]}),

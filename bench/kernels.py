@@ -46,6 +46,7 @@ from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.decoder import Decoder, LayerWeights, Weights
 from phonograph.engine.models.interface import ModelParts
 from phonograph.engine.models.loading import load_weights
+from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
 from phonograph.graphs.progress import bar
 
@@ -141,16 +142,16 @@ def accuracy(device: Device, chosen: dict[Product, Choice]) -> Figures:
     for wanted_product, choice in chosen.items():
         # Fewer outputs than a vocabulary has: the kernel is the same, and float64 is slow.
         product = replace(wanted_product, outputs=min(wanted_product.outputs, 16384))
-        trial = Trial.of(product, device.torch_device, num_weights=1)
+        trial = Trial.of(product, device.torch_device, num_matrices=1)
         exact = Trial(
             product, trial.x.double(), trial.delta.double(),
-            Norm(trial.norm.weight.double(), trial.norm.eps), tuple(w.double() for w in trial.weights),
+            Norm(trial.norm.weight.double(), trial.norm.eps), tuple(Matrix(m.data.double()) for m in trial.matrices),
         )  # fmt: skip
         wanted = _reference(wide, exact)
         errors = {
             kind: ((found.double() - wanted).norm() / wanted.norm()).item()
             for kind, one in (("chosen", choice), ("library", Choice("library")))
-            for found in [replace(trial, x=trial.x.clone()).run(products, one, trial.weights[0])]
+            for found in [replace(trial, x=trial.x.clone()).run(products, one, trial.matrices[0])]
         }
         name = f"{product.op} {product.tokens} × {product.inputs} → {product.outputs}"
         figures[name] = {kind: float(f"{error:.2g}") for kind, error in errors.items()}
@@ -159,14 +160,14 @@ def accuracy(device: Device, chosen: dict[Product, Choice]) -> Figures:
 
 
 def _reference(kernels: Kernels, trial: Trial) -> torch.Tensor:
-    weight = trial.weights[0]
+    matrix = trial.matrices[0]
     match trial.product.op:
         case "linear":
-            return kernels.linear(trial.x, weight)
+            return kernels.linear(trial.x, matrix)
         case "norm_linear":
-            return kernels.norm_linear(trial.x, trial.delta, trial.norm, weight, None)[0]
+            return kernels.norm_linear(trial.x, trial.delta, trial.norm, matrix)[0]
         case "norm_gated":
-            return kernels.norm_gated(trial.x, trial.delta, trial.norm, weight)[0]
+            return kernels.norm_gated(trial.x, trial.delta, trial.norm, matrix)[0]
 
 
 # -- a step -----------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def step_of(kernels: Kernels, weights: Weights, x: torch.Tensor, attended: torch
     x = x.clone()  # kernels may add to it in place
     delta: torch.Tensor | None = None
     for layer in weights.layers:
-        _, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, None)
+        _, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv)
         delta = kernels.linear(attended, layer.out)
         gated, x = kernels.norm_gated(x, delta, layer.mlp_norm, layer.gate_up)
         delta = kernels.linear(gated, layer.down)
@@ -194,11 +195,11 @@ def step_inputs(device: Device, config: ModelConfig, weights: Weights, count: in
 def bare_step(weights: Weights, x: torch.Tensor, attended: torch.Tensor, gated: torch.Tensor) -> None:
     """The products alone, by the library."""
     for layer in weights.layers:
-        functional.linear(x, layer.qkv)
-        functional.linear(attended, layer.out)
-        functional.linear(x, layer.gate_up)
-        functional.linear(gated, layer.down)
-    functional.linear(x, weights.head)
+        functional.linear(x, layer.qkv.data)
+        functional.linear(attended, layer.out.data)
+        functional.linear(x, layer.gate_up.data)
+        functional.linear(gated, layer.down.data)
+    functional.linear(x, weights.head.data)
 
 
 def steps(device: Device, config: ModelConfig, weights: Weights, chosen: Tuning, tokens: list[int]) -> Figures:
@@ -387,6 +388,8 @@ def _doubled(weights: Weights) -> Weights:
     def wide(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.double()
+        if isinstance(value, Matrix):
+            return Matrix(value.data.double(), None if value.bias is None else value.bias.double())
         if isinstance(value, Norm):
             return Norm(value.weight.double(), value.eps)
         if isinstance(value, Heads | LayerWeights):
@@ -394,7 +397,7 @@ def _doubled(weights: Weights) -> Weights:
         return value
 
     layers = tuple(wide(layer) for layer in weights.layers)
-    return Weights(wide(weights.embedding), layers, wide(weights.norm), weights.head[:1].double())
+    return Weights(wide(weights.embedding), layers, wide(weights.norm), Matrix(weights.head.data[:1].double()))
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ def reference_config(config: ModelConfig) -> Any:
         rms_norm_eps=config.rms_eps,
         max_position_embeddings=config.max_len,
         tie_word_embeddings=config.tied_embeddings,
+        attention_bias=config.o_bias,
+        mlp_bias=config.mlp_bias,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ from phonograph import (
     graph_break,
     graphed,
 )
+from phonograph.devices.emulated import EmulatedDevice
+from phonograph.graphs.extent import Dim
 from phonograph.graphs.progress import silent
 
 # fmt: off
@@ -50,6 +53,10 @@ TRAPS = [
      "refused before capture, op and line named"),
     ("host_constant", "a tensor is made from host values inside the body, and frozen",
      "refused before capture, op and line named"),
+    ("number_accumulated_into", "a tensor that the body makes of a number is written in place, and keeps what it gets",
+     "holds the number again at every replay"),
+    ("memory_without_memory", "torch.func.jvp makes zeros that have no memory",
+     "refused, op and line named, where the op would be recorded"),
     ("python_number", "a Python number that changes between calls is frozen at capture",
      "keeps the value of capture; make it a slot, and it is live"),
     ("side_effect", "Python side effects run at capture only",
@@ -76,6 +83,12 @@ TRAPS = [
      "eager, counted, past 2x and 256 rows"),
     ("zero_rows", "an idle step has no rows",
      "replays the smallest bucket, gives no rows"),
+    ("two_dims_of_one_size", "two dims have one size in every recording: which of them does an output's axis follow?",
+     "each is tried alone at other sizes, before capture and by verify"),
+    ("an_axis_cut_at_a_length", "an output's axis follows a dim only up to a length: small batches are trimmed wrong",
+     "tried at small sizes too, and refused at capture, axis and sizes named"),
+    ("one_size_only", "the body runs at one size of a dim only: nobody knows how to trim what it puts out",
+     "batches that don't fill the dim run eagerly, counted"),
     ("outputs_overwritten", "the next replay overwrites the tensors that the last one returned",
      "calls own their outputs; views are asked for by name"),
     ("input_returned", "the body returns its input, that is, the buffer",
@@ -83,7 +96,11 @@ TRAPS = [
     ("callers_tensor_written", "the body writes to its input in place: a replay would write the buffer",
      "refused at capture, op and line named; an eager call writes the caller's tensor"),
     ("one_tensor_for_two_slots", "two slots are given the same tensor, and the body writes one of them",
-     "a recorded body writes none; an eager call that would differ is refused"),
+     "a recorded body writes none; an eager call has the caller's tensors, or is refused if copies were asked for"),
+    ("memo_by_identity", "the body remembers what it made of an input by `is`, `id()` or a cache over tensors",
+     "trial runs get new tensor objects every time: refused by name, or computed in the recording"),
+    ("input_kept", "the body keeps its input for the next call, and the eager path's buffer is overwritten",
+     "an eager call has the caller's own tensors, or ones made for it alone"),
     ("weight_changed_in_place", "a weight is updated in place",
      "seen by the next replay"),
     ("weight_replaced", "a parameter is replaced, and the graph reads the old address",
@@ -92,6 +109,10 @@ TRAPS = [
      "what the body writes is put back"),
     ("random_numbers", "a replay repeats the random numbers of capture",
      "every replay draws its own, and a seed fixes them"),
+    ("seed_in_the_body", "the body seeds (manual_seed, fork_rng, set_rng_state), which a replay does not",
+     "refused before capture, function and line named"),
+    ("weight_caches", "capture inside torch.autocast or parametrize.cached() reads what they made of a weight before",
+     "trial runs and capture find these caches empty, and leave nothing in them"),
     ("grad_enabled", "capture or call with grad enabled, on weights that need gradients",
      "recorded and replayed without grad"),
     ("inference_mode", "capture under inference mode, calls outside it, and the other way round",
@@ -104,6 +125,16 @@ TRAPS = [
      "BreakError names both values"),
     ("gap_arguments", "a gap's Python arguments keep the value of capture",
      "a live argument has the value of the call, and the live batch is in current().batch"),
+    ("gap_returns_its_argument", "a gap returns its argument at capture, and a new tensor later: where does that go?",
+     "BreakError names the gap and the remedy; the argument is never written"),
+    ("gap_closure", "a gap reads a variable around it that the body changes later, such as that of a loop",
+     "refused at capture, variable and line named"),
+    ("gap_result_written", "the body writes in place to what a gap returned, and others hold that memory too",
+     "refused at capture, gap named; memory that is the gap's own may be written"),
+    ("gap_changes_a_container", "a gap puts something into a dict or list that it is passed: a replay has a copy",
+     "refused at capture, gap named"),
+    ("gap_modes", "a gap is called under an autocast or a default dtype that the body sets",
+     "runs under it at every replay"),
     ("one_failing_bucket", "one shape can't be captured",
      "that bucket stays eager, the others are served by graphs"),
     ("failed_capture", "a failed capture leaves the device or torch broken",
@@ -220,6 +251,43 @@ def test_host_constant(device: Device) -> None:
     check_frame(check_refused(make(body, device), device, HostConstantError), body)
     constant = torch.tensor([1.0, 2.0, 3.0], device=device.torch_device)
     check_replayed(make(lambda x: x + constant, device), device, body)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda x: torch.tensor(0.5),
+        lambda x: torch.as_tensor(0.5),
+        lambda x: torch.asarray(0.5),
+        lambda x: x.cpu().new_tensor(0.5) if x.is_cuda else x.new_tensor(0.5),
+        lambda x: torch.tensor(0.5)[None].view(1, 1)[0, 0],
+    ],
+)
+def test_number_accumulated_into(number: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def body(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        total, scale = number(x), number(x)
+        total += x.sum()
+        torch.mul(x.sum(), 2, out=scale)
+        return x, total, scale + number(x)
+
+    # On a GPU a number made without a device stays on the host, where what it is added to is refused.
+    device = EmulatedDevice(poison=True)
+    made = make(body, device, buckets=Buckets.of(4, 8))
+    for seed in (1, 2, 1):
+        x = rows(device, 4, seed)
+        assert isinstance(made.decide(x), Replay)
+        for found, wanted in zip(made(x), body(x), strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert made.verify()
+
+
+def test_memory_without_memory() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return torch._efficientzerotensor(x.shape) + x
+
+    device = EmulatedDevice()
+    error = check_refused(make(body, device), device, CaptureError)
+    check_frame(error, body)
 
 
 def test_python_number(device: Device) -> None:
@@ -391,6 +459,57 @@ def test_zero_rows(device: Device) -> None:
 # -- whose tensor is it ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("buckets", [Buckets.of(2), Buckets.of(2, 4), Buckets.of(2, exact=True)])
+def test_two_dims_of_one_size(device: Device, buckets: Buckets) -> None:
+    slot = Slot("x", ("rows", "a", "b"), torch.float32)
+    dims = [Dim("a", limit=2), Dim("b", limit=2)]
+    made = make(lambda x: (x * 2).transpose(1, 2), device, slots=[slot], dims=dims, buckets=buckets)
+    for shape in ((2, 1, 2), (2, 2, 1), (2, 1, 1), (2, 2, 2)):
+        x = torch.ones(shape, device=device.torch_device)
+        assert isinstance(made.decide(x), Replay)
+        assert made(x).shape == (shape[0], shape[2], shape[1])
+    assert made.verify()
+    entry = made.runner._entries[made.runner.captured[-1]]
+    entry.axes.update({path: {1: "a", 2: "b"} for path in entry.axes})  # as if the dims had been mistaken
+    entry._fitted.clear()
+    assert {check.name for check in made.verify().failures} >= {"unpadded"}
+
+
+@pytest.mark.parametrize(
+    "body", [lambda x: x[:, :8] * 2, lambda x: x[:, :2] * 2, lambda x: x[:3].T * 2, lambda x: x.squeeze(0)]
+)
+def test_an_axis_cut_at_a_length(device: Device, body: Callable[..., torch.Tensor]) -> None:
+    slot = Slot("x", ("rows", "cells"), torch.float32)
+    made = make(body, device, slots=[slot], dims=[Dim("cells", limit=16)], buckets=Buckets.of(4, 8))
+    assert made.runner.report is not None
+    assert "changes with the batch and is no dim" in str(made.runner.report.failures[0].error)
+    for shape in ((3, 5), (1, 16), (4, 1)):
+        x = torch.ones(shape, device=device.torch_device)
+        assert made(x).shape == body(x).shape
+
+
+def test_one_size_only(device: Device) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] in (7, 16)
+        return x * 2
+
+    slot = Slot("x", ("rows", "cells"), torch.float32)
+    made = make(body, device, slots=[slot], dims=[Dim("cells", limit=16)])
+    assert made(torch.ones(3, 7, device=device.torch_device)).shape == (3, 7)
+    assert made.stats.eager == {Reason.NOT_TRIMMED: 1}
+    assert made(torch.ones(3, 16, device=device.torch_device)).shape == (3, 16)
+    assert made.stats.replays.total() == 1
+    assert made.verify()
+
+    # Rows in pairs, as rotary embeddings want them: sizes that run are enough to know.
+    paired = make(
+        lambda x: x.unflatten(1, (-1, 2)).flip(-1).flatten(1), device, slots=[slot], dims=[Dim("cells", limit=16)]
+    )
+    assert paired(torch.ones(3, 10, device=device.torch_device)).shape == (3, 10)
+    assert paired.stats.replays.total() == 1
+    assert paired.verify()
+
+
 def test_outputs_overwritten(device: Device) -> None:
     made, views = make(lambda x: x + 1, device), make(lambda x: x + 1, device, outputs="view")
     one, other = rows(device, 4, seed=1), rows(device, 4, seed=2)
@@ -432,7 +551,7 @@ def test_callers_tensor_written(device: Device, count: int, capture: bool) -> No
         assert torch.equal(made(x), body(plain))
         assert torch.equal(x, plain)
 
-    reshaped = make(lambda x: x.unsqueeze_(0) + 1, device, capture=capture)
+    reshaped = make(lambda x: x.unsqueeze_(0) + 1, device, capture=capture, eager_copies=True)
     for _ in range(2):
         with pytest.raises(LoadError, match="changes the shape of its input 'x' in place"):
             reshaped(x)
@@ -444,7 +563,7 @@ def test_one_tensor_for_two_slots(device: Device, capture: bool) -> None:
         return (x.mul_(2) if write else x * 2) + y
 
     y = Slot("y", ("rows", WIDTH), torch.float32)
-    made = make(body, device, slots=[X, y], capture=capture)
+    made = make(body, device, slots=[X, y], capture=capture, eager_copies=True)
     x = rows(device, 3)
     torch.testing.assert_close(made(x, x), x * 3)
     pair = torch.cat([x, x], dim=1)
@@ -453,9 +572,80 @@ def test_one_tensor_for_two_slots(device: Device, capture: bool) -> None:
     torch.testing.assert_close(half, x * 2)
     with pytest.raises(LoadError, match="is the same memory"):
         made(x, x, write=True)
-    own = make(body, device, slots=[X, y], capture=False, eager_copies=False)
+    own = make(body, device, slots=[X, y], capture=capture)
     x = rows(device, 3)
     torch.testing.assert_close(own(x, x, write=True), rows(device, 3) * 4)
+
+
+@pytest.mark.parametrize("backend", ["full", "disabled"])
+def test_input_kept(device: Device, backend: str) -> None:
+    class Delta(nn.Module):
+        before: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            change = x if self.before is None else x - self.before
+            self.before = x
+            return change
+
+    plain, made = Delta(), make(Delta(), device, backend=backend)
+    for seed in range(4):
+        x = rows(device, 3, seed)
+        assert torch.equal(made(x), plain(x))
+    # A value that must be made of another is made anew: a list, another dtype.
+    for seed in range(4):
+        x = rows(device, 3, seed)
+        given = x.tolist() if seed % 2 else x.half()
+        assert torch.equal(made(given), plain(x if seed % 2 else x.half().float()))
+    assert made.stats.eager.total() == 8
+
+
+class MemoByIs(nn.Module):
+    seen: torch.Tensor | None = None
+    made: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x is not self.seen:
+            self.seen, self.made = x, x.sum(1, keepdim=True)
+        assert self.made is not None
+        return x + self.made
+
+
+class MemoById(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in self.made:
+            self.made[id(x)] = x.sum(1, keepdim=True)
+        return x + self.made[id(x)]
+
+
+class MemoByCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = functools.lru_cache(lambda x: x.sum(1, keepdim=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.made(x)
+
+
+@pytest.mark.parametrize("kind", [MemoByIs, MemoById, MemoByCache])
+def test_memo_by_identity(device: Device, kind: type[nn.Module]) -> None:
+    made = make(kind(), device)
+    report = made.runner.report
+    assert report is not None
+    if kind is MemoByCache:  # nobody sees into it, and it never hits
+        assert not report.failures
+    else:
+        assert len(report.failures) == len(report.rows)
+        assert f"the body changes {kind.__name__}." in str(report.failures[0].error)
+    held = []
+    for seed in range(4):
+        x = rows(device, 3, seed)
+        torch.testing.assert_close(made(x), kind()(x))
+        held.append(x)
+    assert made.verify()
 
 
 def test_weight_changed_in_place(device: Device) -> None:
@@ -510,6 +700,62 @@ def test_random_numbers(device: Device) -> None:
         drawn.append(made(x))
     assert torch.equal(*drawn)
     assert made.stats.replays.total() == 4
+
+
+def forked(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return x + torch.randn(WIDTH, device=x.device)
+
+
+def seeded(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return x + torch.randn(WIDTH, device=x.device)
+
+
+def state_set(x: torch.Tensor) -> torch.Tensor:
+    torch.set_rng_state(torch.get_rng_state())
+    return x + 1
+
+
+@pytest.mark.parametrize("body", [forked, seeded, state_set])
+def test_seed_in_the_body(device: Device, body: Callable[..., torch.Tensor]) -> None:
+    error = check_refused(make(body, device), device, CaptureError)
+    assert "sets the random numbers, and a replay draws its own" in str(error)
+    check_frame(error, body)
+    torch.manual_seed(3)  # and nothing stays behind
+    assert vars(torch.random)["default_generator"] is torch.default_generator
+
+
+class Tripled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 3
+
+
+@pytest.mark.parametrize("cache", ["autocast", "parametrize"])
+def test_weight_caches(device: Device, cache: str) -> None:
+    kind = device.torch_device.type
+    model = nn.Linear(WIDTH, WIDTH, bias=False).to(device.torch_device)
+    made = make(model, device, slots=[Slot("input", ("rows", WIDTH), torch.float32)])
+    if cache == "parametrize":
+        nn.utils.parametrize.register_parametrization(model, "weight", Tripled())
+
+    def caching() -> Any:
+        return nn.utils.parametrize.cached() if cache == "parametrize" else torch.autocast(kind, dtype=torch.float16)
+
+    x = rows(device, 3)
+    with caching():
+        model(x)
+        made.capture(silent)
+        assert made.verify()
+        after_capture = model(x).detach().clone()
+    with torch.no_grad(), caching():
+        torch.testing.assert_close(after_capture, model(x))
+    with torch.no_grad():
+        next(model.parameters()).mul_(3)
+        with caching():
+            assert isinstance(made.decide(x), Replay)
+            torch.testing.assert_close(made(x), model(x))
 
 
 def test_grad_enabled(device: Device) -> None:
@@ -633,6 +879,158 @@ def test_gap_arguments(device: Device) -> None:
 
 
 # -- failures and memory --------------------------------------------------------------------------------------
+
+
+def test_gap_returns_its_argument(device: Device) -> None:
+    weight = torch.ones(WIDTH, device=device.torch_device)
+    factor = 1.0
+
+    @graph_break
+    def adapt(w: torch.Tensor) -> torch.Tensor:
+        return w if factor == 1.0 else w * factor
+
+    @graph_break
+    def fill(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return out.copy_(x * factor)
+
+    made = make(lambda x: x * adapt(weight), device, backend="breakable")
+    filled = make(lambda x: fill(torch.empty_like(x), x) + 1, device, backend="breakable")
+    x = rows(device, 3)
+    torch.testing.assert_close(made(x), x)
+    factor = 5.0
+    with pytest.raises(BreakError, match=r"gap .*adapt: returned another tensor than its argument"):
+        made(x)
+    assert weight.tolist() == [1.0] * WIDTH
+    torch.testing.assert_close(filled(x), x * 5 + 1)
+    assert filled.stats.replays.total() == 1
+
+
+def check_broken(made: Graphed, device: Device, problem: str, body: Callable[..., torch.Tensor]) -> CaptureError:
+    """Refused by name, and calls are right all the same."""
+    report = made.runner.report
+    assert report is not None
+    assert len(report.failures) == len(report.rows)
+    error = report.failures[0].error
+    assert error is not None
+    assert problem in str(error)
+    for seed in (1, 2):
+        torch.testing.assert_close(made(rows(device, 3, seed)), body(rows(device, 3, seed)))
+    return error
+
+
+def test_gap_closure(device: Device) -> None:
+    def looped(x: torch.Tensor) -> torch.Tensor:
+        for scale in (2.0, 10.0):
+
+            @graph_break
+            def attend(q: torch.Tensor) -> torch.Tensor:
+                return q * scale  # noqa: B023 - the trap
+
+            x = attend(x)
+        return x
+
+    error = check_broken(make(looped, device, backend="breakable"), device, "the body changes 'scale'", looped)
+    assert error.frame is not None
+    assert error.frame.function == "attend"
+
+    def after(x: torch.Tensor) -> torch.Tensor:
+        @graph_break
+        def add(q: torch.Tensor) -> torch.Tensor:
+            return q + x
+
+        y = add(x * 2)
+        x = x + 1
+        return x + y
+
+    check_broken(make(after, device, backend="breakable"), device, "the body changes 'x'", after)
+
+    num_calls = 0
+
+    @graph_break
+    def counted(q: torch.Tensor, scale: float) -> torch.Tensor:
+        nonlocal num_calls  # the gap's own: it changes at every replay too
+        num_calls += 1
+        return q * scale
+
+    made = make(lambda x: counted(counted(x, 2.0), 10.0), device, backend="breakable")
+    check_replayed(made, device, lambda x: x * 20)
+
+
+def test_gap_result_written(device: Device) -> None:
+    def cached() -> Callable[..., torch.Tensor]:
+        cache = torch.zeros(WIDTH, device=device.torch_device)
+
+        @graph_break
+        def get() -> torch.Tensor:
+            return cache
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            held = get()
+            held += x.sum(0)
+            return x + held
+
+        return body
+
+    @graph_break
+    def half(q: torch.Tensor) -> torch.Tensor:
+        return q[:, :2]
+
+    def viewed(x: torch.Tensor) -> torch.Tensor:
+        q = x * 3
+        half(q).mul_(10)
+        return q
+
+    problem = "the body writes in place to what the gap"
+    check_broken(make(cached(), device, backend="breakable"), device, problem, cached())
+    check_broken(make(viewed, device, backend="breakable"), device, problem, viewed)
+
+    @graph_break
+    def double(q: torch.Tensor) -> torch.Tensor:
+        return q * 2
+
+    check_replayed(make(lambda x: double(x).add_(1), device, backend="breakable"), device, lambda x: x * 2 + 1)
+
+
+def test_gap_changes_a_container(device: Device) -> None:
+    @graph_break
+    def put(box: dict[str, torch.Tensor], q: torch.Tensor) -> torch.Tensor:
+        box["sum"] = q.sum(1, keepdim=True)
+        return q
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        box = {"sum": torch.zeros_like(x[:, :1])}
+        q = put(box, x * 2)
+        return q + box["sum"]
+
+    made = make(body, device, backend="breakable")
+    check_broken(made, device, "put changes a container that it is passed", body)
+
+
+def test_gap_modes(device: Device) -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+    kind = device.torch_device.type
+
+    @graph_break
+    def gap(q: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_autocast_enabled(kind), torch.get_default_dtype()))
+        return q * 2
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(kind, dtype=torch.float16):
+            x = gap(x)
+        torch.set_default_dtype(torch.float64)
+        try:
+            return gap(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    made = make(body, device, backend="breakable")
+    seen.clear()
+    x = rows(device, 3)
+    torch.testing.assert_close(made(x), x * 4)
+    assert made.stats.replays.total() == 1
+    assert seen == [(True, torch.float32), (False, torch.float64)]
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_one_failing_bucket(device: Device) -> None:

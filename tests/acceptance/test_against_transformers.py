@@ -140,6 +140,10 @@ def test_a_stop_string_never_leaks(llm: LLM) -> None:
         },
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
         {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": True, "head_dim": 16},
     ],
 )
 def test_logits_of_tiny_checkpoints_equal(tmp_path: Path, changes: dict[str, Any]) -> None:

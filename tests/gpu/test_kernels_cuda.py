@@ -11,6 +11,7 @@ from phonograph.devices import open_device
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.tuning import Choice, Overlap, Product, Tuning
+from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
 
 pytest.importorskip("triton")
@@ -42,27 +43,33 @@ def test_a_residual_stream_in_float32_is_not_bound_to_the_range_of_the_weights(n
 
     (num_tokens, choice), products, reference = CHOICES[name], Products(torch.device("cuda")), ReferenceKernels()
     x, delta = random(num_tokens, WIDTH).float() * 1e5, random(num_tokens, WIDTH).float() * 1e5
-    norm, weight = Norm(random(WIDTH).to(dtype), 1e-6), random(OUTPUTS, WIDTH, scale=1 / 64).to(dtype)
-    gate_up = random(2 * OUTPUTS, WIDTH, scale=1 / 64).to(dtype)
+    norm = Norm(random(WIDTH).to(dtype), 1e-6)
+    weight, gate_up = (Matrix(random(rows, WIDTH, scale=1 / 64).to(dtype)) for rows in (OUTPUTS, 2 * OUTPUTS))
     exact = Norm(norm.weight.double(), norm.eps)
     for (found, total), wanted in (
         (
-            products.norm_linear(choice, x.clone(), delta, norm, weight, None),
-            reference.norm_linear(x.double(), delta.double(), exact, weight.double(), None)[0],
+            products.norm_linear(choice, x.clone(), delta, norm, weight),
+            reference.norm_linear(x.double(), delta.double(), exact, Matrix(weight.data.double()))[0],
         ),
         (
             products.norm_gated(choice, x.clone(), delta, norm, gate_up),
-            reference.norm_gated(x.double(), delta.double(), exact, gate_up.double())[0],
+            reference.norm_gated(x.double(), delta.double(), exact, Matrix(gate_up.data.double()))[0],
         ),
     ):
         assert found.dtype == dtype
         assert torch.equal(total, x + delta)
         assert ((found.double() - wanted).norm() / wanted.norm()).item() <= 1e-2
     narrow = (random(num_tokens, WIDTH).float() * 3e4).clamp(-6e4, 6e4).to(dtype)
-    added, wanted = products.linear(choice, narrow, weight, dtype=torch.float32), narrow.double() @ weight.double().T
+    added, wanted = (
+        products.linear(choice, narrow, weight, dtype=torch.float32),
+        narrow.double() @ weight.data.double().T,
+    )
     assert added.dtype == torch.float32
     assert wanted.abs().max() > torch.finfo(torch.float16).max
     assert ((added.double() - wanted).norm() / wanted.norm()).item() <= 1e-5
+    bias = random(OUTPUTS).to(dtype)
+    biased = products.linear(choice, narrow, Matrix(weight.data, bias), dtype=torch.float32)
+    assert torch.equal(biased, added + bias.float()), "the same sums, and a bias that is added in float32"
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -73,17 +80,17 @@ def test_products_are_near_float64(name: str, overlap: Overlap) -> None:
     (num_tokens, plain), products, reference = CHOICES[name], Products(torch.device("cuda")), ReferenceKernels()
     choice = replace(plain, overlap=overlap)
     x, delta, norm = random(num_tokens, WIDTH), random(num_tokens, WIDTH), Norm(random(WIDTH), 1e-6)
-    weight, gate_up = random(OUTPUTS, WIDTH, scale=1 / 64), random(2 * OUTPUTS, WIDTH, scale=1 / 64)
+    weight, gate_up = (Matrix(random(rows, WIDTH, scale=1 / 64)) for rows in (OUTPUTS, 2 * OUTPUTS))
     exact = Norm(norm.weight.double(), norm.eps)
     for found, wanted in (
-        (products.linear(choice, x, weight), reference.linear(x.double(), weight.double())),
+        (products.linear(choice, x, weight), reference.linear(x.double(), Matrix(weight.data.double()))),
         (
-            products.norm_linear(choice, x.clone(), delta, norm, weight, None)[0],
-            reference.norm_linear(x.double(), delta.double(), exact, weight.double(), None)[0],
+            products.norm_linear(choice, x.clone(), delta, norm, weight)[0],
+            reference.norm_linear(x.double(), delta.double(), exact, Matrix(weight.data.double()))[0],
         ),
         (
             products.norm_gated(choice, x.clone(), delta, norm, gate_up)[0],
-            reference.norm_gated(x.double(), delta.double(), exact, gate_up.double())[0],
+            reference.norm_gated(x.double(), delta.double(), exact, Matrix(gate_up.data.double()))[0],
         ),
     ):
         assert ((found.double() - wanted).norm() / wanted.norm()).item() <= 1e-2
@@ -97,13 +104,14 @@ def test_overlapping_kernels_in_a_graph_compute_what_plain_ones_do(num_tokens: i
 
     device, on = open_device("cuda"), torch.device("cuda")
     plain = CHOICES["vector, streamed" if num_tokens == 1 else "matrix, split"][1]
-    norm, square = Norm(torch.ones(WIDTH, device=on, dtype=torch.bfloat16), 1e-6), random(WIDTH, WIDTH, scale=1 / 64)
-    gate_up, down = random(2 * OUTPUTS, WIDTH, scale=1 / 64), random(WIDTH, OUTPUTS, scale=1 / 40)
+    norm = Norm(torch.ones(WIDTH, device=on, dtype=torch.bfloat16), 1e-6)
+    square, gate_up = (Matrix(random(rows, WIDTH, scale=1 / 64)) for rows in (WIDTH, 2 * OUTPUTS))
+    down = Matrix(random(WIDTH, OUTPUTS, scale=1 / 40))
 
     def chain(kernels: TritonKernels, x: torch.Tensor) -> torch.Tensor:
         delta = None
         for _ in range(20):
-            delta, x = kernels.norm_linear(x, delta, norm, square, None)
+            delta, x = kernels.norm_linear(x, delta, norm, square)
             gated, x = kernels.norm_gated(x, delta, norm, gate_up)
             delta = kernels.linear(gated, down)
         return kernels.add_norm(x, delta, norm)[0]
@@ -135,7 +143,7 @@ def test_a_split_product_is_the_same_every_time() -> None:
     from phonograph.engine.kernels.triton.products import Products
 
     products, choice = Products(torch.device("cuda")), CHOICES["matrix, split"][1]
-    x, weight = random(8, WIDTH), random(OUTPUTS, WIDTH)
+    x, weight = random(8, WIDTH), Matrix(random(OUTPUTS, WIDTH))
     first = products.linear(choice, x, weight)
     assert all(torch.equal(products.linear(choice, x, weight), first) for _ in range(50))
 

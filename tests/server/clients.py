@@ -34,13 +34,18 @@ class Connection:
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
         reader, writer = await asyncio.open_connection(sock=sock, limit=receive_buffer or 65536)
+        connection = cls(reader, writer)
+        connection.send(path, body)
+        return connection
+
+    def send(self, path: str, body: object) -> None:
+        """Send a request, also behind one that is not answered yet."""
         data = json.dumps(body).encode()
-        writer.write(
+        self._writer.write(
             b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
             % (path.encode(), len(data))
             + data
         )
-        return cls(reader, writer)
 
     async def head(self) -> int:
         """Read the status and the headers."""

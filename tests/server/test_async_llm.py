@@ -107,6 +107,37 @@ def test_many_at_once_get_the_tokens_of_offline(served: Served, offline: list[li
     served.run(pages_return(served.llm))
 
 
+@pytest.mark.parametrize("second", ["x", "x-1"])
+def test_an_id_that_is_being_served_is_refused_and_the_first_goes_on(
+    served: Served, offline: list[list[int]], second: str
+) -> None:
+    async def work() -> list[list[int]]:
+        first = served.llm.submit(PROMPTS[:2], GREEDY, request_id="x")
+        for prompts in (PROMPTS[2:3], PROMPTS[:3]):
+            with pytest.raises(RequestError, match=f"{second}.*: this id is being served already"):
+                served.llm.submit(prompts, GREEDY, request_id=second)
+            with pytest.raises(RequestError, match="this id is being served already"):
+                await served.llm.submit_long(prompts, GREEDY, request_id=second)
+        return await all_tokens(first)
+
+    assert served.run(work()) == offline[:2]
+    assert served.run(tokens_of(served.llm, PROMPTS[:1])) == offline[:1]
+    assert served.llm.num_active == 0
+    served.run(pages_return(served.llm))
+
+
+@pytest.mark.parametrize("wrong", [b"abc", {5: 1}, {3, 5}, 7])
+def test_what_is_no_prompt_is_refused(served: Served, wrong: Any) -> None:
+    async def work() -> None:
+        async for _ in served.llm.generate(wrong, GREEDY):
+            pass
+
+    with pytest.raises(RequestError, match="where a prompt belongs"):
+        served.run(work())
+    with pytest.raises(RequestError, match="where a prompt belongs"):
+        served.llm.submit([wrong], GREEDY)
+
+
 def test_several_prompts_are_one_generation(served: Served, offline: list[list[int]]) -> None:
     assert served.run(tokens_of(served.llm, PROMPTS)) == offline
 

@@ -29,6 +29,7 @@ SERVED = {
     "all stop strings that may be",
     "1,000 lists of ids",
     "most lists that may be",
+    "most numbers near the largest",
     "detokenize 32,000 ids",
     "choice of 1,024",
     "128 choices with logprobs",

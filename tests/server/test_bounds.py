@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +69,53 @@ def test_a_body_of_too_many_lists_is_refused_before_it_is_decoded(tiny_server: S
     assert "found 33,003 lists and objects; at most 32,768" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ("9e306," * 65, "found 65 numbers with an exponent; at most 64"),
+        ("1E-310," * 65, "found 65 numbers with an exponent; at most 64"),
+        ("9007199254740993.0," * 4097, "found 4,097 numbers with a fraction; at most 4,096"),
+        ("9" * 5000 + ",", "found 4,980 digits of numbers after their 20th; at most 4,096"),
+    ],
+    ids=["large", "small", "fractions", "digits"],
+)
+def test_numbers_that_are_slow_to_read_are_counted_before_they_are_decoded(
+    tiny_server: Server, numbers: str, says: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    data = f'{{"prompt": "x", "metadata": {{"a": [{numbers} 1]}}}}'.encode()
+    said = httpx.post(tiny_server.url + TEXT, content=data, headers=headers, timeout=60)
+    assert says in error_of(said, 400)["message"]
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": f"[{numbers} 1]"}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    if len(numbers) < 4000:  # else there are too many characters
+        assert says in error_of(tiny_server.post(CHAT, {"messages": messages}), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        "9e306," * 64,
+        "1e-310," * 64,
+        "9007199254740993.0," * 4096,
+        "1e23," * 64,
+        "9" * 4116 + ",",
+        "0." + "1" * 4000 + ",",
+    ],
+    ids=lambda numbers: numbers[:6],
+)
+def test_what_is_within_the_bounds_is_decoded_in_no_time(numbers: str) -> None:
+    """Decoding is one call that holds Python's lock."""
+    data = f"[{numbers} 1]".encode()
+    ModelBounds.of(8192, 81, 10, None).check_shape(shape_of(data, 10**9))
+    seconds = []
+    for _ in range(3):
+        begin = time.thread_time()
+        msgspec.json.decode(data)
+        seconds.append(time.thread_time() - begin)
+    assert min(seconds) < 0.02  # 3 ms at most; the machine may be slow
+
+
 def test_a_prompt_that_could_fit_is_never_too_many_characters() -> None:
     bounds = ModelBounds.of(max_len=8192, longest_token=81, max_prompts=10, max_chars=None)
     bounds.prompt_chars.check(8192 * 81)
@@ -78,9 +129,22 @@ def test_the_documentation_lists_every_bound() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\[]{},:\n')),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.sampled_from('a"\\[]{},:\n')),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.sampled_from('a"\\[,')), inner, max_size=4),
 )
+
+
+def numbers_in(value: object) -> Iterator[str]:
+    """All numbers, as they are written."""
+    if isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(part)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield json.dumps(value)
 
 
 def counted(value: object) -> tuple[int, int, int]:
@@ -97,6 +161,19 @@ def test_the_shape_of_a_body_is_known_without_decoding_it(value: object, padding
     data = json.dumps([value, " " * padding, value]).encode()  # values and escapes cross the blocks
     found = shape_of(data, 10**9)
     assert (found.values, found.containers, found.depth) == counted([value, " " * padding, value])
+    numbers = list(numbers_in([value, value]))
+    assert found.exponents == sum("e" in number for number in numbers)
+    assert found.fractions == sum("." in number for number in numbers)
+    lengths = [len(number.lstrip("-").partition("e")[0]) for number in numbers]
+    assert found.further_digits == sum(max(0, length - 20) for length in lengths)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "0." + "1" * 5000, "-" + "9" * 5000 + "e3"])
+@pytest.mark.parametrize("before", [0, 65_500, 65_530])
+def test_a_number_may_lie_across_blocks(number: str, before: int) -> None:
+    found = shape_of(f'["{"x" * before}",{number},true,"9e3.5",false]'.encode(), 10**9)
+    assert found.further_digits == len(number.lstrip("-").partition("e")[0]) - 20
+    assert (found.exponents, found.fractions) == ("e" in number, "." in number)
 
 
 @given(JSON)

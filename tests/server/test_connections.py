@@ -89,6 +89,13 @@ def guarded(tiny_model: Path) -> Iterator[Server]:
             400,
             "chunks of a few bytes",
         ),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"
+            + HOST
+            + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+            400,
+            "the Transfer-Encoding is 'gzip, chunked'; expected chunked",
+        ),
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "0 Host headers"),
         (b"GET /health HTTP/1.1\r\n" + HOST + HOST + b"\r\n", 400, "2 Host headers"),
         (b"GET /health HTTP/1.1\r\nHost: evil.example:8000\r\n\r\n", 403, "names 'evil.example:8000'"),
@@ -180,6 +187,19 @@ def test_pipelined_requests_are_answered_up_to_a_number(guarded: Server) -> None
     assert found.count(b"HTTP/1.1 200 OK") == 17  # one runs, the others wait
 
 
+def test_a_pipelined_body_that_is_too_large_to_wait_ends_the_connection_after_the_answers(guarded: Server) -> None:
+    body = json.dumps({"prompt": "abc", **GREEDY}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST
+    first = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with connect(guarded) as sock:
+        sock.sendall(first + first + head + b"Content-Length: 100000\r\n\r\n" + b" " * 100_000)
+        found = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := sock.recv(65536):
+                found += piece
+    assert found.count(b"HTTP/1.1 200 OK") == 2, found
+
+
 @pytest.mark.parametrize("size", [1, 50, 100_000])
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_request_that_would_speak_http_2_keeps_its_body(guarded: Server, size: int, is_chunked: bool) -> None:
@@ -229,6 +249,13 @@ def test_a_body_that_a_web_page_could_send_is_refused(tiny_server: Server, kind:
 def test_json_may_be_called_by_its_names(tiny_server: Server, kind: str) -> None:
     body = json.dumps({"prompt": "x", **GREEDY})
     assert httpx.post(tiny_server.url + TEXT, content=body, headers={"Content-Type": kind}).status_code == 200
+
+
+@pytest.mark.parametrize("charset", ["latin-1", "UTF-16", '"iso-8859-1"', "utf-8x"])
+def test_json_is_utf_8(tiny_server: Server, charset: str) -> None:
+    headers = {"Content-Type": f"application/json; charset={charset}"}
+    said = httpx.post(tiny_server.url + TEXT, content=b'{"prompt": "\xe9"}', headers=headers, timeout=60)
+    assert error_of(said, 415)["code"] == "unsupported_charset"
 
 
 def test_a_compressed_body_is_refused(tiny_server: Server) -> None:
@@ -288,6 +315,13 @@ def test_which_hosts_are_let_in(options: ServerOptions, hosts: set[str]) -> None
     assert set(options.hosts) == hosts
 
 
+@pytest.mark.parametrize("origin", ["ok.example", "https://", "https://ok.example/", "https://ok.example/a", ""])
+def test_an_origin_that_no_browser_sends_is_refused_at_start(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--shape", "tiny", "--port", "0", "--cors-origins", origin]) == 2
+    assert "is not as browsers send it" in capsys.readouterr().err
+    ServerOptions(cors_origins=("*", "null", "https://ok.example", "http://[::1]:8000", "chrome-extension://abc"))
+
+
 def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")
     assert serve._keys(tmp_path / "keys") == ["first", "second"]
@@ -311,7 +345,7 @@ def test_a_server_without_descriptors_still_answers_and_says_so(tiny_model: Path
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     code = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96)); "
-        "sys.argv[0] = 'phonograph'; runpy.run_module('phonograph.cli.main', run_name='__main__')"
+        "sys.argv[0] = 'phonograph'; runpy.run_module('phonograph', run_name='__main__')"
     )
     command = [sys.executable, "-c", code, "serve", "--model", str(tiny_model), *TINY_FLAGS]
     with serving(command=command) as server:

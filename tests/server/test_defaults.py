@@ -80,6 +80,17 @@ class TestText:
         assert server.post("/v1/completions", body(params)).json()["choices"][0]["text"] == done.text
         assert "".join(llm.stream(PROMPT, params)) == done.text
 
+    def test_a_space_at_the_beginning_is_text_wherever_it_is_read(self, llm: LLM, server: Server) -> None:
+        assert llm.tokenizer is not None
+        tokens = range(llm.checkpoint.config.vocab)
+        spaces = {token: 100.0 for token in tokens if llm.tokenizer.token_bytes(token).startswith(b" ")}
+        params = replace(GREEDY, logit_bias=dict(list(spaces.items())[:300]))
+        done = llm.generate([PROMPT], params)[0]
+        assert done.text.startswith(" ")
+        asked = {**body(params), "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()}}
+        assert server.post("/v1/completions", asked).json()["choices"][0]["text"] == done.text
+        assert "".join(llm.stream(PROMPT, params)) == done.text
+
 
 class TestSampling:
     def test_what_is_left_open_is_the_model_s_own(self, llm: LLM, server: Server) -> None:

@@ -160,6 +160,12 @@ def test_a_body_that_is_no_json_object(tiny_server: Server, path: str, body: byt
     assert says in error_of(httpx.post(tiny_server.url + path, content=body, headers=JSON, timeout=60), 400)["message"]
 
 
+def calling(**changes: object) -> dict[str, object]:
+    """A message of an assistant that called a function."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}, **changes}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {}, "`prompt` is missing", "prompt"),
     (CHAT, {}, "`messages` is missing", "messages"),
@@ -198,7 +204,45 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "n": 10**30}, "<= 128", "n"),
     (TEXT, {"prompt": ["x"] * 128, "n": 128}, "16384 sequences; 1 to 308 can run", "n"),
     (TEXT, {"prompt": ["x"] * 309}, "309 prompts; at most 308", "prompt"),
-    (TEXT, {"prompt": "x", "seed": -1}, ">= 0", "seed"),
+    (TEXT, {"prompt": "x", "seed": -(2**63) - 1}, "`seed`", "seed"),
+    (CHAT, {"messages": HELLO, "max_tokens": 5, "max_completion_tokens": 6}, "another name", "max_completion_tokens"),
+    *(
+        (
+            CHAT,
+            {"messages": HELLO, "response_format": {"type": kind, "json_schema": {"name": "a", "schema": {}}}},
+            "which follows no schema",
+            "response_format.json_schema",
+        )
+        for kind in ("text", "json_object")
+    ),
+    *(
+        (CHAT, {"messages": [{**HELLO[0], name: value}]}, "unknown field", f"messages[0].{name}")
+        for name, value in (("name", "me"), ("refusal", "no"), ("function_call", {"name": "f"}), ("audio", {"id": "a"}))
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"a": 1}}]}]},
+        "no effect here",
+        "messages[0].content[0].cache_control",
+    ),
+    (CHAT, {"messages": [*HELLO, calling(index=0)]}, "no effect here", "messages[1].tool_calls[0].index"),
+    (
+        "/tokenize",
+        {"messages": [calling(function={"name": "f", "argument": "{}"})]},
+        "did you mean `messages[0].tool_calls[0].function.arguments`?",
+        "messages[0].tool_calls[0].function.argument",
+    ),
+    *(
+        (TEXT, {"prompt": "x", "guided_json": schema}, f"`{name}` has the number", "guided_json")
+        for name, schema in (
+            ("const", {"const": 9007199254740993}),
+            ("const", {"const": {"a": [12345678901234567890123]}}),
+            ("enum", {"properties": {"a": {"enum": [1, -9007199254740993]}}}),
+            ("minimum", {"type": "integer", "minimum": 2**53}),
+            ("maximum", {"anyOf": [{"type": "integer", "maximum": 2**63}]}),
+            ("exclusiveMaximum", '{"type": "integer", "exclusiveMaximum": 12345678901234567890123}'),
+        )
+    ),
     (TEXT, {"prompt": "x", "presence_penalty": 3}, "<= 2", "presence_penalty"),
     (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, "expected `int`, got `str`", "logit_bias"),
     (TEXT, {"prompt": "x", "logit_bias": {"99999": 1}}, "not in the vocabulary", "logit_bias"),
@@ -270,13 +314,52 @@ def test_messages_may_have_what_openai_documents_and_what_is_null(tiny_server: S
         "refusal": None,
         "annotations": [],
         "audio": None,
+        "function_call": None,
+        "tool_calls": None,
         "unknown": None,
     }
-    body = {"messages": [{**HELLO[0], "name": "me"}, answer, *HELLO], **GREEDY}
+    body = {"messages": [*HELLO, answer, *HELLO], **GREEDY, "max_completion_tokens": GREEDY["max_tokens"], "seed": -1}
     assert tiny_server.post(CHAT, body).status_code == 200
     shape = {"name": "a", "description": "b", "schema": {"type": "boolean"}, "strict": True}
     body["response_format"] = {"type": "json_schema", "json_schema": shape}
     assert tiny_server.post(CHAT, body).status_code == 200
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_answer_that_follows_a_schema_is_no_call(tiny_server: Server, is_streamed: bool) -> None:
+    call = {"name": "now", "arguments": {"zone": "UTC"}}
+    schema = {"name": "a", "schema": {"const": call}}
+    body = {
+        "messages": HELLO,
+        "max_tokens": 100,
+        "tools": [{"type": "function", "function": {"name": "now", "parameters": {}}}],
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "stream": is_streamed,
+        "logit_bias": dict.fromkeys(tiny_server.tokens(" \n\r\t"), -100),
+    }
+    said = tiny_server.post(CHAT, body)
+    assert said.status_code == 200
+    choices = [event["choices"][0] for event in events(said.content)] if is_streamed else said.json()["choices"]
+    messages = [choice["delta" if is_streamed else "message"] for choice in choices]
+    assert json.loads("".join(message.get("content", "") for message in messages)) == call
+    assert choices[-1]["finish_reason"] == "stop"
+    assert not any("tool_calls" in message for message in messages)
+
+
+@pytest.mark.parametrize("text", ["a\x7fb", "\x7f", "\u0080\u2028"])
+def test_a_choice_may_have_any_character(tiny_server: Server, text: str) -> None:
+    said = tiny_server.post(TEXT, {"prompt": "x", "guided_choice": [text], "max_tokens": 20})
+    assert said.json()["choices"][0]["text"] == text
+
+
+def test_seeds_below_0_are_seeds(tiny_server: Server) -> None:
+    def drawn(seed: int) -> str:
+        body = {"prompt": "x", "seed": seed, "temperature": 1, "max_tokens": 20, "ignore_eos": True}
+        found: str = tiny_server.post(TEXT, body).json()["choices"][0]["text"]
+        return found
+
+    assert drawn(-1) == drawn(-1)
+    assert len({drawn(seed) for seed in (-(2**63), -2, -1, 0, 1)}) == 5
 
 
 def test_where_files_lie_is_told_to_no_client(tiny_server: Server, tiny_model: Path) -> None:

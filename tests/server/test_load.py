@@ -15,7 +15,7 @@ import pytest
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.request import FinishReason, SamplingParams
 from phonograph.engine.spec import EngineSpec
 from phonograph.server.app import create_app
 from phonograph.server.options import ServerOptions
@@ -25,7 +25,8 @@ from server.notes import Notes
 
 T = TypeVar("T")
 
-TEXT = "/v1/completions"
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGE = {"role": "user", "content": "x" * 300}
 NUM_CLIENTS = 200
 NUM_TOKENS = 80
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -121,6 +122,67 @@ def test_who_leaves_while_the_whole_answer_is_made_frees_his_place(loop: Loop) -
         await all_is_given_back(loop.llm)
 
     loop.run(asyncio.wait_for(work(), 20))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("waiting", [1, 3])
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_who_leaves_with_pipelined_requests_behind_frees_his_place(
+    loop: Loop, caplog: pytest.LogCaptureFixture, is_streamed: bool, waiting: int, size: int
+) -> None:
+    """A body that is too large to wait is dropped, and the client is noticed all the same."""
+    body = {"prompt": "abc", "max_tokens": 200, "n": 8, "stream": is_streamed, **GREEDY}
+    later = {"prompt": "x", "max_tokens": 200, "user": "x" * size, **GREEDY}
+    before = len(loop.notes.events)
+
+    async def work() -> None:
+        connection = await loop.open(body)
+        while not loop.llm.num_active:
+            await asyncio.sleep(0.001)
+        for _ in range(waiting):
+            connection.send(TEXT, later)
+        await asyncio.sleep(0.02)
+        await connection.close()
+        while loop.llm.num_active:
+            await asyncio.sleep(0.001)
+        await all_is_given_back(loop.llm)
+
+    loop.run(asyncio.wait_for(work(), 20))
+    told = [event[1] for event in loop.notes.events[before:] if event[0] == "finished"]
+    assert told == [FinishReason.CANCELLED] * 8
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("cache_tokens", "says"), [(64, "64"), (None, "a context of 256 has room for 255")])
+def test_a_prompt_that_does_not_fit_is_told_so_whatever_it_does_not_fit(
+    tiny_model: Path, cache_tokens: int | None, says: str
+) -> None:
+    options = EngineOptions(max_seqs=2, max_len=256, page_size=8, cache_tokens=cache_tokens)
+    llm = AsyncLLM(EngineSpec(str(tiny_model), device="cpu", options=options))
+
+    async def work() -> None:
+        await llm.start()
+        async with front(llm, ServerOptions(port=0)) as served:
+            for path, body in (
+                (TEXT, {"prompt": "x" * 300}),
+                (CHAT, {"messages": [MESSAGE]}),
+                (TEXT, {"prompt": [7] * 300}),
+            ):
+                connection = await Connection.open(served.port, path, {**body, "max_tokens": 1})
+                error = (await connection.body())["error"]
+                assert connection.status == 400
+                assert error["code"] == "context_length_exceeded"
+                assert error["param"] == ("prompt" if path == TEXT else "messages")
+                await connection.close()
+            if cache_tokens is not None:
+                connection = await Connection.open(served.port, TEXT, {"prompt": "x" * 100, "max_tokens": 1})
+                error = (await connection.body())["error"]
+                assert error["code"] == "context_length_exceeded"
+                assert says in error["message"]
+                await connection.close()
+        await llm.stop()
+
+    asyncio.run(asyncio.wait_for(work(), 120))
 
 
 def test_a_slow_reader_slows_nobody_and_misses_nothing(loop: Loop, offline: LLM) -> None:

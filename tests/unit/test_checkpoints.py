@@ -309,6 +309,8 @@ class TestSampling:
             ('{"do_sample": true, "repetition_penalty": 1.05}', SamplingParams(repetition_penalty=1.05)),
             ('{"top_k": -1, "min_p": 0.05, "temperature": null}', SamplingParams(top_k=0, min_p=0.05)),
             ('{"max_new_tokens": 7, "max_length": 20, "pad_token_id": 0, "num_beams": 1}', SamplingParams()),
+            ('{"no_repeat_ngram_size": 0, "typical_p": 1.0, "suppress_tokens": [], "min_length": 0}', SamplingParams()),
+            ('{"remove_invalid_values": false, "forced_eos_token_id": null, "epsilon_cutoff": 0.0}', SamplingParams()),
         ],
     )
     def test_what_the_publishers_recommend(
@@ -332,6 +334,15 @@ class TestSampling:
             ('{"do_sample": "yes"}', "do_sample"),
             ('{"no_repeat_ngram_size": 3}', "no_repeat_ngram_size"),
             ('{"suppress_tokens": [5]}', "suppress_tokens"),
+            ('{"no_repeat_ngram_size": 1}', "no_repeat_ngram_size"),
+            ('{"min_new_tokens": 1}', "min_new_tokens"),
+            ('{"forced_eos_token_id": 1}', "forced_eos_token_id"),
+            ('{"forced_bos_token_id": 0}', "forced_bos_token_id"),
+            ('{"remove_invalid_values": true}', "remove_invalid_values"),
+            ('{"typical_p": 0}', "typical_p"),
+            ('{"num_beams": true}', "num_beams"),
+            ('{"guidance_scale": 0}', "guidance_scale"),
+            ('{"nobody_knows": 0}', "nobody_knows"),
         ],
     )
     def test_what_can_not_be_is_named_and_left_out(
@@ -365,7 +376,7 @@ class TestWeights:
         tensors["model.layers.1.mlp.up_proj.weight"].fill_(60_000.0)
         save_file(tensors, folder / "model.safetensors")
         weights = load_weights(open_checkpoint(folder), torch.float16, torch.device("cpu"))
-        assert weights["layers.1.gate_up"][-1, 0] == 60_000.0
+        assert weights.matrices["layers.1.gate_up"].data[-1, 0] == 60_000.0
 
 
 # -- random weights, and the default --------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.native.library import Library, library
+from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams
 from phonograph.graphs.config import ask
@@ -61,11 +63,10 @@ def native() -> Library:
     return LIBRARY
 
 
-def prepared(*matrices: torch.Tensor, **options: Any) -> CpuKernels:
+def prepared(*weights: torch.Tensor, **options: Any) -> tuple[CpuKernels, list[Matrix]]:
+    """Kernels, and these matrices as they prepared them."""
     kernels = CpuKernels(native(), **options)
-    for matrix in matrices:
-        kernels.prepare(matrix)
-    return kernels
+    return kernels, [kernels.prepare(Matrix(weight)) for weight in weights]
 
 
 def in_blocks(levels: torch.Tensor, step: torch.Tensor, offset: torch.Tensor | float) -> torch.Tensor:
@@ -143,14 +144,15 @@ def test_every_number_of_tokens_gives_what_the_reference_gives(
     num_tokens: int, with_delta: bool, with_bias: bool
 ) -> None:
     x, delta = torch.randn(num_tokens, 96), torch.randn(num_tokens, 96) if with_delta else None
-    weight, gate_up, bias = torch.randn(80, 96), torch.randn(160, 96), torch.randn(80) if with_bias else None
-    norm, kept = Norm(torch.rand(96), 1e-5), x.clone()
-    kernels = prepared(weight, gate_up)
+    norm, kept, kernels = Norm(torch.rand(96), 1e-5), x.clone(), CpuKernels(native())
+    weight, gate_up = (
+        kernels.prepare(Matrix(torch.randn(rows, 96), torch.randn(rows) if with_bias else None)) for rows in (80, 160)
+    )
+    assert kernels.takes("norm_gated", num_tokens, gate_up) == (num_tokens <= MOST_TOKENS)
     near(kernels.add_norm(x, delta, norm), REFERENCE.add_norm(x, delta, norm))
-    wanted = REFERENCE.norm_linear(x, delta, norm, weight, bias)
-    near(kernels.norm_linear(x, delta, norm, weight, bias), wanted, 1e-4)
-    near(kernels.norm_gated(x, delta, norm, gate_up), REFERENCE.norm_gated(x, delta, norm, gate_up), 1e-4)
-    near(kernels.linear(x, weight), REFERENCE.linear(x, weight), 1e-4)
+    near(norm_linear(kernels, x, delta, norm, weight), REFERENCE.norm_linear(x, delta, norm, weight), 1e-4)
+    near(norm_gated(kernels, x, delta, norm, gate_up), REFERENCE.norm_gated(x, delta, norm, gate_up), 1e-4)
+    near(linear(kernels, x, weight), REFERENCE.linear(x, weight), 1e-4)
     assert torch.equal(x, kept), "the residual stream that went in is still the caller's"
 
 
@@ -168,7 +170,7 @@ def test_rotate_and_store(shape: tuple[int, int, int], with_norm: bool, dtype: t
     embedding, tokens = torch.randn(3, 8), torch.zeros(5, dtype=torch.long)
     found, wanted = (
         (kernels.rotate_and_store(qkv, heads, places, cache, 1), cache.keys, cache.values)
-        for kernels in (prepared(), REFERENCE)
+        for kernels in (CpuKernels(native()), REFERENCE)
         for _, places in [kernels.embed_tokens(embedding, tokens, angles, queries, 4, torch.float32)]
         for cache in [PagedCache.empty(2, 7, 4, kv_heads, head_dim, dtype=dtype, device=torch.device("cpu"))]
     )
@@ -177,19 +179,20 @@ def test_rotate_and_store(shape: tuple[int, int, int], with_norm: bool, dtype: t
 
 
 def test_other_precisions_are_left_to_the_reference() -> None:
-    weight, x, norm = torch.randn(32, 64).half(), torch.randn(8, 64).half(), Norm(torch.rand(64).half(), 1e-5)
-    kernels = prepared(weight)
-    assert torch.equal(kernels.linear(x, weight), REFERENCE.linear(x, weight))
+    x, norm = torch.randn(8, 64).half(), Norm(torch.rand(64).half(), 1e-5)
+    kernels, [weight] = prepared(torch.randn(32, 64).half())
+    assert not kernels.takes("linear", 1, weight)
+    assert torch.equal(linear(kernels, x, weight), REFERENCE.linear(x, weight))
     assert torch.equal(kernels.add_norm(x, x, norm)[0], REFERENCE.add_norm(x, x, norm)[0])
-    assert torch.equal(kernels.norm_gated(x, x, norm, weight)[0], REFERENCE.norm_gated(x, x, norm, weight)[0])
+    assert torch.equal(norm_gated(kernels, x, x, norm, weight)[0], REFERENCE.norm_gated(x, x, norm, weight)[0])
     assert kernels.notes == ("slow: none of 1 matrices is in float32 and fits; torch multiplies them",)
 
 
 def test_gates_near_zero_and_far_from_it() -> None:
     values = torch.tensor([0.0, 1e-30, 1e-3, 0.5, 5, 30, 87, 88, 89, 1e4, 1e18, -1e-3, -5, -87, -89, -1e4])
-    x, both = torch.ones(1, 16), torch.cat([torch.eye(16), torch.eye(16)])
-    norm = Norm(values, 0.0)  # of ones gives the values
-    near(prepared(both).norm_gated(x, None, norm, both), REFERENCE.norm_gated(x, None, norm, both))
+    x, norm = torch.ones(1, 16), Norm(values, 0.0)  # of ones gives the values
+    kernels, [both] = prepared(torch.cat([torch.eye(16), torch.eye(16)]))
+    near(norm_gated(kernels, x, None, norm, both), REFERENCE.norm_gated(x, None, norm, both))
 
 
 # -- packed matrices ------------------------------------------------------------------------------------------
@@ -201,19 +204,18 @@ def test_a_matrix_is_packed_without_loss(name: str, num_tokens: int) -> None:
     make, bits = MATRICES[name]
     matrix, x = make(75, 96), torch.randn(num_tokens, 96)  # rows that fill no panel
     assert PackedMatrix.of(matrix, native()).bits == bits
-    kernels = prepared(matrix)
-    near(kernels.linear(x, matrix).double(), x.double() @ matrix.double().t(), 1e-4)
+    kernels, [packed] = prepared(matrix)
+    near(linear(kernels, x, packed).double(), x.double() @ matrix.double().t(), 1e-4)
     if num_tokens == MOST_TOKENS:  # every value: bit by bit, or as near as float32 comes to the others of its block
-        found, wanted = kernels.linear(torch.eye(96)[:num_tokens], matrix), matrix.t()[:num_tokens]
+        found, wanted = linear(kernels, torch.eye(96)[:num_tokens], packed), matrix.t()[:num_tokens]
         largest = matrix.view(75, -1, NARROW).abs().amax(-1).repeat_interleave(NARROW, 1).t()[:num_tokens]
         assert ((found - wanted).abs() <= (largest * 2**-20 if name in SEARCHED else 0)).all()
 
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_a_token_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(name: str) -> None:
-    matrix, x = MATRICES[name][0](80, 64), torch.randn(MOST_TOKENS, 64)
-    gate_up, norm = torch.randn(64, 64), Norm(torch.rand(64), 1e-5)
-    kernels, threads = prepared(matrix, gate_up), torch.get_num_threads()
+    x, norm, threads = torch.randn(MOST_TOKENS, 64), Norm(torch.rand(64), 1e-5), torch.get_num_threads()
+    kernels, [matrix, gate_up] = prepared(MATRICES[name][0](80, 64), torch.randn(64, 64))
     wanted = kernels.linear(x, matrix), kernels.norm_gated(x, None, norm, gate_up)[0]
     try:
         for few in (1, 2):
@@ -226,8 +228,7 @@ def test_a_token_has_the_same_bits_in_every_batch_and_with_every_number_of_threa
 
 
 def test_threads_do_not_get_into_each_others_way() -> None:
-    matrix, inputs = q4_1(512, 512), [torch.randn(5, 512) for _ in range(200)]
-    kernels = prepared(matrix)
+    (kernels, [matrix]), inputs = prepared(q4_1(512, 512)), [torch.randn(5, 512) for _ in range(200)]
     wanted = [kernels.linear(x, matrix) for x in inputs]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda x: kernels.linear(x, matrix), inputs))
@@ -235,8 +236,7 @@ def test_threads_do_not_get_into_each_others_way() -> None:
 
 
 def test_the_child_of_a_fork_can_go_on() -> None:
-    matrix, x = q4_1(512, 512), torch.randn(5, 512)
-    kernels = prepared(matrix)
+    (kernels, [matrix]), x = prepared(q4_1(512, 512)), torch.randn(5, 512)
     wanted = kernels.linear(x, matrix)  # the threads that helped do not come along
     child = os.fork()
     if not child:
@@ -256,25 +256,27 @@ def test_what_fewer_bits_would_change_stays_as_it_is() -> None:
         matrix[200, 40] += 0.01  # behind the rows that are tried first
         found = PackedMatrix.of(matrix, native()).bits
         assert found == 32 or found > bits, name
-        x = torch.randn(4, 64)
-        near(prepared(matrix).linear(x, matrix), x @ matrix.t(), 1e-4)
+        (kernels, [packed]), x = prepared(matrix), torch.randn(4, 64)
+        near(kernels.linear(x, packed), x @ matrix.t(), 1e-4)
 
 
 @pytest.mark.parametrize(("shape", "bits"), [((16, 48), 8), ((1, 32), 4), ((7, 31), 32), ((5, 18), 16)], ids=str)
 def test_every_shape_can_be_packed(shape: tuple[int, int], bits: int) -> None:
     matrix, x = torch.full(shape, 0.25), torch.randn(3, shape[1])
     assert PackedMatrix.of(matrix, native()).bits == bits
-    near(prepared(matrix).linear(x, matrix), x @ matrix.t())
+    kernels, [packed] = prepared(matrix)
+    near(kernels.linear(x, packed), x @ matrix.t())
 
 
 def test_matrices_are_packed_as_long_as_the_bytes_last() -> None:
-    first, second, third = torch.randn(16, 32), torch.randn(64, 32), torch.randn(16, 32)
-    kernels = prepared(first, second, third, most_bytes=2 * first.nbytes)
+    weights = torch.randn(16, 32), torch.randn(64, 32), torch.randn(16, 32)
+    kernels, matrices = prepared(*weights, most_bytes=2 * weights[0].nbytes)
+    assert [kernels.takes("linear", 1, matrix) for matrix in matrices] == [True, False, True]
     assert kernels.notes[1].startswith("2 of 3 matrices packed")
     assert "(2 in 32 bits; 0 MB)" in kernels.notes[1]
     x = torch.randn(8, 32)
-    for matrix in (first, second, third):
-        near(kernels.linear(x, matrix), x @ matrix.t(), 1e-4)
+    for matrix, weight in zip(matrices, weights, strict=True):
+        near(linear(kernels, x, matrix), x @ weight.t(), 1e-4)
 
 
 # -- attention ------------------------------------------------------------------------------------------------

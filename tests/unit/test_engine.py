@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.step import Step
 from phonograph.engine.text import TextReader
 from phonograph.graphs.config import ask
+from server import tiny
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 200, 3], [7], list(range(20, 61)), [11] * 9, list(range(100, 117))]
@@ -258,6 +260,50 @@ def test_a_flat_list_of_token_ids_is_explained() -> None:
             llm.generate(prompts)
     ids = [[5, 9, 200, 3]]
     assert tokens(llm, [np.array(ids[0])]) == tokens(llm, ids)  # type: ignore[list-item]
+
+
+def test_the_context_ends_where_the_kv_cache_does(caplog: pytest.LogCaptureFixture) -> None:
+    llm = make("cpu", cache_tokens=64)
+    assert (llm.limits.max_len, llm.limits.capacity) == (64, 64)
+    assert "the context is 64 tokens, not 96: all that the KV cache holds" in caplog.text
+    assert "context: 64 tokens (all that the KV cache holds)" in llm.explain()
+    done = llm.generate([[5] * 40], replace(GREEDY, max_tokens=200))[0]
+    assert (len(done.tokens), done.finish) == (24, FinishReason.LENGTH)
+    with pytest.raises(RequestError, match="a context of 64 leaves room for 63"):
+        llm.generate([[5] * 64])
+    assert "context: 96 tokens\n" in make("cpu").explain()
+    assert make("cpu", cache_tokens=1, page_size=1).limits.max_len == 2
+
+
+@pytest.mark.parametrize("backend", ["disabled", "full"])
+@pytest.mark.parametrize("vocab", [1, 5, 20])
+def test_no_more_logprobs_are_told_than_there_are_tokens(backend: str, vocab: int) -> None:
+    checkpoint = RandomCheckpoint(replace(SHAPES["tiny"], vocab=vocab))
+    options = EngineOptions(max_seqs=2, max_tokens=8, max_len=32, page_size=8, dtype=torch.float32)
+    asked = [ask(f"{phase}.backend", backend, origin="test") for phase in ("decode", "prefill")]
+    llm = LLM(checkpoint, device="emulated", options=options, asked=asked)
+    done = llm.generate([[0, 0]], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=20))[0]
+    for one in done.logprobs:
+        assert sorted(token for token, _ in one.top) == list(range(vocab))
+        assert sum(np.exp([logprob for _, logprob in one.top])) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [b"abc", bytearray(b"abc"), {5: 1, 3: 2}, {200, 3}, {"prompt": "hi"}, 7])
+def test_what_is_no_prompt_is_refused(wrong: Any) -> None:
+    llm = make("cpu")
+    for call in (lambda: llm.generate([wrong]), lambda: llm.generate(wrong), lambda: list(llm.stream(wrong))):
+        with pytest.raises(RequestError, match=rf"found {type(wrong).__name__} where a prompt belongs") as error:
+            call()
+        assert error.value.field == "prompt"
+
+
+def test_a_stop_string_that_is_a_special_token_stops_there(tmp_path: Path) -> None:
+    llm = LLM(tiny.write(tmp_path / "m"), device="cpu", options=EngineOptions(max_seqs=1, max_len=64))
+    first, bias = tiny.VOCAB - 2, {tiny.VOCAB - 2: 100.0}
+    asked = replace(GREEDY, logit_bias=bias)
+    assert llm.generate([[5, 9]], asked)[0].tokens == [first] * 12
+    done = llm.generate([[5, 9]], replace(asked, stop=("no", tiny.SPECIAL[0])))[0]
+    assert (done.tokens, done.finish, done.text) == ([first], FinishReason.STOP, "")
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:

@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from phonograph.engine.attention.base import Queries
+from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.checkpoints import GgufCheckpoint, RandomCheckpoint, TensorInfo, open_checkpoint
 from phonograph.engine.checkpoints.gguf_header import TYPES, GgufHeader
+from phonograph.engine.checkpoints.sampling import from_gguf
+from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.models.config import SHAPES, ModelConfig
+from phonograph.engine.models.interface import ModelParts
+from phonograph.engine.models.loading import load_model
 from phonograph.engine.models.registry import config_from_gguf
 from phonograph.engine.models.rope_scaling import FactorsRope, LinearRope, YarnRope
 from phonograph.engine.request import SamplingParams
@@ -115,6 +122,29 @@ class TestGguf:
         ours = dict(checkpoint.tensors())
         assert ours.keys() == original.keys()
         assert all(torch.equal(ours[name], original[name]) for name in original)
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_logits_with_biases_in_all_projections_are_those_of_transformers(self, tmp_path: Path, tied: bool) -> None:
+        pytest.importorskip("transformers")
+        from reference import reference_model
+
+        config = replace(TINY, qkv_bias=True, o_bias=True, mlp_bias=True, tied_embeddings=tied)
+        stored = {name: tensor.float() * 8 for name, tensor in RandomCheckpoint(config).tensors()}
+        path = write_gguf(tmp_path / "m.gguf", config, {gguf_name(name): t.numpy() for name, t in stored.items()})
+        checkpoint = open_checkpoint(path)
+        parts = ModelParts(ReferenceAttention(), ReferenceKernels(), 16)
+        model = load_model(checkpoint, parts, torch.float32, torch.device("cpu"))
+        assert {matrix.stored for matrix in model.matrices} == {("F32",)}
+        assert [matrix.bias is None for matrix in model.matrices] == [False] * 8 + [True]
+        tokens, positions = torch.arange(9) * 7 % config.vocab, torch.arange(9)
+        cache = CacheGroup.empty(model.keeps, 4, 4, dtype=torch.float32, device=torch.device("cpu"))
+        table = torch.tensor([[0, 0, 0], [1, 2, 3]], dtype=torch.int32)
+        queries = Queries(torch.ones_like(positions), positions, table, tokens_per_row=None)
+        found = model.logits(model.hidden(tokens, queries, cache).states)
+        with torch.inference_mode():
+            wanted = reference_model(checkpoint)(tokens[None]).logits[0]
+        assert wanted.std() > 0.1
+        assert (found - wanted).abs().max().item() <= 1e-3
 
     @pytest.mark.parametrize("name", ["F16", "BF16"])
     def test_halves_stay_halves(self, tmp_path: Path, name: str) -> None:
@@ -330,6 +360,18 @@ class TestMetadata:
         factors = {"rope_freqs.weight": np.ones(4, np.float32)}
         path = write_gguf(tmp_path / "m.gguf", TINY, {**arrays(), **factors}, change=change)
         refused(path, "rope_freqs.weight is there beside rope.scaling.*")
+
+    @pytest.mark.parametrize(
+        ("name", "wrong", "neutral"),
+        [("mirostat", 1, 0), ("xtc_probability", 1.0, 0.0), ("penalty_last_n", 1, -1), ("penalty_last_n", 0, -1)],
+    )
+    def test_sampling_that_is_not_done_is_named_whatever_its_value(
+        self, name: str, wrong: object, neutral: object, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from_gguf({f"general.sampling.{name}": neutral, "general.sampling.mirostat_tau": 5.0}, "m.gguf")
+        assert not caplog.text
+        from_gguf({f"general.sampling.{name}": wrong}, "m.gguf")
+        assert f"without effect: {name}" in caplog.text
 
     def test_recommended_sampling(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(writer: Any) -> None:

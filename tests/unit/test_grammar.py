@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -17,8 +18,11 @@ from phonograph import LLM, Device, EngineOptions, RequestError, SamplingParams
 from phonograph.engine.checkpoints.default import default_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
+from phonograph.engine.generation import Generation
+from phonograph.engine.messages import Output
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.request import FinishReason, GrammarSpec
+from phonograph.engine.observe import Observers
+from phonograph.engine.request import FinishReason, GrammarSpec, Request
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
@@ -193,3 +197,38 @@ def test_a_grammar_that_no_text_follows_is_refused(llm: LLM, kind: str, text: st
         llm.generate("x", with_grammar(kind, text))
     assert found.value.field == "grammar"
     assert ".rs" not in str(found.value)
+
+
+def sentencepiece(folder: Path) -> Path:
+    """The tiny model with a vocabulary that puts a space in front of every text."""
+    others = ["<unk>", "<s>", "▁", *map(chr, range(33, 127))]
+    pieces = [*others, *(f"<0x{byte:02X}>" for byte in range(tiny.VOCAB - len(others) - 1)), "</s>"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tiny.write(folder)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+def test_spaces_that_a_grammar_asks_for_are_in_the_text(tmp_path: Path) -> None:
+    llm = LLM(sentencepiece(tmp_path / "m"), device="cpu", options=EngineOptions(max_seqs=2, max_len=64))
+    assert llm.tokenizer is not None
+    for pattern in (" yes", "yes", "  x", " ?y"):
+        params = with_grammar("regex", pattern)
+        found = [llm.chat([{"role": "user", "content": "hi"}], params), *llm.generate([[1], [1, 40]], params)]
+        for done in found:
+            assert re.fullmatch(pattern, done.text), (pattern, done.text)
+            assert "".join(llm.stream([1], params)) == found[1].text
+        request = Request("r", (1,), params)
+        generation = Generation([request], llm.tokenizer, Observers([]), lambda generation, left: None)
+        generation.put(Output("r", 0, tuple(found[0].tokens), FinishReason.STOP), 0.0)
+        assert asyncio.run(generation.take())[0].text == found[0].text
+    # Without a grammar the space in front is the vocabulary's.
+    biased = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logit_bias={2: 100.0})
+    assert [done.text for done in llm.generate([[1], [1, 40]], biased)] == [" ", "  "]

@@ -28,6 +28,7 @@ from phonograph.engine.models.decoder import _pieces
 from phonograph.engine.models.interface import ModelParts
 from phonograph.engine.models.loading import load_weights
 from phonograph.engine.models.registry import family_of
+from phonograph.engine.ops.matrix import Matrix
 from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -242,12 +243,14 @@ WIDTH, OUTPUTS = 56, 26
 def test_products(name: str) -> None:
     (num_tokens, choice), products = CASES[name], Products(DEVICE)
     x, delta, norm = random(num_tokens, WIDTH), random(num_tokens, WIDTH), Norm(random(WIDTH), 1e-5)
-    weight, gate_up, bias = random(OUTPUTS, WIDTH), random(2 * OUTPUTS, WIDTH), random(OUTPUTS)
-    near(products.linear(choice, x, weight), REFERENCE.linear(x, weight))
-    near(products.linear(choice, x, weight, bias), REFERENCE.linear(x, weight) + bias)
-    for with_delta, with_bias in ((None, None), (delta, bias)):
-        found = products.norm_linear(choice, x.clone(), with_delta, norm, weight, with_bias)
-        wanted = REFERENCE.norm_linear(x, with_delta, norm, weight, with_bias)
+    weight, bias, gate_up = random(OUTPUTS, WIDTH), random(OUTPUTS), Matrix(random(2 * OUTPUTS, WIDTH))
+    plain, biased = Matrix(weight), Matrix(weight, bias)
+    near(products.linear(choice, x, plain), x @ weight.T)
+    near(products.linear(choice, x, biased), REFERENCE.linear(x, plain) + bias)
+    near(REFERENCE.linear(x, biased), REFERENCE.linear(x, plain) + bias)
+    for with_delta, matrix in ((None, plain), (delta, biased)):
+        found = products.norm_linear(choice, x.clone(), with_delta, norm, matrix)
+        wanted = REFERENCE.norm_linear(x, with_delta, norm, matrix)
         near(found[0], wanted[0])
         near(found[1], wanted[1])
         found = products.norm_gated(choice, x.clone(), with_delta, norm, gate_up)
@@ -261,17 +264,18 @@ def test_a_residual_stream_in_float32_may_be_beyond_the_range_of_float16(name: s
     """So large that float16 would not hold it before the norm, nor what is added to it."""
     (num_tokens, choice), products, dtype = CASES[name], Products(DEVICE), torch.float16
     x, delta = random(num_tokens, WIDTH) * 1e5, random(num_tokens, WIDTH) * 1e5
-    weight, gate_up = random(OUTPUTS, WIDTH).to(dtype), random(2 * OUTPUTS, WIDTH).to(dtype)
+    weight, gate_up = (Matrix(random(rows, WIDTH).to(dtype)) for rows in (OUTPUTS, 2 * OUTPUTS))
+    wide, wide_gate_up = Matrix(weight.data.double()), Matrix(gate_up.data.double())
     norm = Norm(random(WIDTH).to(dtype), 1e-5)
     exact = Norm(norm.weight.double(), norm.eps)
     for found, wanted in (
         (
-            products.norm_linear(choice, x.clone(), delta, norm, weight, None),
-            REFERENCE.norm_linear(x.double(), delta.double(), exact, weight.double(), None),
+            products.norm_linear(choice, x.clone(), delta, norm, weight),
+            REFERENCE.norm_linear(x.double(), delta.double(), exact, wide),
         ),
         (
             products.norm_gated(choice, x.clone(), delta, norm, gate_up),
-            REFERENCE.norm_gated(x.double(), delta.double(), exact, gate_up.double()),
+            REFERENCE.norm_gated(x.double(), delta.double(), exact, wide_gate_up),
         ),
     ):
         assert found[0].dtype == dtype
@@ -281,12 +285,15 @@ def test_a_residual_stream_in_float32_may_be_beyond_the_range_of_float16(name: s
     narrow = (random(num_tokens, WIDTH) * 1e4).to(dtype)
     added = products.linear(choice, narrow, weight, dtype=torch.float32)
     assert added.dtype == torch.float32
-    near(added / 1e5, REFERENCE.linear(narrow.double(), weight.double()).float() / 1e5)
+    near(added / 1e5, REFERENCE.linear(narrow.double(), wide).float() / 1e5)
+    bias = random(OUTPUTS).to(dtype)
+    biased = products.linear(choice, narrow, Matrix(weight.data, bias), dtype=torch.float32)
+    assert torch.equal(biased, added + bias.float()), "the same sums, and a bias that is added in float32"
 
 
 @pytest.mark.parametrize("choice", [Choice("vector", rows=8, block=1024), Choice("matrix", rows=64, block=128)])
 def test_a_product_of_the_default_models_widths(choice: Choice) -> None:
-    x, weight = random(1, 576), random(100, 576)
+    x, weight = random(1, 576), Matrix(random(100, 576))
     near(Products(DEVICE).linear(choice, x, weight), REFERENCE.linear(x, weight))
 
 
@@ -295,15 +302,16 @@ def test_a_split_product_leaves_its_counters_ready() -> None:
     weight = random(OUTPUTS, WIDTH)
     for _ in range(2):
         x = random(2, WIDTH)
-        near(products.linear(choice, x, weight), x @ weight.T)
+        near(products.linear(choice, x, Matrix(weight)), x @ weight.T)
 
 
 def test_kernels_without_measurements_compute_any_number_of_tokens() -> None:
-    norm, weight, gate_up = Norm(random(WIDTH), 1e-5), random(OUTPUTS, WIDTH), random(2 * OUTPUTS, WIDTH)
+    norm, weight = Norm(random(WIDTH), 1e-5), Matrix(random(OUTPUTS, WIDTH), random(OUTPUTS))
+    gate_up = Matrix(random(2 * OUTPUTS, WIDTH))
     for num_tokens in (0, 1, 2):
         x = random(num_tokens, WIDTH)
         near(TRITON.linear(x, weight), REFERENCE.linear(x, weight))
-        near(TRITON.norm_linear(x, None, norm, weight, None)[0], REFERENCE.norm_linear(x, None, norm, weight, None)[0])
+        near(TRITON.norm_linear(x, None, norm, weight)[0], REFERENCE.norm_linear(x, None, norm, weight)[0])
         near(TRITON.norm_gated(x.clone(), x, norm, gate_up)[0], REFERENCE.norm_gated(x, x, norm, gate_up)[0])
 
 
@@ -328,7 +336,7 @@ def test_a_decoder_computes_the_same_with_either_kernels() -> None:
 
 def test_a_strided_weight_goes_to_the_library() -> None:
     x, weight = random(1, WIDTH), random(WIDTH, OUTPUTS).T
-    near(TRITON.linear(x, weight), x @ weight.T)
+    near(TRITON.linear(x, Matrix(weight)), x @ weight.T)
 
 
 @pytest.mark.parametrize(("num_tokens", "kernels"), [(6, REFERENCE), (7, TRITON), (11, REFERENCE)])

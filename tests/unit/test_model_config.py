@@ -198,10 +198,23 @@ class TestWhatIsNotComputed:
     def test_unknown_fields_are_reported_by_name(self, caplog: pytest.LogCaptureFixture) -> None:
         known = {"use_cache": True, "initializer_range": 0.02, "temperature": 0.6, "_name_or_path": "x"}
         with caplog.at_level(logging.WARNING, "phonograph"):
-            config_from_hf({**BASE, **known, "absent": None, "off": False})
+            config_from_hf({**BASE, **known, "absent": None, "use_mrope": False})
             assert not caplog.text
             config_from_hf({**BASE, "no_rope_layers": [1, 0, 1]})
         assert "no_rope_layers" in caplog.text
+
+    @pytest.mark.parametrize("value", [False, 0, [], {}, ""])
+    def test_a_field_whose_default_nobody_knows_is_not_taken_for_off(
+        self, value: object, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        config_from_hf({**BASE, "turns_heads": value})
+        assert "not known here and have no effect: turns_heads" in caplog.text
+
+    @pytest.mark.parametrize("value", [False, 0, None, "no"])
+    def test_attention_that_is_not_causal_is_refused(self, value: object) -> None:
+        with pytest.raises(CheckpointError, match=f"is_causal is {value}; only decoders"):
+            config_from_hf({**BASE, "is_causal": value})
+        assert config_from_hf({**BASE, "is_causal": True}) == config_from_hf(BASE)
 
     @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 10**400])
     @pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps"])

@@ -23,6 +23,7 @@ from phonograph.engine.models.interface import Model, ModelParts
 from phonograph.engine.models.loading import load_model, load_weights
 from phonograph.engine.models.registry import ARCHITECTURES, family_of
 from phonograph.engine.models.tensors import ModelTensor, allocate
+from phonograph.engine.ops.matrix import Matrix
 
 CPU = torch.device("cpu")
 TINY = replace(SHAPES["tiny"], num_layers=4)
@@ -104,9 +105,11 @@ def test_layers_may_differ_in_their_kv_heads() -> None:
     model, dim = decoder_of(), TINY.head_dim
     layer = model.weights.layers[1]
     q, kv = TINY.num_heads * dim, TINY.num_kv_heads * dim
-    k, v = layer.qkv[q : q + dim], layer.qkv[q + kv : q + kv + dim]
-    narrow = replace(layer, qkv=torch.cat([layer.qkv[:q], k, v]), heads=Heads(TINY.num_heads, 1, dim, None, None))
-    wide = replace(layer, qkv=torch.cat([layer.qkv[:q], k, k, v, v]))
+    qkv = layer.qkv.data
+    k, v = qkv[q : q + dim], qkv[q + kv : q + kv + dim]
+    few = Heads(TINY.num_heads, 1, dim, None, None)
+    narrow = replace(layer, qkv=Matrix(torch.cat([qkv[:q], k, v])), heads=few)
+    wide = replace(layer, qkv=Matrix(torch.cat([qkv[:q], k, k, v, v])))
     states = []
     for one in (narrow, wide):
         layers = (model.weights.layers[0], one, *model.weights.layers[2:])
@@ -148,35 +151,56 @@ class TestTable:
         assert len({tensor.name for tensor in table}) == len({tensor.gguf for tensor in table}) == len(table)
 
     def test_every_stored_tensor_lies_in_its_place_and_nothing_is_left_over(self) -> None:
-        config = replace(TINY, qkv_bias=True, qk_norm=True)
+        config = replace(TINY, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
         made = allocate(dense.tensors(config), torch.float32, CPU)
         for number, part in enumerate(made.parts.values(), 1):
             part.fill_(number)
-        spans = {place: list(dict.fromkeys(weight.flatten().tolist())) for place, weight in made.weights.items()}
-        assert len(spans["layers.0.qkv"]) == len(spans["layers.0.qkv_bias"]) == 3
+        matrices = made.weights.matrices
+        wholes = {**made.weights.tensors, **{place: matrix.data for place, matrix in matrices.items()}}
+        wholes |= {f"{place} bias": matrix.bias for place, matrix in matrices.items() if matrix.bias is not None}
+        spans = {place: list(dict.fromkeys(weight.flatten().tolist())) for place, weight in wholes.items()}
+        assert len(spans["layers.0.qkv"]) == len(spans["layers.0.qkv bias"]) == 3
+        assert len(spans["layers.0.gate_up bias"]) == 2
+        assert len(spans["layers.1.out bias"]) == len(spans["layers.1.down bias"]) == 1
         assert len(spans["layers.3.gate_up"]) == 2
         assert sum(map(len, spans.values())) == len(made.parts), "every element belongs to one tensor"
         assert made.parts["model.layers.2.self_attn.k_proj.weight"].shape == (32, 64)
 
     def test_a_tied_head_is_the_embedding_itself(self) -> None:
         made = allocate(dense.tensors(replace(TINY, tied_embeddings=True)), torch.float32, CPU)
-        assert made.weights["head"] is made.weights["embedding"]
+        assert made.weights.matrices["head"].data is made.weights.tensors["embedding"]
 
     def test_tensors_that_do_not_stack_are_refused(self) -> None:
         rows = [ModelTensor("a", "both", (2, 3)), ModelTensor("b", "both", (2, 4))]
         with pytest.raises(ValueError, match="differ in more than their rows"):
             allocate(rows, torch.float32, CPU)
 
+    def test_a_bias_without_its_matrix_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="a bias and no matrix"):
+            allocate([ModelTensor("a", "one", (2, 3)), ModelTensor("b", "one", (2,), "bias")], torch.float32, CPU)
+
     def test_loading_prepares_every_matrix(self) -> None:
-        class Noting(ReferenceKernels):
-            seen: list[int] = []  # noqa: RUF012
+        class Numbering(ReferenceKernels):
+            count = 0
 
-            def prepare(self, matrix: torch.Tensor) -> None:
-                self.seen.append(id(matrix))
+            def prepare(self, matrix: Matrix) -> Matrix:
+                self.count += 1
+                return replace(matrix, prepared=self.count)
 
-        kernels = Noting()
-        model = load_model(RandomCheckpoint(TINY), ModelParts(ReferenceAttention(), kernels, 8), torch.float32, CPU)
-        assert kernels.seen == [id(matrix) for matrix in model.matrices]
+        parts = ModelParts(ReferenceAttention(), Numbering(), 8)
+        model = load_model(RandomCheckpoint(TINY), parts, torch.float32, CPU)
+        assert [matrix.prepared for matrix in model.matrices] == list(range(1, 4 * TINY.num_layers + 2))
+        assert {matrix.stored for matrix in model.matrices} == {("random",)}
+
+    def test_a_matrix_knows_the_formats_of_its_parts(self) -> None:
+        config = replace(TINY, tied_embeddings=True)
+        layer = "model.layers.1.self_attn"
+        stored = {f"{layer}.q_proj.weight": "Q4_K", f"{layer}.k_proj.weight": "Q4_K", f"{layer}.v_proj.weight": "Q6_K"}
+        stored["model.embed_tokens.weight"] = "Q8_0"
+        matrices = allocate(dense.tensors(config), torch.float32, CPU, stored).weights.matrices
+        assert matrices["layers.1.qkv"].stored == ("Q4_K", "Q6_K")
+        assert matrices["head"].stored == ("Q8_0",), "a tied head is stored as the embedding is"
+        assert matrices["layers.0.qkv"].stored == ()
 
 
 def test_nobody_but_its_family_constructs_a_decoder() -> None:

@@ -148,7 +148,9 @@ KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def plain(tree: Any) -> dict[str, Any]:
-    return {str(path): leaf for path, leaf in leaves(tree)}
+    pairs = [(str(path), leaf) for path, leaf in leaves(tree)]
+    assert len({path for path, _ in pairs}) == len(pairs), "two leaves have the same path, and one hides the other"
+    return dict(pairs)
 
 
 def same(found: Any, wanted: Any) -> None:
@@ -266,7 +268,7 @@ def test_an_eager_object_that_holds_an_input_is_copied_and_another_is_not(device
         made.append(Plain(batch["x"] if len(made) == 0 else batch["x"] * 2))
         return made[-1]
 
-    runner = make_runner(body, device, backend="disabled")
+    runner = make_runner(body, device, backend="disabled", options=RunnerOptions(eager_copies=True))
     first, second = runner.run({"x": rows(device, 3, seed=1)}), runner.run({"x": rows(device, 3, seed=2)})
     equal(first.hidden, rows(device, 3, seed=1))
     assert first is not made[0]

@@ -100,7 +100,7 @@ def _model(factor: float, layer: int, dtype: torch.dtype, part: str = "gate_up")
     weights = load_weights(RandomCheckpoint(config), dtype, CPU)
     for name in ("gate_up", "down"):
         if name == "down" or part == "gate_up":
-            weights[f"layers.{layer}.{name}"].mul_(factor)
+            weights.matrices[f"layers.{layer}.{name}"].data.mul_(factor)
     return family_of(config).build(config, weights, ModelParts(ReferenceAttention(), ReferenceKernels(), 1024, F32))
 
 

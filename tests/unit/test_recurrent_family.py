@@ -165,3 +165,21 @@ def test_what_the_state_excludes_is_named() -> None:
     with pytest.raises(PlanError, match=r"keeps state by row \(memory\).*tokens_per_row is 3"):
         Executor(llm.executor.model, TorchSampler(), llm.device, llm.plan, limits)
     assert value_range(llm.executor.model, llm.device).largest > 0
+
+
+def test_what_can_t_be_put_back_fails_by_name() -> None:
+    """After a step that raised, nobody knows what is in the memory: those that had some are told."""
+    llm = make("cpu")
+    phase, raised = llm.executor.runners["decode"].phase, list[int]()
+    body = phase.body
+
+    def once(batch: Any) -> Any:
+        if not raised:
+            raised.append(1)
+            raise ArithmeticError("this once")
+        return body(batch)
+
+    object.__setattr__(phase, "body", once)
+    (failed,) = llm.generate(PROMPTS[:1], GREEDY)
+    assert "can't be put back" in failed.error
+    assert llm.generate(PROMPTS[:1], GREEDY)[0].tokens == by_hand(llm, PROMPTS[0], 12)

@@ -67,7 +67,7 @@ class TestWhatIsLeftOpen:
         ("presence_penalty", 2.5),
         ("frequency_penalty", -3),
         ("frequency_penalty", math.nan),
-        ("seed", -1),
+        ("seed", -(2**63) - 1),
         ("seed", 2**63),
         ("seed", 1.0),
         ("n", 0),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -213,6 +214,35 @@ def test_all_keep_what_torch_keeps(name: str, row: str) -> None:
     logits = ROWS[row].to(DEVICE).expand(len(ASKED) * times, -1)
     found, wanted = (SAMPLERS[n].pick(logits, SamplingRows(*columns), Sampling.TRUNCATED) for n in (name, "torch"))
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_of_equals_all_keep_as_many_as_torch(name: str) -> None:
+    """The edge of top-p is a product in float32: 0.3 of ten is three, though the float 0.3 is a little more."""
+    is_slow = name == "triton" and DEVICE.type != "cuda"
+    cuts, times = ([0.2, 0.3, 0.6], 8) if is_slow else ([n / 20 for n in range(1, 20)], 60)
+    for vocab in (5, 10) if is_slow else (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 75, 90, 100):
+        asked = [rows(times, top_p=top_p) for top_p in cuts]
+        columns = [torch.cat(column) for column in zip(*(vars(each).values() for each in asked), strict=True)]
+        logits = torch.full((len(cuts) * times, vocab), 1.5, device=DEVICE)
+        found, wanted = (SAMPLERS[n].pick(logits, SamplingRows(*columns), Sampling.TRUNCATED) for n in (name, "torch"))
+        assert torch.equal(found, wanted), vocab
+
+
+def test_of_equals_at_most_one_more_or_less_is_kept_than_transformers_keeps() -> None:
+    """And never fewer than top-p asks for: it sums rounded probabilities, and so keeps one too many itself."""
+    from transformers.generation.logits_process import TopPLogitsWarper
+
+    cuts = [n / 100 for n in range(1, 100)]
+    for vocab in (1, 2, 3, 10, 15, 25, 60, 100, 300):
+        logits = torch.zeros(len(cuts), vocab, device=DEVICE)
+        top_p = torch.tensor(cuts, device=DEVICE)
+        found = kept(logits, replace(rows(len(cuts)), top_p=top_p)).sum(-1).tolist()
+        for number, num_kept in enumerate(found, 1):
+            needed = -(-number * vocab // 100)
+            theirs = int(TopPLogitsWarper(number / 100)(None, torch.zeros(1, vocab)).isfinite().sum())
+            assert num_kept - needed in (0, 1), (vocab, number)
+            assert abs(num_kept - theirs) <= 1, (vocab, number)
 
 
 @pytest.mark.slow

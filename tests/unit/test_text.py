@@ -326,6 +326,37 @@ class TestSideFiles:
             Tokenizer.from_folder(with_side_files(tmp_path, {name: fields}))
 
 
+class TestSwitches:
+    @pytest.mark.parametrize(
+        ("name", "done"),
+        [
+            ("add_bos_token", True),
+            ("add_eos_token", False),
+            ("add_prefix_space", True),
+            ("split_special_tokens", False),
+        ],
+    )
+    def test_one_that_the_tokenizer_json_does_not_follow_is_named(
+        self, tmp_path: Path, name: str, done: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        roles = {"bos_token": "<s>", "eos_token": "</s>"}
+        for said in (done, None):
+            Tokenizer.from_folder(save(tmp_path, sentencepiece(), **roles, **{name: said}))
+            assert not caplog.text
+        Tokenizer.from_folder(save(tmp_path, sentencepiece(), **roles, **{name: not done}))
+        assert f"does otherwise: {name} {str(not done).lower()}" in caplog.text
+        assert len(caplog.records) == 1
+
+    def test_all_of_them_in_one_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        backend = tokenizers.Tokenizer(models.BPE(vocab={"x": 0}, merges=[]))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        asked = {"add_bos_token": False, "add_eos_token": True, "add_prefix_space": True, "added_tokens_decoder": {}}
+        Tokenizer.from_folder(save(tmp_path, backend, **asked))
+        assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+            "without effect, as the tokenizer.json beside it does otherwise: add_eos_token true, add_prefix_space true"
+        ]
+
+
 class TestDetokenizer:
     def test_a_character_is_held_back_until_it_is_whole(self) -> None:
         tokenizer = made()

@@ -11,11 +11,11 @@ from paged import DEVICE, Case, Heads, by_hand, case_of, poison_dead, spans_of
 
 pytest.importorskip("triton")
 
-from phonograph.engine.attention.base import Queries, RotatingAttention
+from phonograph.engine.attention.base import Queries
 from phonograph.engine.attention.launches import HOPPER, PLAIN, Launch, Launches, pick
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.attention.triton import TritonAttention
-from phonograph.engine.kernels.base import Angles, Norm
+from phonograph.engine.kernels.base import Angles, Norm, RotatingAttention
 from phonograph.engine.kernels.base import Heads as KernelHeads
 from phonograph.engine.kernels.reference import ReferenceKernels
 

@@ -622,7 +622,7 @@ class TestAllOfTheLayer:
 
         run = graphed(
             body, slots=SLOTS, bucketed="seqs", buckets=[4], device=device, backend="breakable",
-            without=["lens"], eager_without=["x"],
+            without=["lens"], eager_without=["x"], eager_copies=True,
         )  # fmt: skip
         batch = inputs(device, 3)
         run.capture(silent)

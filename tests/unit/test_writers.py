@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from phonograph.engine.generation import Delta, Usage
 from phonograph.engine.request import FinishReason
 from phonograph.engine.sequence import TokenLogprob as Logprob
-from phonograph.engine.text import Tokenizer
+from phonograph.engine.text import Detokenizer, Tokenizer
 from phonograph.server.answers import FunctionCall
 from phonograph.server.logprobs import LogprobWriter
 from phonograph.server.tool_calls import ToolCallReader, for_template
-from phonograph.server.writers import ChatWriter, CompletionWriter, Head
+from phonograph.server.writers import BLOCK, ChatWriter, CompletionWriter, Head, split
 from server import tiny
 
+STOP = FinishReason.STOP
 HEAD = Head("chatcmpl-abc", 7, "tiny")
 USAGE = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 UNKNOWN = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
 BARE = '[{"name": "now", "arguments": {"zone": "UTC"}}, {"name": "now", "arguments": {}}]'
-MADE = FunctionCall("now", '{"zone":"UTC"}')
+MADE = FunctionCall("now", '{"zone": "UTC"}')
+INNER = '{"text": "a </tool_call> b \\" </tool_call>"}'
+ODD = '{"a": 1e5, "b": 12345678901234567890.0, "a": "\\u00e9",  "c": 1}'
 
 
 def events(data: bytes) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in data.decode().split("\n\n") if event]
+
+
+def whole(pieces: list[bytes]) -> Any:
+    return json.loads(b"".join(pieces))
 
 
 def read(text: str, size: int) -> tuple[str, list[FunctionCall]]:
@@ -61,6 +71,22 @@ def read(text: str, size: int) -> tuple[str, list[FunctionCall]]:
         ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
         (UNKNOWN, UNKNOWN, []),
         ('{"answer": 5}', '{"answer": 5}', []),
+        ('{"name": "now", "arguments": {}, "answer": 5}', '{"name": "now", "arguments": {}, "answer": 5}', []),
+        (
+            '{"name": "now", "arguments": {}, "parameters": {}}',
+            '{"name": "now", "arguments": {}, "parameters": {}}',
+            [],
+        ),
+        ('{"id": "a", "type": "function", "name": "now", "arguments": {}}', "", [FunctionCall("now", "{}")]),
+        (
+            f'<tool_call>{{"name": "now", "arguments": {INNER}}}</tool_call>{CALL}',
+            "",
+            [FunctionCall("now", INNER), MADE],
+        ),
+        (f'<tool_call>{{"name": "now", "arguments": {ODD}}}</tool_call>', "", [FunctionCall("now", ODD)]),
+        (f'{{"name": "now", "arguments": {ODD}}}', "", [FunctionCall("now", ODD)]),
+        (f'<tool_call>{{"name": "</tool_call> a {CALL}', '<tool_call>{"name": "</tool_call> a ', [MADE]),
+        ('<tool_call>it"s</tool_call> so', '<tool_call>it"s</tool_call> so', []),
         ("{not JSON", "{not JSON", []),
         ("  \n ", "  \n ", []),
     ],
@@ -101,13 +127,13 @@ def test_arguments_of_earlier_calls_become_objects() -> None:
 
 def test_a_chat_with_calls_whole() -> None:
     writer = ChatWriter(HEAD, None, ["now"])
-    body = json.loads(writer.body([Delta(0, CALL, [1, 2], finish=FinishReason.STOP)], USAGE))
+    body = whole(writer.body([Delta(0, CALL, [1, 2], finish=FinishReason.STOP)], USAGE))
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
     (call,) = choice["message"]["tool_calls"]
     assert call["type"] == "function"
-    assert call["function"] == {"name": "now", "arguments": '{"zone":"UTC"}'}
+    assert call["function"] == {"name": "now", "arguments": '{"zone": "UTC"}'}
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
@@ -151,10 +177,73 @@ def test_logprobs_of_both_kinds() -> None:
         "text_offset": [0, 10],
     }
     assert second["choices"][0]["logprobs"]["text_offset"] == [21]
-    chat = json.loads(ChatWriter(HEAD, logprobs, None).body(deltas[1:], USAGE))
+    chat = whole(ChatWriter(HEAD, logprobs, None).body(deltas[1:], USAGE))
     (token,) = chat["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["logprob"], bytes(token["bytes"])) == ("token_id:3", -0.5, b"token_id:3")
     assert [top["token"] for top in token["top_logprobs"]] == ["token_id:3", "token_id:4"]
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [BLOCK], [BLOCK + 1, 0, 3 * BLOCK], [5] * 40, [20 * BLOCK]])
+@pytest.mark.parametrize("kind", [ChatWriter, CompletionWriter])
+def test_a_long_answer_is_the_same_in_pieces(kind: type[ChatWriter | CompletionWriter], sizes: list[int]) -> None:
+    """As a body and as events: nothing is lost between blocks."""
+
+    def deltas() -> list[Delta]:
+        top = tuple((token, -0.5 * token) for token in range(21))
+        return [
+            Delta(choice, f'"choices":[] {choice}', [], [Logprob(n % 21, -float(n), top) for n in range(size)], STOP)
+            for choice, size in enumerate(sizes)
+        ]
+
+    def written() -> ChatWriter | CompletionWriter:
+        logprobs = LogprobWriter(None)
+        return ChatWriter(HEAD, logprobs, None) if kind is ChatWriter else CompletionWriter(HEAD, logprobs)
+
+    def entries(logprobs: Any) -> list[Any]:
+        if kind is ChatWriter:
+            return list(logprobs["content"])
+        return [list(entry) for entry in zip(*(logprobs[name] for name in sorted(logprobs)), strict=True)]
+
+    pieces = written().body(deltas(), USAGE)
+    assert max(map(len, pieces)) < 1 << 20
+    choices = whole(pieces)["choices"]
+    assert [len(entries(choice["logprobs"])) for choice in choices] == sizes
+    streamed: list[list[Any]] = [[] for _ in sizes]
+    writer = written()
+    for group in split(deltas()):
+        assert sum(len(delta.logprobs) for delta in group) <= BLOCK
+        for event in events(writer.events(group)):
+            (choice,) = event["choices"]
+            streamed[choice["index"]] += entries(choice["logprobs"]) if choice["logprobs"] else []
+    assert streamed == [entries(choice["logprobs"]) for choice in choices]
+
+
+class Spelled:
+    """A vocabulary of these bytes."""
+
+    special_ids = frozenset[int]()
+
+    def __init__(self, *tokens: bytes) -> None:
+        self.token_bytes = tokens.__getitem__
+
+
+def test_every_token_of_a_completion_has_a_name_of_its_own() -> None:
+    logprobs = LogprobWriter(Spelled(b"\xf0\x9f", b"\x98", b"x", b"x", b"x", b"bytes:\\x78"))  # type: ignore[arg-type]
+    found = [
+        Logprob(0, -0.1, ((0, -0.1), (1, -3.0))),
+        Logprob(3, -2.0, ((2, -0.5), (3, -2.0), (4, -4.0))),
+        Logprob(3, -5.0, ((5, -0.1), (2, -0.5))),
+    ]
+    (event,) = events(CompletionWriter(HEAD, logprobs).events([Delta(0, "x", [0, 3, 3], found)]))
+    shown = event["choices"][0]["logprobs"]
+    assert shown["tokens"] == ["bytes:\\xf0\\x9f", "bytes:\\x78", "token_id:3"]
+    assert shown["top_logprobs"] == [
+        {"bytes:\\xf0\\x9f": -0.1, "bytes:\\x98": -3.0},
+        {"x": -0.5, "bytes:\\x78": -2.0, "token_id:4": -4.0},
+        {"bytes:\\x78": -0.1, "x": -0.5},
+    ]
+    for token, logprob, top in zip(shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], strict=True):
+        assert top.get(token, logprob) == logprob
 
 
 def test_offsets_are_places_in_the_text(tmp_path: Path) -> None:
@@ -169,3 +258,27 @@ def test_offsets_are_places_in_the_text(tmp_path: Path) -> None:
     ]
     assert tokenizer.decode(tokens) == text
     assert found == [0, 1, 1, 1, 2, 3, 4, 5, 5]
+
+
+@pytest.mark.parametrize("prompt", [[], [1], [1, 5], [1, 4]])
+@pytest.mark.parametrize("answer", [[4, 5, 4, 6], [4, 4, 5], [5, 4], [3, 6]])
+@pytest.mark.parametrize("verbatim", [False, True])
+def test_offsets_leave_out_the_space_that_the_text_leaves_out(
+    prompt: list[int], answer: list[int], verbatim: bool
+) -> None:
+    vocab = {piece: number for number, piece in enumerate(["<unk>", "<s>", "</s>", "▁▁", "▁", "a", "▁b"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer = Tokenizer(backend, {})
+    logprobs = LogprobWriter(tokenizer)
+    writer = CompletionWriter(HEAD, logprobs, lambda choice: logprobs.offsets(prompt, verbatim=verbatim))
+    deltas = [Delta(0, "", [token], [Logprob(token, -1.0, ())]) for token in answer]
+    found = [
+        place for event in events(writer.events(deltas)) for place in event["choices"][0]["logprobs"]["text_offset"]
+    ]
+    text = Detokenizer(tokenizer, after=prompt, verbatim=verbatim)
+    ends = list(itertools.accumulate(len(text.add([token])) for token in answer))
+    assert found == [0, *ends[:-1]]

@@ -64,15 +64,15 @@ class Floors:
         *layers, head = self._model.matrices
         widths = {matrix.shape[1] for matrix in self._model.matrices}
         inputs = {
-            (rows, width): torch.randn(rows, width, dtype=torch.float32, device=head.device).to(head.dtype)
+            (rows, width): torch.randn(rows, width, dtype=torch.float32, device=head.data.device).to(head.dtype)
             for rows in {num_rows, num_logit_rows}
             for width in widths
         }
 
         def products() -> None:
             for matrix in layers:
-                functional.linear(inputs[num_rows, matrix.shape[1]], matrix)
-            functional.linear(inputs[num_logit_rows, head.shape[1]], head)
+                functional.linear(inputs[num_rows, matrix.shape[1]], matrix.values())
+            functional.linear(inputs[num_logit_rows, head.shape[1]], head.values())
 
         return device_seconds(self._device, graph_of(self._device, products).replay)
 

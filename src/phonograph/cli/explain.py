@@ -19,7 +19,6 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.devices import open_device
     from phonograph.engine.checkpoints.sampling import described
     from phonograph.engine.choices import refuse_misfits
-    from phonograph.engine.models.loading import refuse_unsupported
     from phonograph.engine.precision import precision_for
     from phonograph.engine.request import SamplingParams
     from phonograph.engine.sizing import limits_for, plan_for
@@ -29,7 +28,6 @@ def run(args: argparse.Namespace) -> int:
     config, precision = checkpoint.config, precision_for(checkpoint, spec.options, device.torch_device)
     plan = plan_for(device, spec.asked, spec.options, on_cpu_by_default=args.device in (None, "cpu"))
     refuse_misfits(device, precision.applied_to(spec.options), plan)
-    refuse_unsupported(checkpoint)
     # All that loading refuses is refused here too, but for the values of the weights, which are not read.
     eos_ids = config.eos_ids
     if spec.shape is None:
@@ -38,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     limits = limits_for(spec.options, device, plan, config.max_len, eos_ids)
     print(
         f"{spec.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "
-        f"up to {limits.max_seqs} sequences of {limits.max_len:,} tokens, {limits.max_tokens:,} tokens a step"
+        f"up to {limits.max_seqs} sequences of {limits.context}, {limits.max_tokens:,} tokens a step"
     )
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if spec.options.sampling == "model" else SamplingParams()))

@@ -195,7 +195,7 @@ def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
             f"          {about.source}",
             f"device    {about.device}",
             f"KV cache  {limits.capacity:,} tokens in pages of {limits.page_size}; "
-            f"{limits.max_seqs} sequences of at most {limits.max_len:,} tokens at a time",
+            f"{limits.max_seqs} sequences of at most {limits.context} at a time",
             "",
             about.plan,
             "",

@@ -1,7 +1,8 @@
 """What torch answers where nothing is captured for real: whether the current stream is in a capture.
 
 Libraries ask in order to leave out checks that read the device. A rehearsal must run what the capture will run, and a
-recording on the emulated device what one on a GPU would.
+recording on the emulated device what one on a GPU would. Seeds are refused here too: they are set by Python, which a
+replay does not run.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.cuda.graphs as torch_graphs
+
+from phonograph.devices.trace import user_frame
+from phonograph.errors import CaptureError
 
 _lock = threading.Lock()
 _num_inside = 0
@@ -26,17 +32,38 @@ class _Here(threading.local):
 _here = _Here()
 
 
+class _Unseeded:
+    """Stands for torch's generator of the host: what moves it is refused on a thread that captures."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SEEDS and _here.depth > 0:
+            problem = f"{_SEEDS[name]} sets the random numbers, and a replay draws its own"
+            raise CaptureError(problem, _SEED_OUTSIDE, op=_SEEDS[name], frame=user_frame())
+        return getattr(self._generator, name)
+
+
+_SEEDS = {"manual_seed": "torch.manual_seed", "seed": "torch.seed", "set_state": "torch.set_rng_state"}
+_SEED_OUTSIDE = "Seed outside of the body, or draw there and put the numbers in a slot"
+# The name by which the functions of torch.random know it, however they were imported.
+_SEEDED = "default_generator"
+_generator: torch.Generator = getattr(torch.random, _SEEDED)
+
+
 def _answer() -> bool:
     return _here.depth > 0 or bool(_ask_driver())
 
 
 @contextmanager
 def said_to_capture() -> Iterator[None]:
-    """Inside, and on this thread only, `torch.cuda.is_current_stream_capturing()` is True."""
+    """Inside, and on this thread only, `torch.cuda.is_current_stream_capturing()` is True, and seeding is refused."""
     global _num_inside  # noqa: PLW0603 - other threads may be inside too
     with _lock:
         _num_inside += 1
         setattr(torch_graphs, _ASKED, _answer)
+        setattr(torch.random, _SEEDED, _Unseeded(_generator))
     _here.depth += 1
     try:
         yield
@@ -46,3 +73,4 @@ def said_to_capture() -> Iterator[None]:
             _num_inside -= 1
             if _num_inside == 0:
                 setattr(torch_graphs, _ASKED, _ask_driver)
+                setattr(torch.random, _SEEDED, _generator)

@@ -29,6 +29,7 @@ from phonograph.devices.trace import (
     refusing,
     tensors_in,
     uncompiled,
+    user_frame,
     written_tensors,
 )
 from phonograph.errors import CaptureError, DeviceError
@@ -44,6 +45,8 @@ _UNDEFINED = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
+
+_NO_DERIVATIVES = "Compute derivatives outside, or mark the function @graph_break and use backend='breakable'"
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,13 @@ class _Tape:
         for tensor in written_tensors(func, args, kwargs):
             self._save(tensor)
         result = func(*args, **kwargs)
+        if func is aten.lift_fresh.default:
+            return self._constant(result)
         before = {_storage_id(t) for t in tensors_in((args, kwargs))}
         fresh = [(i, t) for i, t in enumerate(tensors_in(result)) if _storage_id(t) not in before]
-        if func is aten.lift_fresh.default:
-            return result
+        if any(tensor._is_zerotensor() for _, tensor in fresh):
+            problem = "makes zeros without memory (a tangent of torch.func.jvp, a gradient)"
+            raise CaptureError(f"{func} {problem}", _NO_DERIVATIVES, op=str(func), frame=user_frame())
         for _, tensor in fresh:
             self.made.setdefault(_storage_id(tensor), tensor)
         # A view of memory that keeps its address needs no replay; a write or a fresh result does.
@@ -87,6 +93,13 @@ class _Tape:
             kept = tuple((i, t.detach()) for i, t in fresh)
             self.ops.append(_Op(func, _aliases(args), _aliases(kwargs), kept))
         return result
+
+    def _constant(self, value: torch.Tensor) -> torch.Tensor:
+        """A number that the body made a tensor of: its own memory, with that number in it at every replay."""
+        made, kept = value.clone(), value.clone()
+        self.made.setdefault(_storage_id(made), made)
+        self.ops.append(_Op(aten.copy_.default, (made.detach(), kept), {}, ()))
+        return made
 
     def _save(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Set
+
 from phonograph.engine.limits import Limits
 from phonograph.engine.request import Request
 from phonograph.engine.sequence import Sequence
 from phonograph.errors import RequestError
+
+UNORDERED = (bytes, bytearray, memoryview, Mapping, Set)
+"""They can be iterated over, but what comes of it is no text and no list of token ids."""
+
+
+def refuse_unlike_prompts(prompt: object) -> None:
+    """Refuse what is neither a text nor a list of token ids."""
+    if isinstance(prompt, UNORDERED) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) != 1:
+        raise RequestError(
+            "prompts are a text, a list of texts, or a list of prompts that are lists of token ids each, as "
+            f"[[1, 2, 3]]; found {type(prompt).__name__} where a prompt belongs.",
+            field="prompt",
+        )
 
 
 def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence]:

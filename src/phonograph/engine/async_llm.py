@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from phonograph.engine.admission import refuse_misfits, refuse_unknown_tokens
+from phonograph.engine.admission import refuse_misfits, refuse_unknown_tokens, refuse_unlike_prompts
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core_client import CoreClient, Restarts
 from phonograph.engine.front_text import FrontText
@@ -26,6 +26,7 @@ from phonograph.engine.observe import Observer, Observers
 from phonograph.engine.request import Request, SamplingParams
 from phonograph.engine.spec import EngineSpec
 from phonograph.engine.text import ChatTemplate
+from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
 
@@ -105,9 +106,11 @@ class AsyncLLM:
     async def stop(self) -> None:
         """End the core; what still runs gets an error."""
         self.health = Health("stopped", "the server was shut down")
-        self._fail_all(CoreError("the server was shut down while the request ran"))
-        await self._core.stop()
-        self.text.close()
+        try:
+            self._fail_all(CoreError("the server was shut down while the request ran"))
+        finally:
+            await self._core.stop()
+            self.text.close()
 
     async def lost(self) -> str:
         """Wait until the core is down for good, and say why."""
@@ -222,13 +225,16 @@ class AsyncLLM:
         timeout: float | None,
     ) -> list[Request]:
         """The prompts as requests that the engine can serve; any thread may make them."""
-        now, about, params = time.monotonic(), self.about, params.resolved(self.sampling)
+        now, about = time.monotonic(), self.about
+        params = with_special_stops(params.resolved(self.sampling), self.tokenizer, about.vocab)
         name = request_id or f"request-{next(self._numbers)}"
         deadline = None if timeout is None else now + timeout
         added, most = len(prompts) * params.n, self.max_active
         if not prompts or added > most:
             problem = f"the request asks for {added} sequences; 1 to {most} can run or wait here."
             raise RequestError(problem, field="n" if params.n > 1 else "prompt")
+        for prompt in prompts:
+            refuse_unlike_prompts(prompt)
         requests = [
             Request(f"{name}-{place}" if place else name, tuple(prompt), params, priority, deadline, now)
             for place, prompt in enumerate(prompts)
@@ -252,6 +258,8 @@ class AsyncLLM:
         return generation, [self._core.encoded(Add(request)) for request in requests]
 
     def _started(self, generation: Generation, messages: Sequence[msgspec.Raw]) -> Generation:
+        with self._refusals_counted():
+            self._refuse_taken(generation.requests)
         self._refuse_overflow(generation.num_choices)
         for request, message in zip(generation.requests, messages, strict=True):
             self._live[request.id] = generation
@@ -272,6 +280,12 @@ class AsyncLLM:
                 "draining" if draining else "down",
                 retry_after=5.0,
             )
+
+    def _refuse_taken(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.id in self._live:
+                problem = "this id is being served already. Give every request its own"
+                raise RequestError(f"request {request.id!r}: {problem}; of several prompts, the second is id-1.")
 
     def _refuse_overflow(self, added: int) -> None:
         active, most = self.num_active, self.max_active

@@ -138,13 +138,15 @@ class EngineCore:
     def _execute_singly(self, step: Step) -> Finished:
         """One pass per sequence: whoever raises is failed, the others go on.
 
-        Steps in flight are committed first: so many passes would take the host memory that their results wait in.
+        Steps in flight are committed first: so many passes would take the host memory that their results wait in. And
+        the host must know all tokens up to here, since wherever the step raised, its rows are put back first.
         """
         while self._in_flight:
             self._commit(self._in_flight.popleft())
         found: dict[Sequence, Sampled] = {}
         for part in _parts(step):
             try:
+                self.executor.put_back(part)
                 sampled = self.executor.collect(self.executor.launch(part))
             except Exception as error:
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")

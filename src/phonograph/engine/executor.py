@@ -22,7 +22,7 @@ from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables, allocating
 from phonograph.engine.state.updates import UpdateBuilder
 from phonograph.engine.step import Sampled, Step
-from phonograph.errors import DeclarationError, PlanError
+from phonograph.errors import DeclarationError, PhonographError, PlanError
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase
@@ -131,6 +131,19 @@ class Executor:
         picked = self._run(runner, step)
         path = "replay" if isinstance(runner.last, Replay) else "eager"
         return Launched(step, runner.phase.name, path, begun, self._readback.start(picked))
+
+    @torch.inference_mode()
+    def put_back(self, step: Step) -> None:
+        """Undo what a step that raised has written to the tables, from what the host knows of its sequences.
+
+        All steps before it must be committed. Keys and values are written again as they were; what the model keeps by
+        row is not known to the host, so that only a sequence that begins can be put back.
+        """
+        if self.model.columns and (step.decodes or any(chunk.start for chunk in step.prefills)):
+            raise PhonographError(
+                "the step raised, and what the model keeps of the sequence by row can't be put back. Ask again."
+            )
+        self.tables.apply(self._updates.undone(step))
 
     def collect(self, launched: Launched) -> Sampled:
         """What a step sampled; waits for the device."""

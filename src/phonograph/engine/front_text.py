@@ -6,10 +6,11 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from phonograph.engine.admission import refuse_unlike_prompts
 from phonograph.engine.text import ChatTemplate, Tokenizer
 from phonograph.errors import RequestError
 
@@ -54,11 +55,13 @@ class FrontText:
         """The token ids of several texts; what is token ids already stays as it is. `check` may refuse each."""
 
         def encoded(prompt: str | Sequence[int]) -> Sequence[int]:
+            refuse_unlike_prompts(prompt)
             ids = self.tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
             check(ids)
             return ids
 
-        return await self.off_loop(sum(map(len, prompts)), lambda: [encoded(prompt) for prompt in prompts])
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, Sized))
+        return await self.off_loop(size, lambda: [encoded(prompt) for prompt in prompts])
 
     async def decode(self, tokens: Sequence[int], vocab: int, *, skip_special: bool = True) -> str:
         """The text of token ids, each below `vocab`."""

@@ -83,6 +83,7 @@ class Generation:
                     stops.again(),
                     stop_ids=request.params.stop_ids(eos_ids),
                     after=request.prompt if continues else (),
+                    verbatim=request.params.grammar is not None,
                 ),
             )
             for request, first in zip(requests, self._first.values(), strict=True)

@@ -67,6 +67,11 @@ class Limits:
         return 1 if self.tokens_per_row == 1 else 0
 
     @property
+    def context(self) -> str:
+        """The longest sequence, in words."""
+        return f"{self.max_len:,} tokens" + (" (all that the KV cache holds)" if self.max_len >= self.capacity else "")
+
+    @property
     def max_chunk(self) -> int:
         return min(self.chunk or self.max_tokens, self.max_tokens)
 

@@ -11,11 +11,12 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phonograph.devices import Device, open_device
+from phonograph.engine.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.attention.base import Attention
 from phonograph.engine.cache.sharing import prefix_sharing
 from phonograph.engine.checkpoints import open_checkpoint
@@ -33,9 +34,10 @@ from phonograph.engine.precision import precision_for
 from phonograph.engine.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduler import Scheduler
 from phonograph.engine.sequence import Sequence, TokenLogprob
-from phonograph.engine.sizing import cache_size, limits_for, plan_for
+from phonograph.engine.sizing import cache_size, limits_for, plan_for, with_pages
 from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.guidance import Guidance
+from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CheckpointError, RequestError
 from phonograph.graphs.config import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
@@ -65,9 +67,9 @@ class _Reader:
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, continues: bool) -> None:
         self.sequence = sequence
         self.done = Completion(sequence.request.prompt, sequence.index)
-        after = sequence.request.prompt if continues else ()
-        stops = StopStrings(sequence.request.params.stop)
-        self._text = TextReader(tokenizer, stops, stop_ids=sequence.stop_ids, after=after)
+        params, after = sequence.request.params, sequence.request.prompt if continues else ()
+        stops, is_guided = StopStrings(params.stop), params.grammar is not None
+        self._text = TextReader(tokenizer, stops, stop_ids=sequence.stop_ids, after=after, verbatim=is_guided)
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
@@ -83,20 +85,16 @@ class _Reader:
 
 def _as_prompts(prompts: object) -> list[Any]:
     """Texts, or lists of token ids; refuses what is neither."""
-    many: list[Any] = (
-        [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]
-    )
+    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, (str, *UNORDERED))
+    many: list[Any] = list(prompts) if is_many else [prompts]  # type: ignore[call-overload]
     for prompt in many:
-        if not isinstance(prompt, str | Iterable) or getattr(prompt, "ndim", 1) != 1:
-            raise RequestError(
-                "prompts are a text, a list of texts, or a list of prompts that are lists of token ids each, as "
-                f"[[1, 2, 3]]; found {type(prompt).__name__} where a prompt belongs."
-            )
+        refuse_unlike_prompts(prompt)
     return many
 
 
 def _as_token_ids(prompt: Many[int]) -> tuple[int, ...]:
     """Token ids as Python's own integers; numpy's and torch's are taken too."""
+    refuse_unlike_prompts(prompt)
     return tuple([token if type(token) is int else _as_token_id(token) for token in prompt])
 
 
@@ -149,7 +147,7 @@ class LLM:
                 loaded = self._model(attention, limits.num_positions, progress)
         sampler = sampler_for(self.device, options, self.plan)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress)
-        self.limits = replace(limits, num_pages=self.cache_size.num_pages)
+        self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(
             loaded, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
         )
@@ -201,7 +199,8 @@ class LLM:
         )
         kernels = f"precision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
-        about = [self.plan.explain(), kernels, cache, str(self.prefix_sharing), described(self.sampling)]
+        context = f"context: {self.limits.context}"
+        about = [self.plan.explain(), kernels, cache, str(self.prefix_sharing), context, described(self.sampling)]
         return "\n".join([*about, runners])
 
     @contextmanager
@@ -265,7 +264,8 @@ class LLM:
         self, prompts: Many[tuple[int, ...]], params: SamplingParams, *, continues: bool = True
     ) -> dict[Sequence, _Reader]:
         """With `continues` an answer goes on where its prompt ended: a leading space belongs to it."""
-        params, readers = params.resolved(self.sampling), dict[Sequence, _Reader]()
+        params = with_special_stops(params.resolved(self.sampling), self.tokenizer, self.executor.vocab)
+        readers = dict[Sequence, _Reader]()
         for prompt in prompts:
             request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
             self._submitted.append(request.id)

@@ -42,10 +42,11 @@ def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 class Pending:
     """Results on their way; the memory is used again after as many further steps as the ring is long."""
 
-    def __init__(self, block: _Block, count: int, logprobs: bool, width: int | None) -> None:
+    def __init__(self, block: _Block, count: int, num_top: int | None, width: int | None) -> None:
+        """`num_top` likeliest tokens are told of each, fewer where the vocabulary is small; None: no logprobs."""
         self._block = block
         self._count = count
-        self._logprobs = logprobs
+        self._num_top = num_top
         self._width = width
         """Places of each row, where rows may have several tokens or none."""
 
@@ -59,8 +60,8 @@ class Pending:
         block.done.synchronize()
         tokens = block.tokens[:count].tolist()
         logprobs: list[TokenDetails] | None = None
-        if self._logprobs:
-            columns = (block.token_logprob, block.top_ids, block.top_logprobs)
+        if (num_top := self._num_top) is not None:
+            columns = (block.token_logprob, block.top_ids[:, :num_top], block.top_logprobs[:, :num_top])
             logprobs = list(zip(*(column[:count].tolist() for column in columns), strict=True))
         return Sampled(tokens, None, logprobs) if self._width is None else _counted(tokens, self._width, logprobs)
 
@@ -92,11 +93,11 @@ class Readback:
             width, tokens = tokens.shape[1], tokens.flatten()
         count = tokens.shape[0]
         block.tokens[:count].copy_(tokens, non_blocking=True)
-        logprobs = picked.logprobs
+        logprobs, num_top = picked.logprobs, None
         if logprobs is not None:
             num_top = logprobs.top_ids.shape[1]
             block.token_logprob[:count].copy_(logprobs.token_logprob, non_blocking=True)
             block.top_ids[:count, :num_top].copy_(logprobs.top_ids, non_blocking=True)
             block.top_logprobs[:count, :num_top].copy_(logprobs.top_logprobs, non_blocking=True)
         block.done.record()
-        return Pending(block, count, logprobs is not None, width)
+        return Pending(block, count, num_top, width)

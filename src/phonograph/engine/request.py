@@ -17,6 +17,10 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
 """Of one prompt: each is a sequence that the scheduler keeps from the start."""
 _MAX_WHOLE = 2**63 - 1
+_INEXACT = 2**53
+"""From here on not every whole number is a float of 64 bits, as which a grammar's numbers are read."""
+_OF_NUMBERS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+"""Keywords of JSON schemas whose values are compared with numbers."""
 """What fits into the numbers of a message and of a device."""
 _MAX_TOKEN_ID = 2**31 - 1
 _FLOAT32 = (2.0**-126, 2.0**128 - 2.0**104)
@@ -72,9 +76,28 @@ class GrammarSpec:
             raise RequestError(
                 f"the {self.kind} grammar is no JSON: {error}. Send well-formed JSON.", field=self.field
             ) from None
+        if self.kind == "json_schema":
+            self._check_numbers(found)
         texts = isinstance(found, list) and found and all(isinstance(text, str) and text for text in found)
         if self.kind == "choice" and not texts:
             raise RequestError("a choice grammar is a list of texts that aren't empty, at least one.", field=self.field)
+
+    def _check_numbers(self, schema: object) -> None:
+        """Refuse numbers that only a float of more than 64 bits holds: another one would be followed in silence."""
+        waiting: list[tuple[str, object]] = [("", schema)]
+        while waiting:
+            keyword, found = waiting.pop()
+            if isinstance(found, dict):
+                waiting += [(keyword or (name if name in _OF_NUMBERS else ""), part) for name, part in found.items()]
+            elif isinstance(found, list):
+                waiting += [(keyword, part) for part in found]
+            elif keyword and isinstance(found, int | float) and abs(found) >= _INEXACT:
+                problem = (
+                    f"`{keyword}` has the number {str(found)[:100]}, which is 2^53 or more and can't be kept exactly"
+                )
+                raise RequestError(
+                    f"the json_schema grammar: {problem}. Use a smaller one, or a string.", field=self.field
+                )
 
 
 @dataclass(frozen=True)
@@ -103,7 +126,7 @@ class SamplingParams:
     seed: int | None = None
     """The same one draws the same tokens; of n sequences the first has it, the others have what nobody can ask for."""
     stop: tuple[str, ...] = ()
-    """Texts that end the generation; the text layer looks for them."""
+    """Texts that end the generation; that of a special token stands for the token."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
@@ -124,7 +147,7 @@ class SamplingParams:
         _float32("presence_penalty", self.presence_penalty, -2, 2)
         _float32("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
-            _whole("seed", self.seed, least=0)
+            _whole("seed", self.seed, least=-_MAX_WHOLE - 1)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):

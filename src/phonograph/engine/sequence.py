@@ -105,16 +105,16 @@ class Sequence:
     def noise_seed(self) -> int:
         """What its noise is made from, in 64 bits: the request's seed for the first of n.
 
-        Those of the others, and of a request that has none, are below 0, where nobody's seed is: what one user draws
-        second, no other draws first.
+        Those of the others, and of a request that has none, are below 0, and a request's own seed below 0 becomes one
+        that is not: what one user draws second, no other draws first.
         """
         given = self.request.params.seed
         if given is None:
             bits = hash((self.request.id, self.request.arrival, self.index))
         elif self.index == 0:
-            return given
+            return given if given >= 0 else _hashed(b"%d" % given) % (1 << 63)
         else:
-            bits = int.from_bytes(hashlib.blake2b(b"%d/%d" % (given, self.index), digest_size=8).digest(), "little")
+            bits = _hashed(b"%d/%d" % (given, self.index))
         return bits % (1 << 63) - (1 << 63)
 
     def take(self, tokens: Iterable[int]) -> tuple[list[int], FinishReason | None, int]:
@@ -148,3 +148,8 @@ class Sequence:
     def __repr__(self) -> str:
         where = f"row {self.row}" if self.row else self.state.value
         return f"<Sequence {self.request.id}[{self.index}] {where}, {self.num_prompt}+{len(self.outputs)} tokens>"
+
+
+def _hashed(text: bytes) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

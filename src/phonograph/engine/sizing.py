@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from phonograph.graphs.config import Ask, Asked, Measured
 from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.resolve import Plan, resolve
 from phonograph.graphs.wrap import facts_of
+
+log = logging.getLogger("phonograph")
 
 _GIB = 1 << 30
 
@@ -80,15 +83,30 @@ def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int,
     max_tokens = max(tokens if options.max_tokens is None else options.max_tokens, max_seqs)
     max_len = options.max_len or min(8192, context)
     cache_tokens = options.cache_tokens or max(max_len, max_seqs * min(max_len, 1024))
-    return Limits(
+    num_pages = -(-cache_tokens // options.page_size) + 1
+    limits = Limits(
         max_seqs=max_seqs,
         max_tokens=max_tokens,
         max_len=max_len,
         page_size=options.page_size,
-        num_pages=-(-cache_tokens // options.page_size) + 1,
+        num_pages=num_pages,
         max_ahead=options.max_ahead,
         eos_ids=tuple(eos_ids),
     )
+    return with_pages(limits, num_pages)
+
+
+def with_pages(limits: Limits, num_pages: int) -> Limits:
+    """The limits over a KV cache of so many pages: no sequence can be longer than what it holds."""
+    limits = replace(limits, num_pages=num_pages)
+    max_len = max(2, min(limits.max_len, limits.capacity))
+    if max_len < limits.max_len:
+        log.warning(
+            "the context is %s tokens, not %s: all that the KV cache holds. Give it more memory, or raise cache_tokens",
+            f"{max_len:,}",
+            f"{limits.max_len:,}",
+        )
+    return replace(limits, max_len=max_len)
 
 
 @dataclass(frozen=True)

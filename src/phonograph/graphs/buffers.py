@@ -214,11 +214,19 @@ class Registry:
         mode: LoadMode = LoadMode.GRAPH,
         beside: Mapping[str, Any] = _NOTHING,
         without: frozenset[str] = frozenset(),
+        anew: bool = False,
     ) -> View:
-        """Fill the buffers and return the view; slots named in `without` carry the batch's own value."""
+        """Fill the buffers and return the view; slots named in `without` carry the batch's own value.
+
+        With `anew` the view's tensors are new objects over the buffers, as a caller's are new in every call: what a
+        body remembers by `is`, `id()` or a hash must not be found again.
+        """
         prepared = self._steps(extent, mode, without)
         exposed = self._fill(batch, extent, mode, beside, prepared)
-        return _view(batch, beside, prepared[1].views | exposed, extent)
+        values = prepared[1].views | exposed
+        if anew:
+            values = {path: one.detach() if isinstance(one, torch.Tensor) else one for path, one in values.items()}
+        return _view(batch, beside, values, extent)
 
     def live(
         self,
@@ -268,6 +276,8 @@ class Registry:
         if steps.computed:
             self._compute(batch, extent, mode, beside, steps, load)
         load.issue()
+        if mode is LoadMode.NO_COPY:
+            return load.exposed | layout.copied([fit.cell for fit in steps.fits if fit.path not in load.exposed])
         if mode is LoadMode.GRAPH:
             self._count_load()
             self._not_live = steps.left_out.union(load.absent) if load.absent else steps.left_out

@@ -15,20 +15,21 @@ import torch
 from phonograph.devices import Device
 from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.backends import Backend, Body, Recording, WarmUp
-from phonograph.graphs.buffers import LoadMode, Registry
+from phonograph.graphs.buffers import LoadMode, Registry, View
 from phonograph.graphs.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import Group, ShapeKey
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.fields import fields_of
-from phonograph.graphs.outputs import OutputBuffers, Run, trimmed_axes
-from phonograph.graphs.phase import Phase
+from phonograph.graphs.outputs import OutputBuffers, Run
+from phonograph.graphs.phase import Phase, Sample
+from phonograph.graphs.probing import Trimming, find_trimming
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.python_state import Moves, PythonState
 from phonograph.graphs.snapshots import snapshots_beside
 from phonograph.graphs.state import SavedState, generators_restored
-from phonograph.graphs.tree import Path
 from phonograph.graphs.warmups import Settled, Warmups
+from phonograph.graphs.weight_caches import weights_uncached
 from phonograph.graphs.written import refusing_input_writes
 
 log = logging.getLogger("phonograph")
@@ -61,7 +62,7 @@ class Captured:
     recordings: dict[ShapeKey, Recording]
     carried: dict[ShapeKey, dict[str, Any]]
     """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
-    axes: dict[Group, dict[Path, dict[int, str]]]
+    trimmings: dict[Group, Trimming]
     report: CaptureReport
 
 
@@ -87,8 +88,9 @@ class Capture:
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
     _input_write: InputWriteError | None = None
-    _axes: dict[Group, dict[Path, dict[int, str]]] = field(default_factory=dict)
+    _trims: dict[Group, Trimming] = field(default_factory=dict)
     _warm_seconds: float = 0.0
+    _views: list[View] = field(default_factory=list)
 
     @contextmanager
     def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
@@ -96,7 +98,7 @@ class Capture:
         start = time.perf_counter()
         with torch.no_grad(), gc_frozen(self.collect_garbage), self._state_restored(), generators_restored(self.device):
             self._warm_all(keys)
-            self._axes = self._trimmed_axes(keys)
+            self._trims = self._trimmings(keys)
             for runs in self._runs.values():
                 self.outputs.expect(runs[0].outputs)
             self.outputs.allocate()
@@ -117,7 +119,7 @@ class Capture:
         report = CaptureReport(tuple(rows), self._warm_seconds, seconds)
         for row in report.failures:
             log.warning("%s", row.error)
-        return Captured(recordings, self._carried, self._axes, report)
+        return Captured(recordings, self._carried, self._trims, report)
 
     @contextmanager
     def _state_restored(self) -> Iterator[None]:
@@ -143,12 +145,23 @@ class Capture:
         padded = self.phase.padded(key.size)
         extent = Extent(padded, padded)
         sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
-        view = self.registry.load(sample.batch, extent, beside=sample.beside, without=self.phase.without)
+        view = self._load(sample, extent)
         if self.phase.plan is not None:
             self.phase.plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
         inputs = self.phase.inputs(view.batch, view.beside, self.phase.without)
-        return _Bound(lambda: self.phase.forward(view.batch, view.beside), now, sample.batch, inputs, view.beside)
+        return _Bound(lambda: self._forward(view), now, sample.batch, inputs, view.beside)
+
+    def _forward(self, view: View) -> Any:
+        with weights_uncached():
+            return self.phase.forward(view.batch, view.beside)
+
+    def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
+        """Views that no run before had: kept, so that no later one has their identity."""
+        without = self.phase.without
+        view = self.registry.load(sample.batch, extent, mode=mode, beside=sample.beside, without=without, anew=True)
+        self._views.append(view)
+        return view
 
     # -- warm-ups -----------------------------------------------------------------------------------------
 
@@ -271,60 +284,46 @@ class Capture:
     def _preserved(self, batch: Any) -> AbstractContextManager[None]:
         return self.phase.preserve(batch) if self.phase.preserve is not None else nullcontext()
 
-    def _trimmed_axes(self, keys: Sequence[ShapeKey]) -> dict[Group, dict[Path, dict[int, str]]]:
+    def _trimmings(self, keys: Sequence[ShapeKey]) -> dict[Group, Trimming]:
         grouped: dict[Group, list[ShapeKey]] = {}
         for key in keys:
             if key not in self._errors:
                 grouped.setdefault(key.group, []).append(key)
-        axes: dict[Group, dict[Path, dict[int, str]]] = {}
-        for group, members in grouped.items():
-            runs = [run for key in members for run in self._runs[key]]
-            if not self.trims:
-                axes[group] = {}
-                continue
-            has_limits = any(dim.limit is not None for dim in self.phase.all_dims.values())
-            if len(members) == 1 or has_limits:
-                # Sizes that never change can't tell an axis that follows a dim from one that only equals it.
-                runs += self._probe(members[-1], must_run=len(members) == 1)
-            try:
-                axes[group] = trimmed_axes(runs)
-            except CaptureError as error:
-                for key in members:
-                    self._errors[key] = CaptureError(error.problem, error.remedy, shape=str(key))
-        return axes
+        return {group: found for group, members in grouped.items() if (found := self._trimming(members)) is not None}
 
-    def _probe(self, key: ShapeKey, *, must_run: bool) -> list[Run]:
-        """An eager run at other sizes; a body that must run but has only one size fails here, and its key with it."""
-        sizes = self.phase.padded(key.size - 1 if key.size > 1 else 2)
-        for name, dim in self.phase.all_dims.items():
-            if dim.limit is not None:
-                # No two dims of one size, as far as that can be: an axis must not seem to follow both.
-                others = {size for other, size in sizes.items() if other != name}
-                sizes[name] = next((size for size in range(dim.limit - 1, 0, -1) if size not in others), 1)
-        extent = Extent(sizes, sizes)
-        without = self.phase.without
+    def _trimming(self, members: Sequence[ShapeKey]) -> Trimming | None:
+        """How the outputs of a group are trimmed; None where that can't be told, and its keys have failed."""
+        runs, key = [run for key in members for run in self._runs[key]], members[-1]
+        has_limits = any(dim.limit is not None for dim in self.phase.all_dims.values())
+        if not self.trims and not has_limits:
+            return Trimming()
         try:
-            with self._kept(key):
-                sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
-                view = self.registry.load(
-                    sample.batch, extent, mode=LoadMode.EAGER, beside=sample.beside, without=without
-                )
-                if self.phase.plan is not None:
-                    self.phase.plan(view.batch, extent)
-                now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
-                watching = self._state.watching() if self.phase.preserve is None else nullcontext()
-                with entering(now), self._preserved(sample.batch), watching:
-                    result = self.phase.forward(view.batch, view.beside)
-                return [Run(sizes, self.outputs.specs_of(result))]
+            return find_trimming(
+                self.phase, key.size, runs, lambda sizes: self._probe(key, sizes), exact=not self.trims
+            )
+        except CaptureError as error:
+            for one in members:
+                self._errors[one] = CaptureError(error.problem, error.remedy, shape=str(one))
         except Exception as error:
-            failed = as_capture_error(error, key)
-            if not must_run:
-                return []
+            self._errors[key] = failed = as_capture_error(error, key)
             failed.remedy = (
                 f"The body must run at other sizes than {key.size}, or use Buckets.of({key.size}, exact=True)"
             )
-            self._errors[key] = failed
-            return []
+        return None
+
+    def _probe(self, key: ShapeKey, sizes: Mapping[str, int]) -> Run:
+        """An eager run at other sizes."""
+        extent = Extent(sizes, sizes)
+        with self._kept(key):
+            sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
+            view = self._load(sample, extent, LoadMode.EAGER)
+            if self.phase.plan is not None:
+                self.phase.plan(view.batch, extent)
+            now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
+            watching = self._state.watching() if self.phase.preserve is None else nullcontext()
+            with entering(now), self._preserved(sample.batch), watching:
+                result = self._forward(view)
+            return Run(sizes, self.outputs.specs_of(result))
 
     def _capture_all(self, keys: Sequence[ShapeKey]) -> tuple[list[CaptureRow], dict[ShapeKey, Recording]]:
         rows: list[CaptureRow] = []

@@ -21,6 +21,7 @@ class Reason(Enum):
     NOT_CAPTURED = "not captured"
     CAPTURE_FAILED = "capture failed"
     FEATURE_NOT_CAPTURED = "feature not captured"
+    NOT_TRIMMED = "not trimmed"
     DEBUG = "debug"
     RANK_VOTE_LOST = "rank vote lost"
 

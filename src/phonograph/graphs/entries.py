@@ -8,11 +8,24 @@ from typing import Any
 
 from phonograph.graphs.backends import Recording
 from phonograph.graphs.buffers import Prepared, Registry
+from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.outputs import trim
-from phonograph.graphs.tree import Keep, Path
+from phonograph.graphs.probing import Trimming
+from phonograph.graphs.tree import Keep
 
 _MAX_FITTED = 512
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the buffers hold: a recording's inputs, as they were loaded."""
+
+    key: ShapeKey
+    recording: Recording
+    outputs: Any
+    used: int
+    num_loads: int
 
 
 @dataclass(frozen=True)
@@ -32,16 +45,23 @@ class Entry:
         self,
         recording: Recording,
         padded: dict[str, int],
-        axes: dict[Path, dict[int, str]],
+        trimming: Trimming,
         carried: dict[str, Any],
         kept: Keep,
     ) -> None:
         self.recording = recording
         self.carried = carried
         self.padded = padded
-        self.axes = axes
+        self.axes = trimming.axes
+        self.tried = trimming.tried
+        self.must_fill = [name for name, sizes in trimming.tried.items() if not sizes]
+        """Dims that a batch must use all of: nobody knows how to trim what it puts out."""
         self._kept = kept
         self._fitted: dict[tuple[int, ...], Fitted] = {}
+
+    def unfilled(self, used: Mapping[str, int]) -> str:
+        """The dim that a batch would have to fill and does not, or nothing."""
+        return next((name for name in self.must_fill if used[name] != self.padded[name]), "")
 
     def fitted(self, used: Mapping[str, int], registry: Registry, without: frozenset[str]) -> Fitted:
         """The recording for these used sizes; made once and kept."""

@@ -195,6 +195,27 @@ class Layout:
                 part = self._parts[start, end] = (self.block.tensor[start:end], host)
         return part
 
+    def copied(self, cells: Sequence[Cell]) -> dict[Path, torch.Tensor]:
+        """What these cells hold, in memory of its own that no load writes: packed slots in one copy."""
+        if torch.is_inference_mode_enabled():  # an inference tensor could not be written outside inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                return self.copied(cells)
+        made: dict[Path, torch.Tensor] = {}
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        block: torch.Tensor | None = None
+        for cell in cells:
+            view, kind = cell.view, cell.slot.dtype
+            if not cell.arrays:
+                made[cell.path] = view.clone()
+                continue
+            if block is None:
+                assert self.block is not None
+                block = self.block.tensor[: -(-self._num_bytes // _ALIGNMENT) * _ALIGNMENT].clone()
+            if kind not in typed:
+                typed[kind] = block.view(kind)
+            made[cell.path] = typed[kind].as_strided(view.shape, view.stride(), cell.span.start // kind.itemsize)
+        return made
+
     def passed(self, index: int) -> None:
         """Mark that a transfer from this host block is on its way."""
         assert self.block is not None

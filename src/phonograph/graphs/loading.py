@@ -24,7 +24,7 @@ class LoadMode(Enum):
     EAGER = "eager"
     """Into buffers that grow."""
     NO_COPY = "no_copy"
-    """As EAGER, but device values are carried, not copied."""
+    """Device values are carried, and whatever must be made of others is new memory, which a body may keep."""
 
 
 @dataclass

@@ -52,7 +52,8 @@ class Phase:
     tail: Callable[[Any, Any], Any] | None = None
     """Takes the body's outputs and the batch; logits, pooling, sampling."""
     tail_captured: bool = False
-    """Whether the tail is recorded with the body; if not, it runs eagerly on the live batch."""
+    """Whether the tail is recorded with the body, and gets padded rows and the padded view as the body does; if not,
+    it runs eagerly on the used rows and the live batch."""
     admission: Sequence[Admission] = ()
     axes: Sequence[Axis] = ()
     """Features that need recordings of their own; every product of their values may have some."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from phonograph.graphs.capture import Capture, Captured
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.context import Current, Stage, entering
 from phonograph.graphs.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
-from phonograph.graphs.entries import Entry
+from phonograph.graphs.entries import Entry, Loaded
 from phonograph.graphs.extent import Extent
 from phonograph.graphs.outputs import OutputBuffers, own, trim
 from phonograph.graphs.phase import Phase
@@ -37,17 +37,6 @@ __all__ = ["Outputs", "Runner", "RunnerOptions", "buckets_for"]
 log = logging.getLogger("phonograph")
 
 _NOTHING: Mapping[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """What the buffers hold: a recording's inputs, as they were loaded."""
-
-    key: ShapeKey
-    recording: Recording
-    outputs: Any
-    used: int
-    num_loads: int
 
 
 class Runner:
@@ -83,7 +72,7 @@ class Runner:
         self.selection: Selection | None = None
         """The recordings that a capture makes; None where nothing is recorded."""
         self._routes: Routes | None = None
-        self._loaded: _Loaded | None = None
+        self._loaded: Loaded | None = None
         self._entry_now = Current(phase.name, plan.backend, Stage.REPLAYING)
         if plan.backend != "disabled":
             if self.buckets is None:
@@ -153,9 +142,9 @@ class Runner:
     def _admit(self, captured: Captured) -> CaptureReport:
         report = self.report = replace(captured.report, left_out=self.selection.left_out if self.selection else ())
         for key, recording in captured.recordings.items():
-            axes = captured.axes[key.group]
+            trimming = captured.trimmings[key.group]
             padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
-            self._entries[key] = Entry(recording, padded, axes, carried, self._outputs.standing.kept)
+            self._entries[key] = Entry(recording, padded, trimming, carried, self._outputs.standing.kept)
         self._route(frozenset(row.key for row in report.failures))
         if report.left_out:
             missing = sum(one.num_recordings for one in report.left_out)
@@ -191,6 +180,10 @@ class Runner:
     def trimmed(self, key: ShapeKey, used: Mapping[str, int]) -> Any:
         """The used rows of a recording's outputs, as views."""
         return self._entries[key].fitted(used, self.registry, self.phase.without).outputs
+
+    def tried(self, key: ShapeKey) -> Mapping[str, Sequence[int]]:
+        """By dim with a limit, the sizes below it that the body ran at; where there are none, batches must fill it."""
+        return self._entries[key].tried
 
     def trim(self, key: ShapeKey, outputs: Any, used: Mapping[str, int]) -> Any:
         """The used rows of outputs that the body gave for the key's padded view."""
@@ -234,6 +227,10 @@ class Runner:
         for name, limit in self._limits.items():
             if sizes[name] > limit:
                 return RunEagerly(Reason.TOO_LARGE, f"{sizes[name]} {name}, graphs hold {limit}")
+        unfilled = self._entries[key].unfilled(sizes)
+        if unfilled:
+            detail = f"{sizes[unfilled]} {unfilled}: the body could be tried with {self._limits[unfilled]} only"
+            return RunEagerly(Reason.NOT_TRIMMED, detail)
         for admit in self.phase.admission:
             refusal = admit(batch, key)
             if refusal is not None:
@@ -304,7 +301,7 @@ class Runner:
         if tail is None and not entry.recording.has_gaps:
             entry.recording.replay()
             if phase.plan is None:
-                self._loaded = _Loaded(key, entry.recording, result, used[phase.bucketed], self.registry.num_loads)
+                self._loaded = Loaded(key, entry.recording, result, used[phase.bucketed], self.registry.num_loads)
         else:
             live = self.registry.live(batch, extent, beside=beside, without=phase.without)
             with entering(replace(self._entry_now, batch=live.batch)):

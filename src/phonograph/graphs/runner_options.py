@@ -25,8 +25,9 @@ class RunnerOptions:
     """Run everything eagerly through the capture path."""
     collect_garbage: bool = False
     """Let the garbage collector run during capture."""
-    eager_copies: bool = True
-    """Whether the eager path copies its inputs into buffers; without, device values are used as they are."""
+    eager_copies: bool = False
+    """Whether the eager path copies its inputs into buffers that the next call overwrites; without, a body has the
+    caller's own device tensors, and what must be made of other values is made anew for each call."""
     barrier: Callable[[], None] | None = None
     """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
     profile: str | None = None

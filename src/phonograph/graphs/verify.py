@@ -23,6 +23,7 @@ from phonograph.graphs.python_state import PythonState
 from phonograph.graphs.runner import Runner
 from phonograph.graphs.state import SavedState, generators_restored
 from phonograph.graphs.tree import Path
+from phonograph.graphs.weight_caches import weights_uncached
 
 _MAX_STATE_BYTES = 1 << 30
 
@@ -98,14 +99,16 @@ def verify(
     notes, padding_writes = list(_notes(runner)), ""
     with torch.no_grad(), runner.pool.using(f"verifying {runner.phase.name}"):
         for key in runner.captured:
-            for index, used in enumerate(_used_sizes(runner, key, batches)):
-                verification = _Verification(runner, key, used, seed + index, tolerance, state, python)
+            for index, sizes in enumerate(_sizes_to_try(runner, key, batches)):
+                verification = _Verification(runner, key, sizes, seed + index, tolerance, state, python)
+                if not verification.is_served:
+                    continue
                 checks += verification.run()
                 for weaker in _weaker(runner, key):
-                    served = _Verification(runner, key, used, seed + index, tolerance, state, python, served=weaker)
+                    served = _Verification(runner, key, sizes, seed + index, tolerance, state, python, served=weaker)
                     checks.append(served.check_stand_in())
                 if not padding_writes and verification.is_written_by_padding():
-                    padding_writes = f"first seen in {key} with {used} used"
+                    padding_writes = f"first seen in {key} with {sizes[runner.phase.bucketed]} used"
     if padding_writes:
         notes.append(
             f"padding writes state that a run without padding leaves alone ({padding_writes}). Nobody may use that "
@@ -141,6 +144,24 @@ def _weaker(runner: Runner, key: ShapeKey) -> list[ShapeKey]:
     return [replace(key, values=product) for product in weaker_products(runner.phase.axes, key.values)]
 
 
+def _sizes_to_try(runner: Runner, key: ShapeKey, batches: int) -> Iterator[dict[str, int]]:
+    """The first batch fills all dims, the others fill half of those with a limit.
+
+    In the smallest recording each of these is small alone too: an axis that is trimmed by another dim shows.
+    """
+    limits = {name: dim.limit for name, dim in runner.phase.all_dims.items() if dim.limit is not None}
+    tried = runner.tried(key)
+    halves = {name: _nearest(-(-limit // 2), tried.get(name) or (limit,)) for name, limit in limits.items()}
+    for index, used in enumerate(_used_sizes(runner, key, batches)):
+        yield runner.phase.padded(used) | (halves if index % 2 else {})
+    if key.size == min(one.size for one in runner.captured):
+        yield from (runner.phase.padded(key.size) | {name: min(tried[name])} for name in limits if tried.get(name))
+
+
+def _nearest(wanted: int, sizes: Sequence[int]) -> int:
+    return min(sizes, key=lambda size: abs(size - wanted))
+
+
 def _notes(runner: Runner) -> Iterator[str]:
     if not runner.captured:
         yield "nothing is captured: call capture() first"
@@ -160,7 +181,7 @@ class _Verification:
         self,
         runner: Runner,
         key: ShapeKey,
-        used: int,
+        sizes: Mapping[str, int],
         seed: int,
         tolerance: float | None,
         state: Sequence[torch.Tensor],
@@ -175,14 +196,9 @@ class _Verification:
         self._seed = seed
         self._tolerance = tolerance
         phase = runner.phase
-        limits = {d.name: d.limit for d in phase.all_dims.values() if d.limit is not None}
-        # The first batch fills these dims, the others half.
-        sizes = phase.padded(used) | {
-            name: limit if seed % 2 == 0 else -(-limit // 2) for name, limit in limits.items()
-        }
         self._extent = Extent(sizes, phase.padded(key.size))
         self._unpadded = Extent(sizes, sizes)
-        self._used = used
+        self._used = sizes[phase.bucketed]
         self._sample: Sample = phase.sample_for(self._served, self._unpadded, seed)
         measured = runner.registry.measure(self._sample.batch, self._sample.beside)
         self._extent = Extent(measured, phase.padded(key.size))
@@ -191,6 +207,12 @@ class _Verification:
             python.reach([*fields_of(self._sample.batch), *self._sample.beside.values()])
         self._state = list(state)
         self._elements = list(state)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a replay serves the sample: it must fill the dims that the body ran at one size of only."""
+        used, padded = self._extent.used, self._extent.padded
+        return all(sizes or used[name] == padded[name] for name, sizes in self._runner.tried(self._key).items())
 
     def run(self) -> list[Check]:
         if self._runner.phase.preserve is None:
@@ -271,7 +293,7 @@ class _Verification:
         runner, phase, key = self._runner, self._runner.phase, of if of is not None else self._key
         with self._restored():
             view = runner.registry.load(
-                self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without
+                self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without, anew=True
             )
             runner.registry.poison_unread(self._extent, pattern)
             runner.memory.poison(pattern)
@@ -294,7 +316,7 @@ class _Verification:
         without = phase.without if padded else phase.eager_without
         with self._restored():
             view = runner.registry.load(
-                self._sample.batch, extent, mode=mode, beside=self._sample.beside, without=without
+                self._sample.batch, extent, mode=mode, beside=self._sample.beside, without=without, anew=True
             )
             if padded:
                 runner.registry.poison_unread(extent, 1)
@@ -311,7 +333,7 @@ class _Verification:
         live = batch
         if extent.is_padded:
             live = runner.registry.live(self._sample.batch, extent, beside=self._sample.beside).batch
-        with entering(Current(phase.name, runner.plan.backend, Stage.EAGER, live)):
+        with entering(Current(phase.name, runner.plan.backend, Stage.EAGER, live)), weights_uncached():
             return phase.forward(batch, beside)
 
     @contextmanager

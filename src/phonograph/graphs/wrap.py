@@ -177,7 +177,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     max_padding_rows: int | None = None,
     strict: bool = False,
     debug: bool = False,
-    eager_copies: bool = True,
+    eager_copies: bool = False,
     collect_garbage: bool = False,
     barrier: Callable[[], None] | None = None,
 ) -> Graphed:

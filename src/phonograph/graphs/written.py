@@ -65,7 +65,7 @@ class EagerWrites:
             if not torch.equal(_bits(given), _bits(copy.to(given))):
                 raise LoadError(
                     f"running {self._phase}: the body writes an input in place, and what was given for {name!r} is "
-                    "the same memory. Give a copy for one of them, or use eager_copies=False."
+                    "the same memory. Give a copy for one of them, or leave eager_copies out."
                 )
 
     def _check_forms(self) -> None:
@@ -75,7 +75,7 @@ class EagerWrites:
                 copy.as_strided_(shape, stride)
                 raise LoadError(
                     f"running {self._phase}: the body changes the shape of its input {name!r} in place. "
-                    "Use the form that returns a view (unsqueeze, not unsqueeze_), or eager_copies=False."
+                    "Use the form that returns a view (unsqueeze, not unsqueeze_), or leave eager_copies out."
                 )
 
 

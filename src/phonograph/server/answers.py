@@ -8,22 +8,9 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from phonograph.server.failures import Error
+
 Finish = Literal["stop", "length", "tool_calls"]
-
-
-class Error(msgspec.Struct, frozen=True):
-    """What went wrong, and what to change."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """Body of every answer that is not a success."""
-
-    error: Error
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -76,7 +63,7 @@ class Completion(msgspec.Struct, frozen=True):
 # -- /v1/chat/completions -------------------------------------------------------------------------------------------
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token that could have been."""
 
     token: str
@@ -84,7 +71,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token that is."""
 
     token: str

@@ -16,7 +16,7 @@ from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.messages import Ready
 from phonograph.engine.request import NEUTRAL, SamplingParams
 from phonograph.errors import RequestError
-from phonograph.server.answers import Detokenized, Error, HealthBody, Model, Models, Tokenized
+from phonograph.server.answers import Detokenized, HealthBody, Model, Models, Tokenized
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
 from phonograph.server.bodies import Arrivals, BodyReader
 from phonograph.server.checks import (
@@ -28,9 +28,9 @@ from phonograph.server.checks import (
     check_tokenize,
 )
 from phonograph.server.delivery import Delivery
-from phonograph.server.failures import SERVER, ApiError
+from phonograph.server.failures import SERVER, ApiError, Error
 from phonograph.server.limits import ModelBounds
-from phonograph.server.logprobs import LogprobWriter
+from phonograph.server.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.options import ServerOptions
 from phonograph.server.request_log import RequestLog
 from phonograph.server.sampling import chat_params, completion_params
@@ -90,7 +90,11 @@ class Api:
             ask, head, params, given = found
             prompts = await self._llm.text.encode(given, check=self._fitting())
             check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
-        writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None)
+
+        def offsets(choice: int) -> TextOffsets:
+            return self._logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
+
+        writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None, offsets)
         return await self._answer(request, ask, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
@@ -116,7 +120,8 @@ class Api:
             )
             self._check_context(prompt, "messages")
         max_calls = 1 if ask.parallel_tool_calls is False else None
-        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, tools, max_calls)
+        callable_tools = tools if params.grammar is None else None  # what follows a grammar is what was asked for
+        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, callable_tools, max_calls)
         return await self._answer(request, ask, [prompt], params, writer)
 
     @contextmanager
@@ -145,15 +150,15 @@ class Api:
         return check
 
     def _check_context(self, prompt: Sequence[int], param: str) -> None:
-        most = self._llm.about.limits.max_len - 1
-        if len(prompt) > most:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens; a context of {most + 1} has room for {most} and an answer. "
-                "Shorten it.",
-                param=param,
-                code="context_length_exceeded",
-            )
+        limits = self._llm.about.limits
+        if len(prompt) >= limits.max_len:
+            room = f"a context of {limits.max_len} has room for {limits.max_len - 1} and an answer"
+        elif len(prompt) > limits.capacity:
+            room = f"the KV cache holds {limits.capacity}"
+        else:
+            return
+        message = f"the prompt has {len(prompt)} tokens; {room}. Shorten it."
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
         """The names of the functions."""

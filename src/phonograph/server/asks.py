@@ -43,7 +43,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
     """0 always takes the likeliest token. Default: the model's own, else 1."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Stops | None = None
     """Texts that end the answer, and are not part of it."""
     presence_penalty: Penalty | None = None

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from phonograph.server.failures import SERVER, ApiError, unknown_field
 from phonograph.server.json_shape import shape_of
-from phonograph.server.limits import CONTAINERS, DEPTH, ModelBounds
+from phonograph.server.limits import ModelBounds
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -23,6 +23,8 @@ _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 _MISSING = re.compile(r"missing required field `(.*?)`")
 _SMALL = 64 << 10
 _JSON = re.compile(r"application/([\w.-]+\+)?json *(;.*)?", re.IGNORECASE)
+
+_CHARSET = re.compile(r"; *charset *= *\"?([^;\" ]*)", re.IGNORECASE)
 
 
 class OffLoop(Protocol):
@@ -85,10 +87,7 @@ class BodyReader(Generic[T]):
             return await off_loop(size, lambda: then(self._decoded(b"".join(parts), bounds))), size
 
     def _decoded(self, data: bytes, bounds: ModelBounds) -> T:
-        shape = shape_of(data, bounds.values.most)
-        DEPTH.check(shape.depth)
-        CONTAINERS.check(shape.containers)
-        bounds.values.check(shape.values)
+        bounds.check_shape(shape_of(data, bounds.values.most))
         try:
             return self._decode(data)
         except msgspec.ValidationError as error:
@@ -146,6 +145,9 @@ def _refuse_other_types(request: Request) -> None:
         message = f"the Content-Type {found}; expected application/json."
         remedy = 'Add the header, with curl -H "Content-Type: application/json".'
         raise ApiError(415, f"{message} {remedy}", code="unsupported_media_type")
+    if (charset := _CHARSET.search(given)) and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
+        message = f"the charset is {charset[1][:100]!r}; JSON is sent as UTF-8. Encode it so, or leave the charset out."
+        raise ApiError(415, message, code="unsupported_charset")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         message = f"the Content-Encoding is {encoding[:100]!r}. Send the body as it is."

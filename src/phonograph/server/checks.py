@@ -9,12 +9,15 @@ from phonograph.engine.request import SamplingParams
 from phonograph.server import limits
 from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
 from phonograph.server.failures import unknown_field
+from phonograph.server.json_shape import Shape, shape_of
 from phonograph.server.limits import ModelBounds
+from phonograph.server.tool_calls import argument_texts
 
-MESSAGE_FIELDS = frozenset(
-    ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations")
-)
-"""What OpenAI's messages may have, those of its answers included: clients send them back."""
+MESSAGE_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id"))
+"""What messages may have with every template; of OpenAI's others, a template may read some."""
+_PART_FIELDS = frozenset(("type", "text"))
+_CALL_FIELDS = frozenset(("id", "type", "function"))
+_FUNCTION_FIELDS = frozenset(("name", "arguments"))
 
 
 def check_completion(ask: CompletionAsk, bounds: ModelBounds) -> None:
@@ -57,11 +60,30 @@ def check_detokenize(ask: DetokenizeAsk, bounds: ModelBounds) -> None:
 
 
 def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[str]) -> None:
-    """Refuse what is in messages and neither OpenAI's nor `read` by the chat template; null is nothing."""
+    """Refuse what is in messages and has no effect: it is neither known nor `read` by the chat template.
+
+    Null and what is empty say nothing: clients send back answers, with all fields of OpenAI's.
+    """
     for place, message in enumerate(messages):
-        for name, value in message.items():
-            if value is not None and name not in MESSAGE_FIELDS and name not in read:
-                raise unknown_field(name, MESSAGE_FIELDS, f"messages[{place}].")
+        where = f"messages[{place}]."
+        _refuse_unread(message, MESSAGE_FIELDS, read, where)
+        for number, part in enumerate(_objects(message.get("content"))):
+            _refuse_unread(part, _PART_FIELDS, (), f"{where}content[{number}].")
+        for number, call in enumerate(_objects(message.get("tool_calls"))):
+            _refuse_unread(call, _CALL_FIELDS, read, f"{where}tool_calls[{number}].")
+            for function in _objects([call.get("function")]):
+                _refuse_unread(function, _FUNCTION_FIELDS, read, f"{where}tool_calls[{number}].function.")
+
+
+def _objects(found: object) -> list[dict[str, Any]]:
+    """Those of a list, each in its place; what is none has no fields."""
+    return [part if isinstance(part, dict) else {} for part in found] if isinstance(found, list) else []
+
+
+def _refuse_unread(found: dict[str, Any], known: Collection[str], read: Collection[str], where: str) -> None:
+    for name, value in found.items():
+        if value not in (None, "", [], {}) and name not in known and name not in read:
+            raise unknown_field(name, known, where)
 
 
 def check_logprobs(params: SamplingParams, num_prompts: int, max_len: int) -> None:
@@ -89,6 +111,14 @@ def _check_sampling(ask: Sampling) -> None:
     limits.GUIDED_CHOICE_SIZE.check_size(ask.guided_choice)
 
 
+def _check_arguments(messages: Sequence[dict[str, Any]], bounds: ModelBounds) -> None:
+    """Arguments of earlier calls are JSON inside the body's JSON, decoded for the template: together as one body."""
+    total = Shape(0, 0, 0, 0, 0, 0)
+    for text in argument_texts(messages):
+        total += shape_of(text.encode("utf-8", "surrogatepass"), bounds.values.most)
+        bounds.check_shape(total, "messages[].tool_calls[].function.arguments")
+
+
 def _check_conversation(
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
@@ -97,6 +127,7 @@ def _check_conversation(
 ) -> None:
     limits.MESSAGES.check(len(messages))
     bounds.prompt_chars.check_size(messages, "messages")
+    _check_arguments(messages, bounds)
     limits.TOOLS.check(len(tools or ()))
     limits.TOOLS_SIZE.check_size(tools)
     limits.TEMPLATE_SIZE.check_size(variables)

@@ -16,7 +16,7 @@ from phonograph.engine.generation import Delta, Generation
 from phonograph.server.bodies import OffLoop
 from phonograph.server.failures import failure_of, failure_of_finish
 from phonograph.server.request_log import RequestLog
-from phonograph.server.writers import Writer
+from phonograph.server.writers import Writer, split
 
 DONE = b"data: [DONE]\n\n"
 _CHARS_OF_AN_ENTRY = 256
@@ -75,7 +75,7 @@ class Delivery:
                 return Response(status_code=GONE)
             self.log.end(generation, "done")
             body = await self.off_loop(_weight(choices), lambda: self.writer.body(choices, generation.usage))
-            return Response(body, media_type="application/json")
+            return WholeAnswer(body)
 
     async def events(self, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for what is new."""
@@ -112,9 +112,23 @@ class Delivery:
 
 
 def _weight(deltas: Sequence[Delta]) -> int:
-    """About how long it takes to write these, in the unit of `off_loop`."""
-    entries = sum(1 + len(found.top) for delta in deltas for found in delta.logprobs)
+    """About how long it takes to write these, in the unit of `off_loop`; all tokens have as many alternatives."""
+    entries = sum(len(delta.logprobs) * (1 + len(delta.logprobs[0].top)) for delta in deltas if delta.logprobs)
     return entries + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
+
+
+class WholeAnswer(Response):
+    """A body in pieces, of which a slow reader is sent one after the other."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        super().__init__(headers={"Content-Length": str(sum(map(len, pieces)))}, media_type="application/json")
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        last = len(self._pieces) - 1
+        for place, piece in enumerate(self._pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": place < last})
 
 
 class EventStream(Response):
@@ -144,7 +158,8 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         delivery, deltas = self._delivery, self._first
         while deltas:
-            if found := await delivery.events(deltas):
-                await send({"type": "http.response.body", "body": found, "more_body": True})
+            for group in split(deltas):
+                if found := await delivery.events(group):
+                    await send({"type": "http.response.body", "body": found, "more_body": True})
             deltas = await delivery.generation.take()
             delivery.check(deltas)

@@ -14,12 +14,26 @@ from starlette.responses import Response
 from phonograph.engine.generation import Delta
 from phonograph.engine.request import FinishReason
 from phonograph.errors import CoreError, RequestError, UnavailableError
-from phonograph.server.answers import Error, ErrorBody
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 _encode = msgspec.json.Encoder().encode
+
+
+class Error(msgspec.Struct, frozen=True):
+    """What went wrong, and what to change."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Body of every answer that is not a success."""
+
+    error: Error
 
 
 class ApiError(Exception):

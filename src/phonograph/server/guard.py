@@ -34,6 +34,8 @@ _WARN_EVERY = 60.0
 _UPGRADE_HEADERS = frozenset((b"upgrade", b"http2-settings"))
 _PIECES = 2048
 """Chunks of a body that may lie in what is read at once: more are too small to be worth their time."""
+_QUEUED = 64 << 10
+"""Bytes of bodies that may wait with pipelined requests: so much is read to notice a client that leaves."""
 
 
 def room_for_connections() -> int:
@@ -111,6 +113,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._ended_now = False
         self._asks_upgrade = False
+        self._takes_no_more = False
+        """What is there is answered, and nothing else."""
+        self._unanswered: list[RequestResponseCycle] = []
+        """The request that runs, and those that wait for it."""
         self._head_bytes = self._line_bytes = self._pieces = 0
 
     # -- the connection ---------------------------------------------------------------------------------------------
@@ -126,6 +132,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._door.forget(self)
+        self.pipeline.clear()
+        for cycle in self._unanswered:  # uvicorn tells the newest alone
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def leave(self) -> None:
@@ -148,7 +158,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive, self._is_over = False, True
             return
         except httptools.HttpParserError:
-            if len(self.pipeline) >= PIPELINED.most:  # what waits is answered, and nothing else
+            if self._takes_no_more:
                 self.cycle.keep_alive, self._is_over = False, True
                 return
             problem = "the request is no valid HTTP. Send HTTP/1.1."
@@ -219,6 +229,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._has_message = self._in_head = True
         self._head_bytes = self._line_bytes = 0
         if len(self.pipeline) >= PIPELINED.most:
+            self._takes_no_more = True
             raise _RefusedError
         super().on_message_begin()
 
@@ -229,6 +240,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
+        if name.lower() == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            found = value[:100].decode("latin-1")
+            problem = f"the Transfer-Encoding is {found!r}; expected chunked. Send the body as it is."
+            self._stop(ApiError(400, problem, code="unsupported_encoding"))
         self._line_bytes += len(name) + len(value) + 4
         if len(self.headers) > NUM_HEADERS.most:
             self._stop(NUM_HEADERS.refusal(f"more than {NUM_HEADERS.most}", NUM_HEADERS.field, 431))
@@ -244,6 +259,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._door.idle.pop(self, None)
         self._door.receiving[self] = None
         super().on_headers_complete()
+        self._unanswered = [*(cycle for cycle in self._unanswered if not cycle.response_complete), self.cycle]
+        if self.pipeline:
+            self.flow.resume_reading()  # uvicorn reads no further, and so would not notice a client that leaves
         if self.parser.get_http_version() == "1.0":
             _end_with_connection(self.cycle)
 
@@ -251,6 +269,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._pieces += 1
         if self._pieces > _PIECES:
             self._stop(ApiError(400, "the body comes in chunks of a few bytes. Send larger ones.", code="small_chunks"))
+        if self.pipeline and sum(len(cycle.body) for cycle, _ in self.pipeline) + len(body) > _QUEUED:
+            self._drop_newest()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -272,6 +292,15 @@ class GuardedProtocol(HttpToolsProtocol):
             self._arm(_LINGER)  # a body that nobody reads any more must end soon
         elif not self.pipeline and self.cycle.response_complete:
             self._door.idle[self] = None
+
+    def _drop_newest(self) -> None:
+        """Forget the pipelined request whose body comes: the connection ends with the answers to those before."""
+        self.pipeline.popleft()
+        self._unanswered.pop()
+        self.cycle = self._unanswered[-1]
+        self._door.receiving.pop(self, None)
+        self._takes_no_more = True
+        raise _RefusedError
 
     def _stop(self, refusal: ApiError) -> None:
         """Make the parser give up: what it has in hand is not looked at further."""

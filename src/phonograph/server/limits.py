@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from phonograph.engine.request import MAX_BIASED, MAX_LOGPROBS
 from phonograph.server.failures import ApiError
+from phonograph.server.json_shape import Shape
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ NUM_HEADERS = Bound("the headers", 128, "lines")
 PIPELINED = Bound("the connection", 16, "requests at once")
 DEPTH = Bound("the body", 64, "levels of nesting")
 CONTAINERS = Bound("the body", 32 << 10, "lists and objects")
+# A number near the ends of the double range takes 50 µs to decode, one with a fraction or many digits up to 0.5 µs.
+EXPONENTS = Bound("the body", 64, "numbers with an exponent")
+FRACTIONS = Bound("the body", 4096, "numbers with a fraction")
+FURTHER_DIGITS = Bound("the body", 4096, "digits of numbers after their 20th")
 CHOICES = Bound("n", 128, "choices")
 TOP_LOGPROBS = Bound("top_logprobs", MAX_LOGPROBS, "alternatives")
 LOGPROBS = Bound("logprobs", 1 << 20, "entries (`n` × `max_tokens` × (1 + `top_logprobs`))")
@@ -62,7 +67,8 @@ METADATA_SIZE = Bound("metadata", 16 << 10, _SIZE)
 LABEL_CHARS = Bound("model, user, service_tier, safety_identifier, prompt_cache_key", 1024, "characters")
 
 FIXED = (
-    *(URL, HEADERS, NUM_HEADERS, PIPELINED, DEPTH, CONTAINERS, CHOICES, TOP_LOGPROBS, LOGPROBS, STOPS, STOP_CHARS),
+    *(URL, HEADERS, NUM_HEADERS, PIPELINED, DEPTH, CONTAINERS, EXPONENTS, FRACTIONS, FURTHER_DIGITS),
+    *(CHOICES, TOP_LOGPROBS, LOGPROBS, STOPS, STOP_CHARS),
     *(STOP_TOKENS, BIASED, MESSAGES, TOOLS, TOOLS_SIZE, TEMPLATE_SIZE, GRAMMAR_CHARS, SCHEMA_SIZE, GUIDED_CHOICES),
     *(GUIDED_CHOICE_SIZE, METADATA_SIZE, LABEL_CHARS),
 )
@@ -95,6 +101,15 @@ class ModelBounds:
             Bound("tokens", max(MANY_TO_DECODE, max_len), "token ids"),
             Bound("the body", 2 * max(MANY_TOKENS, max_len), "values"),
         )
+
+    def check_shape(self, shape: Shape, field: str | None = None) -> None:
+        """Raise if a JSON text would take long to decode, which is one call that lets nobody else go on."""
+        DEPTH.check(shape.depth, field)
+        CONTAINERS.check(shape.containers, field)
+        self.values.check(shape.values, field)
+        EXPONENTS.check(shape.exponents, field)
+        FRACTIONS.check(shape.fractions, field)
+        FURTHER_DIGITS.check(shape.further_digits, field)
 
 
 DERIVED = (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from phonograph.errors import PlanError
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -61,6 +63,10 @@ class ServerOptions:
             raise PlanError(f"server options: max_prompt_chars must be at least 1, found {self.max_prompt_chars}.")
         if self.port > 65535:
             raise PlanError(f"server options: port must be at most 65535, found {self.port}.")
+        for origin in self.cors_origins:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                problem = f"the origin {origin!r} is not as browsers send it"
+                raise PlanError(f"server options: {problem}. Write https://name or https://name:port, or `*`.")
         if not all(self.api_keys):
             raise PlanError("server options: an API key is empty. Write one, or give none.")
 

@@ -31,6 +31,9 @@ def chat_params(ask: ChatAsk, max_len: int) -> SamplingParams:
         raise ApiError(400, "`top_logprobs` needs `logprobs`: true.", param="top_logprobs", code="invalid_value")
     if ask.tool_choice not in (None, "auto", "none"):
         raise _refusal("tool_choice", 'a call can\'t be forced: use "auto" or "none"')
+    if None not in (ask.max_tokens, ask.max_completion_tokens) and ask.max_tokens != ask.max_completion_tokens:
+        problem = f"it is {ask.max_completion_tokens}, and `max_tokens`, another name of it, is {ask.max_tokens}"
+        raise _refusal("max_completion_tokens", problem)
     logprobs = (ask.top_logprobs or 0) if ask.logprobs else None
     return _params(ask, ask.max_completion_tokens or ask.max_tokens or max_len, logprobs)
 
@@ -64,6 +67,8 @@ def grammar_of(ask: Sampling) -> GrammarSpec | None:
     found: dict[str, GrammarSpec] = {}
     _refuse_unknown(ask.response_format, _FORMAT_FIELDS, "response_format.")
     kind = "text" if ask.response_format is None else ask.response_format.get("type")
+    if kind in ("text", "json_object") and (ask.response_format or {}).get("json_schema") is not None:
+        raise _refusal("response_format.json_schema", f"the type is {kind}, which follows no schema: use json_schema")
     if kind in ("json_object", "json_schema"):
         found["response_format"] = GrammarSpec("json_schema", _schema_of(ask.response_format or {}), "response_format")
     elif kind != "text":

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Literal
 
 import msgspec
 
 from phonograph.server.answers import FunctionCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_ARGUMENTS = ("arguments", "parameters")
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+
+
+class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call as models write it; an object with anything else in it is none."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+_read_call = msgspec.json.Decoder(_Call).decode
+_read_calls = msgspec.json.Decoder(list[_Call]).decode
 
 
 class ToolCallReader:
@@ -28,7 +43,11 @@ class ToolCallReader:
         self._in_call = False
         self._in_json = False
         self._skips_space = False
-        """Behind a call: what stands between calls is no text."""
+        """After a call: what stands between calls is no text."""
+        self._looked = 0
+        """How much of what is held has been searched for the end of a call."""
+        self._in_text = False
+        """Whether that much ends inside of a JSON text, where a tag is no tag."""
 
     def add(self, text: str) -> tuple[str, list[FunctionCall]]:
         """The text that can be given out, and the calls that are complete."""
@@ -51,10 +70,11 @@ class ToolCallReader:
                 self._held = self._held.lstrip()
                 self._skips_space = not self._held
             if self._in_call:
-                inside, closed, rest = self._held.partition(_CLOSE)
-                if not closed:
+                end = self._end_of_call()
+                if end is None:
                     break
-                self._held, self._in_call = rest, False
+                inside = self._held[:end]
+                self._held, self._in_call = self._held[end + len(_CLOSE) :], False
                 call = _tagged(inside, self._names)
                 self._skips_space = call is not None
                 calls += [call] if call is not None else []
@@ -68,18 +88,33 @@ class ToolCallReader:
                 break
             shown += before
             self._held, self._in_call = rest, True
+            self._looked, self._in_text = 0, False
         return shown, calls
+
+    def _end_of_call(self) -> int | None:
+        """Where the tag is that ends the call; one inside of a text of its JSON does not."""
+        while (end := self._held.find(_CLOSE, self._looked)) >= 0:
+            quotes = _ESCAPED.sub("", self._held[self._looked : end]).count('"')
+            if (quotes + self._in_text) % 2 == 0:
+                return end
+            self._looked, self._in_text = end + len(_CLOSE), True
+        return None
 
     def finish(self) -> tuple[str, list[FunctionCall]]:
         """What is left when the answer has ended."""
+        shown, calls = "", list[FunctionCall]()
+        while self._in_call and _CLOSE in self._held and _tagged(self._held, self._names) is None:
+            # A quote that has no end hid the tag: what is before it is no call, what is after it may have some.
+            inside, _, self._held = self._held.partition(_CLOSE)
+            self._in_call = False
+            text, found = self.add("")
+            shown, calls = shown + _OPEN + inside + _CLOSE + text, calls + found
         held, self._held = self._held, ""
         if self._in_call:
             call = _tagged(held, self._names)
-            return (_OPEN + held, []) if call is None else ("", self._allowed([call]))
-        if self._in_json:
-            calls = _bare(held, self._names)
-            return ("", self._allowed(calls)) if calls else (held, [])
-        return held, []
+            return (shown + _OPEN + held, calls) if call is None else (shown, calls + self._allowed([call]))
+        found = _bare(held, self._names) if self._in_json else []
+        return (shown, calls + self._allowed(found)) if found else (shown + held, calls)
 
     def _has_begun(self) -> bool:
         """Whether there was a character that is no space; the first tells an answer in JSON."""
@@ -95,27 +130,31 @@ def _overlap(text: str, tag: str) -> int:
 
 
 def _tagged(text: str, names: Collection[str]) -> FunctionCall | None:
-    call = _call(_json(text))
+    try:
+        call = _made(_read_call(text))
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return None
     return call if call is not None and call.name in names else None
 
 
 def _bare(text: str, names: Collection[str]) -> list[FunctionCall]:
     """The calls, if the whole text is one or a list of them and each names a tool that there is."""
-    found = _json(text)
-    calls = [_call(one) for one in (found if isinstance(found, list) else [found])]
+    try:
+        found = _read_calls(text) if text.lstrip().startswith("[") else [_read_call(text)]
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return []
+    calls = [_made(one) for one in found]
     return [call for call in calls if call] if all(call and call.name in names for call in calls) else []
 
 
-def _call(found: object) -> FunctionCall | None:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _made(found: _Call) -> FunctionCall | None:
+    """The call, with arguments as the model wrote them: another encoding may be another number."""
+    if bool(bytes(found.arguments)) == bool(bytes(found.parameters)):
         return None
-    for key in _ARGUMENTS:
-        arguments = found.get(key)
-        if isinstance(arguments, dict):
-            return FunctionCall(found["name"], msgspec.json.encode(arguments).decode())
-        if isinstance(arguments, str):
-            return FunctionCall(found["name"], arguments)
-    return None
+    arguments = bytes(found.arguments) or bytes(found.parameters)
+    if arguments.startswith(b"{"):
+        return FunctionCall(found.name, arguments.decode())
+    return FunctionCall(found.name, msgspec.json.decode(arguments)) if arguments.startswith(b'"') else None
 
 
 def _json(text: str) -> Any:
@@ -128,6 +167,17 @@ def _json(text: str) -> Any:
 def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates expect them: the arguments of earlier calls as objects, not as JSON in a string."""
     return [_with_objects(message) if "tool_calls" in message else message for message in messages]
+
+
+def argument_texts(messages: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Of all earlier calls whose arguments are JSON in a string."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                yield arguments
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from phonograph.engine.generation import Delta
 from phonograph.engine.generation import Usage as Counted
 from phonograph.engine.request import FinishReason
+from phonograph.engine.sequence import TokenLogprob as Told
 from phonograph.server.answers import (
     CachedTokens,
     ChatChoice,
@@ -34,6 +35,10 @@ from phonograph.server.tool_calls import ToolCallReader
 
 _encode = msgspec.json.Encoder().encode
 
+BLOCK = 128
+"""Tokens whose logprobs are encoded in one go: others wait for no more than 2,688 entries."""
+_SMALL = 256 << 10
+
 _FINISH: dict[FinishReason | None, Finish | None] = {
     None: None,
     FinishReason.STOP: "stop",
@@ -52,8 +57,8 @@ class Writer(Protocol):
     def usage_event(self, counted: Counted) -> bytes:
         """The last event, for a client that asked for numbers."""
 
-    def body(self, choices: Sequence[Delta], counted: Counted) -> bytes:
-        """The whole answer at once."""
+    def body(self, choices: Sequence[Delta], counted: Counted) -> list[bytes]:
+        """The whole answer, in pieces of limited size; takes the logprobs out of the choices."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -73,10 +78,17 @@ class Head(msgspec.Struct, frozen=True):
 class CompletionWriter:
     """For /v1/completions."""
 
-    def __init__(self, head: Head, logprobs: LogprobWriter | None) -> None:
+    def __init__(
+        self,
+        head: Head,
+        logprobs: LogprobWriter | None,
+        offsets: Callable[[int], TextOffsets] = lambda choice: TextOffsets(),
+    ) -> None:
+        """`offsets` makes those of a choice."""
         self.id = head.id
         self._head = head
         self._logprobs = logprobs
+        self._new_offsets = offsets
         self._offsets: dict[int, TextOffsets] = {}
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
@@ -86,14 +98,34 @@ class CompletionWriter:
     def usage_event(self, counted: Counted) -> bytes:
         return self._event([], _usage(counted))
 
-    def body(self, choices: Sequence[Delta], counted: Counted) -> bytes:
-        return _encode(self._answer([self._choice(delta) for delta in choices], _usage(counted)))
+    def body(self, choices: Sequence[Delta], counted: Counted) -> list[bytes]:
+        whole = _encode(self._answer([], _usage(counted)))
+        return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
+
+    def _pieces(self, delta: Delta) -> Iterator[bytes]:
+        """A choice, with its logprobs encoded block by block."""
+        blocks = _blocks(delta.logprobs)
+        rest = _encode(self._choice(delta))
+        if self._logprobs is None:
+            yield rest
+            return
+        columns: dict[str, list[bytes]] = {name: [] for name in TextLogprobs.__struct_fields__}
+        for block in blocks:
+            found = self._logprobs.text(block, self._offsets[delta.choice])
+            for name, pieces in columns.items():
+                pieces.append(_encode(getattr(found, name))[1:-1])
+        for name, pieces in columns.items():
+            begin, _, rest = rest.partition(b'"%s":[]' % name.encode())
+            yield begin
+            yield from _filled(b'"%s":[]' % name.encode(), name, ([piece] for piece in pieces))
+        yield rest
 
     def _choice(self, delta: Delta) -> TextChoice:
         logprobs: TextLogprobs | None = None
         if self._logprobs is not None:
-            offsets = self._offsets.setdefault(delta.choice, TextOffsets())
-            logprobs = self._logprobs.text(delta.logprobs, offsets)
+            if delta.choice not in self._offsets:
+                self._offsets[delta.choice] = self._new_offsets(delta.choice)
+            logprobs = self._logprobs.text(delta.logprobs, self._offsets[delta.choice])
         return TextChoice(delta.choice, delta.text, logprobs, _FINISH[delta.finish])
 
     def _answer(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> Completion:
@@ -132,13 +164,22 @@ class ChatWriter:
     def usage_event(self, counted: Counted) -> bytes:
         return event(_encode(self._chunk([], _usage(counted))))
 
-    def body(self, choices: Sequence[Delta], counted: Counted) -> bytes:
-        whole = [self._choice(delta) for delta in choices]
-        return _encode(ChatCompletion(self._head.id, self._head.created, self._head.model, whole, _usage(counted)))
+    def body(self, choices: Sequence[Delta], counted: Counted) -> list[bytes]:
+        whole = _encode(ChatCompletion(self._head.id, self._head.created, self._head.model, [], _usage(counted)))
+        return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
+
+    def _pieces(self, delta: Delta) -> Iterator[bytes]:
+        """A choice, with its logprobs encoded block by block."""
+        logprobs, blocks = self._logprobs, _blocks(delta.logprobs)
+        whole = _encode(self._choice(delta))
+        if logprobs is None:
+            yield whole
+        else:
+            yield from _filled(whole, "content", ([_encode(logprobs.chat(block).content)[1:-1]] for block in blocks))
 
     def _choice(self, delta: Delta) -> ChatChoice:
         text, calls = self._read(delta)
-        logprobs = self._logprobs.chat(delta.logprobs) if self._logprobs is not None else None
+        logprobs = ChatLogprobs([]) if self._logprobs is not None else None
         made = [ToolCall(self._call_id(delta.choice, place), call) for place, call in enumerate(calls)]
         message = ChatMessage(text, made) if made else ChatMessage(text)
         if made and not text:
@@ -185,6 +226,63 @@ class ChatWriter:
 
     def _chunk(self, choices: list[ChatDeltaChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage)
+
+
+def split(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
+    """Groups of deltas with at most a block of logprobs each; one with more becomes several, the last with its text."""
+    group: list[Delta] = []
+    size = 0
+    for delta in deltas:
+        while size + len(delta.logprobs) > BLOCK:
+            part, delta.logprobs[: BLOCK - size] = delta.logprobs[: BLOCK - size], []
+            yield [*group, Delta(delta.choice, logprobs=part)] if part else group
+            group, size = [], 0
+        group.append(delta)
+        size += len(delta.logprobs)
+    if group:
+        yield group
+
+
+def _blocks(found: list[Told]) -> Iterator[list[Told]]:
+    """Empties a list, for a block after the other: what was written is given back at once, not all in the end."""
+    taken, found[:] = found[::-1], []
+
+    def blocks() -> Iterator[list[Told]]:
+        while taken:
+            block, taken[-BLOCK:] = taken[-BLOCK:][::-1], []
+            yield block
+
+    return blocks()
+
+
+def _filled(whole: bytes, name: str, items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """JSON whose list of this name is empty, with items in it; each comes in pieces.
+
+    A text can't be taken for the list: quotes are escaped in it.
+    """
+    begin, place, end = whole.partition(b'"%s":[]' % name.encode())
+    yield begin + place[:-1]
+    separator = b""
+    for item in items:
+        for piece in filter(None, item):
+            yield separator + piece if separator else piece
+            separator = b""
+        separator = b","
+    yield b"]" + end
+
+
+def _few(pieces: Iterable[bytes]) -> list[bytes]:
+    """Pieces of some size."""
+    found: list[bytes] = []
+    held: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= _SMALL:
+            found.append(b"".join(held))
+            held, size = [], 0
+    return [*found, b"".join(held)]
 
 
 def event(data: bytes) -> bytes:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from phonograph.engine.cache.groups import PagedCache
-
-if TYPE_CHECKING:
-    from phonograph.engine.kernels.base import Heads, Places
 
 
 @dataclass(frozen=True)
@@ -66,17 +63,6 @@ class StepAttention(Protocol):
         `layer` counts the layers of the cache that was prepared for. The result is new, or `out`, contiguous, where
         that is given.
         """
-        ...
-
-
-@runtime_checkable
-class RotatingAttention(StepAttention, Protocol):
-    """One that takes projections as they come, where a launch of its own for their rotation can be saved."""
-
-    def rotate_and_attend(
-        self, layer: int, qkv: torch.Tensor, heads: Heads, places: Places, window: int | None
-    ) -> torch.Tensor:
-        """What `Kernels.rotate_and_store` and `attend` do, one after the other."""
         ...
 
 

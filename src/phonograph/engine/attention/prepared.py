@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.engine.attention.base import Attention, Queries, RotatingAttention, StepAttention
+from phonograph.engine.attention.base import Attention, Queries, StepAttention
 from phonograph.engine.cache.groups import CacheGroup
-from phonograph.engine.kernels.base import Heads, Places
+from phonograph.engine.kernels.base import Heads, Places, RotatingAttention
 
 
 class PreparedAttention:

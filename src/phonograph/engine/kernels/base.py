@@ -8,12 +8,16 @@ what is projected or normed from it is in the dtype of the weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from phonograph.engine.attention.base import Queries
+from phonograph.engine.attention.base import Queries, StepAttention
 from phonograph.engine.cache.groups import PagedCache
+from phonograph.engine.ops.matrix import Matrix
+
+Op = Literal["linear", "norm_linear", "norm_gated"]
+"""The calls that multiply with a matrix."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,17 @@ class Heads:
     k_norm: Norm | None
 
 
+@runtime_checkable
+class RotatingAttention(StepAttention, Protocol):
+    """One that takes projections as they come, where a launch of its own for their rotation can be saved."""
+
+    def rotate_and_attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, places: Places, window: int | None
+    ) -> torch.Tensor:
+        """What `Kernels.rotate_and_store` and `attend` do, one after the other."""
+        ...
+
+
 class Kernels(Protocol):
     """One implementation; stateless, so that graphs of all shapes share it."""
 
@@ -67,8 +82,16 @@ class Kernels(Protocol):
         """Sentences on what they found and chose, for `explain`."""
         ...
 
-    def prepare(self, matrix: torch.Tensor) -> None:
-        """Called for every matrix at load, so that it can be kept in a better form besides."""
+    def prepare(self, matrix: Matrix) -> Matrix:
+        """Called for every matrix at load: the same values, with a better form of them besides where there is one."""
+        ...
+
+    def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
+        """Whether this call can be made with so many tokens and this matrix: prepared or not, of any format.
+
+        Where it is declined, `ops.projections` runs the parts: `add_norm`, the product, `silu_mul`; and torch's product
+        where `linear` is declined too.
+        """
         ...
 
     def embed_tokens(
@@ -116,13 +139,13 @@ class Kernels(Protocol):
         ...
 
     def norm_linear(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + delta) projected, x + delta); the sum may be x itself, changed."""
         ...
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(silu(gate) · up of norm(x + delta), x + delta); gate and up are the two halves of the projection.
 
@@ -130,9 +153,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x projected; in the dtype of the weights, or in float32 where that is asked for: sums are not rounded then,
-        and may be beyond the range of the weights' dtype."""
+    def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x projected; in the dtype of the matrix, or in float32 where that is asked for: sums are not rounded then,
+        and may be beyond the range of the matrix' dtype."""
+        ...
+
+    def silu_mul(self, both: torch.Tensor) -> torch.Tensor:
+        """silu(gate) · up of [num_tokens, gate and up side by side]."""
         ...
 
     def rotate_and_store(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
-from torch.nn import functional
 
 from phonograph.engine.attention.base import Queries
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
-from phonograph.engine.kernels.packing import PackedMatrix
+from phonograph.engine.kernels.base import Angles, Heads, Norm, Op, Places
+from phonograph.engine.kernels.packing import Bits, PackedMatrix
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.native.library import Library
+from phonograph.engine.ops.matrix import Matrix
 
 MOST_BYTES = 4 << 30
 """What packed matrices may take together; they stand beside the plain ones."""
@@ -34,29 +35,34 @@ class CpuKernels:
         self._most_bytes = most_bytes
         self._num_matrices = 0
         self._num_bytes = 0
-        self._packed: dict[int, tuple[torch.Tensor, PackedMatrix]] = {}
-        """By the id of the plain matrix, which is held so that it keeps its id."""
+        self._num_packed: Counter[Bits] = Counter()
 
-    def prepare(self, matrix: torch.Tensor) -> None:
+    def prepare(self, matrix: Matrix) -> Matrix:
         self._num_matrices += 1
-        least = matrix.numel() // 2  # bytes, with 4 bits a number
-        if matrix.dtype != torch.float32 or self._num_bytes + least > self._most_bytes:
-            return
-        packed = PackedMatrix.of(matrix, self._library)
-        if self._num_bytes + packed.nbytes <= self._most_bytes:
-            self._num_bytes += packed.nbytes
-            self._packed[id(matrix)] = matrix, packed
+        least = matrix.data.numel() // 2  # bytes, with 4 bits a number
+        is_float32 = matrix.is_plain and matrix.dtype == torch.float32
+        if not is_float32 or self._num_bytes + least > self._most_bytes:
+            return matrix
+        packed = PackedMatrix.of(matrix.data, self._library, matrix.stored)
+        if self._num_bytes + packed.nbytes > self._most_bytes:
+            return matrix
+        self._num_bytes += packed.nbytes
+        self._num_packed[packed.bits] += 1
+        return replace(matrix, prepared=packed)
+
+    def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
+        """Packed ones, as long as that is faster than torch's product."""
+        return num_tokens <= MOST_TOKENS and isinstance(matrix.prepared, PackedMatrix)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        found = Counter(packed.bits for _, packed in self._packed.values())
-        parts = [f"{count} in {bits} bits" for bits, count in sorted(found.items())]
-        if not found:
+        parts = [f"{count} in {bits} bits" for bits, count in sorted(self._num_packed.items())]
+        if not parts:
             return (f"slow: none of {self._num_matrices} matrices is in float32 and fits; torch multiplies them",)
         size = f"{self._num_bytes / 1e6:.0f} MB"
         return (
             f"compiled by {self._library.compiler}",
-            f"{len(self._packed)} of {self._num_matrices} matrices packed for up to {MOST_TOKENS} tokens "
+            f"{self._num_packed.total()} of {self._num_matrices} matrices packed for up to {MOST_TOKENS} tokens "
             f"({', '.join(parts)}; {size}), as the checkpoint has them, multiplied in float32",
         )
 
@@ -97,52 +103,44 @@ class CpuKernels:
         return out, added
 
     def norm_linear(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        packed = self._packed_for(x, weight)
-        if packed is not None:
-            return self._projected(x, packed, delta, norm, bias)
-        h, x = self.add_norm(x, delta, norm)
-        return functional.linear(h, weight, bias), x
+        return self._projected(x, matrix, delta, norm)
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        packed = self._packed_for(x, gate_up)
-        if packed is not None:
-            return self._projected(x, packed, delta, norm, gated=True)
-        if gate_up.dtype != torch.float32:
-            return _REFERENCE.norm_gated(x, delta, norm, gate_up)
-        h, x = self.add_norm(x, delta, norm)
-        both = functional.linear(h, gate_up)
+        return self._projected(x, gate_up, delta, norm, gated=True)
+
+    def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._projected(x, matrix)[0]
+
+    def silu_mul(self, both: torch.Tensor) -> torch.Tensor:
+        if both.dtype != torch.float32:
+            return _REFERENCE.silu_mul(both)
+        both = both.contiguous()
         out = both.new_empty(both.shape[0], both.shape[1] // 2)
         self._library.gated(both.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads())
-        return out, x
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        packed = self._packed_for(x, weight)
-        return _REFERENCE.linear(x, weight, dtype) if packed is None else self._projected(x, packed)[0]
-
-    def _packed_for(self, x: torch.Tensor, weight: torch.Tensor) -> PackedMatrix | None:
-        return self._packed.get(id(weight), _PLAIN)[1] if x.shape[0] <= MOST_TOKENS else None
+        return out
 
     def _projected(
         self,
         x: torch.Tensor,
-        packed: PackedMatrix,
+        matrix: Matrix,
         delta: torch.Tensor | None = None,
         norm: Norm | None = None,
-        bias: torch.Tensor | None = None,
         *,
         gated: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is asked for, and x + delta where there is a norm."""
+        packed = matrix.prepared
+        assert isinstance(packed, PackedMatrix), "only what was taken is multiplied"
         x = x.contiguous()
         added, delta = (x, None) if delta is None else (torch.empty_like(x), delta.contiguous())
         out = x.new_empty(x.shape[0], packed.rows // 2 if gated else packed.rows)
         self._library.projected(
             *(x.data_ptr(), _address(delta), *_norm(norm), added.data_ptr(), x.shape[0], *packed.arguments),
-            *(_address(bias), gated, out.data_ptr(), torch.get_num_threads()),
+            *(_address(matrix.bias), gated, out.data_ptr(), torch.get_num_threads()),
         )
         return out, added
 
@@ -168,9 +166,6 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         return queries
-
-
-_PLAIN: tuple[None, None] = (None, None)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -44,10 +44,13 @@ class PackedMatrix:
         return self.words.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     @staticmethod
-    def of(matrix: torch.Tensor, library: Library) -> PackedMatrix:
-        """A float32 matrix, none of whose values changes by more than float32 rounds."""
+    def of(matrix: torch.Tensor, library: Library, stored: tuple[str, ...] = ()) -> PackedMatrix:
+        """A float32 matrix, none of whose values changes by more than float32 rounds.
+
+        Where it was unpacked from blocks of known formats, forms with fewer bits than those are not tried.
+        """
         rows, columns = matrix.shape
-        for way in _WAYS:
+        for way in _WAYS[_first_way(stored) :]:
             if columns % way.multiple == 0 and way.split(matrix[:_SAMPLE], library):
                 found = way.split(matrix, library)
                 if found is not None:
@@ -122,6 +125,18 @@ _WAYS = (
     _Way(16, 2, _in_bfloat16),
 )
 """From the fewest bits on."""
+_HOLDS = {
+    **dict.fromkeys(("Q4_0", "Q4_1"), 0),
+    "Q4_K": 1,
+    "Q8_0": 2,
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), 3),
+}
+"""The first way that holds any block of a format of llama.cpp."""
+
+
+def _first_way(stored: tuple[str, ...]) -> int:
+    """Where parts differ, the widest decides. Other formats say little: what is in BF16 may have 16 values in all."""
+    return max((_HOLDS[name] for name in stored), default=0) if all(name in _HOLDS for name in stored) else 0
 
 
 def _in_steps(

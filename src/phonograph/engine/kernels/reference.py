@@ -7,7 +7,8 @@ from torch.nn import functional
 
 from phonograph.engine.attention.base import Queries
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
+from phonograph.engine.kernels.base import Angles, Heads, Norm, Op, Places
+from phonograph.engine.ops.matrix import Matrix
 
 
 class ReferenceKernels:
@@ -18,8 +19,11 @@ class ReferenceKernels:
     def __init__(self, notes: tuple[str, ...] = ()) -> None:
         self.notes = notes
 
-    def prepare(self, matrix: torch.Tensor) -> None:
-        """Matrices are taken as they are."""
+    def prepare(self, matrix: Matrix) -> Matrix:
+        return matrix
+
+    def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
+        return True
 
     def embed_tokens(
         self,
@@ -63,20 +67,23 @@ class ReferenceKernels:
         return _normed(x, norm), x
 
     def norm_linear(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h, x = self.add_norm(x, delta, norm)
-        return functional.linear(h, weight, bias), x
+        return linear(h, matrix), x
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h, x = self.add_norm(x, delta, norm)
-        gate, up = functional.linear(h, gate_up).chunk(2, -1)
-        return functional.silu(gate) * up, x
+        return self.silu_mul(linear(h, gate_up)), x
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return linear(x, weight, dtype=dtype)
+    def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return linear(x, matrix, dtype)
+
+    def silu_mul(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, -1)
+        return functional.silu(gate) * up
 
     def rotate_and_store(
         self,
@@ -98,16 +105,16 @@ class ReferenceKernels:
         return q if out is None else out.copy_(q)
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """x projected by torch, with sums in `dtype` where that is given."""
+def linear(x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x projected by torch, with sums in `dtype` where that is given. Takes any matrix."""
+    weight, bias = matrix.values(), matrix.bias
     if dtype in (None, weight.dtype):
         return functional.linear(x, weight, bias)
-    assert bias is None
     if x.is_cuda:
-        return torch.mm(x, weight.t(), out_dtype=dtype)
-    return functional.linear(x.to(dtype), weight.to(dtype))  # torch's CPU products have one dtype
+        sums = torch.mm(x, weight.t(), out_dtype=dtype)
+        return sums if bias is None else sums.add_(bias)
+    # torch's CPU products have one dtype
+    return functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def store(cache: PagedCache, layer: int, places: Places, k: torch.Tensor, v: torch.Tensor) -> None:

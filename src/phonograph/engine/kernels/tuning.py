@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from phonograph.engine.kernels.base import Op
 from phonograph.graphs.pool import next_power_of_two
 
 log = logging.getLogger("phonograph")
@@ -34,7 +35,6 @@ _AS_FAST = {torch.float16: (torch.bfloat16,), torch.bfloat16: (torch.float16,)}
 """As wide in memory and as fast in tensor cores: what was measured in one holds for the other."""
 SHIPPED = Path(__file__).parent / "tuned.json"
 
-Op = Literal["linear", "norm_linear", "norm_gated"]
 Kind = Literal["library", "library_lt", "vector", "matrix"]
 Overlap = Literal["none", "late", "early"]
 """Whether a kernel is launched as a programmatic dependent, and when it lets the next one begin."""

@@ -13,6 +13,8 @@ from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
 from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Hidden
+from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
 from phonograph.engine.state.column import Column
 
 PIECE = 2048
@@ -27,24 +29,23 @@ class LayerWeights:
     """One layer; projections that read the same input are one matrix."""
 
     input_norm: Norm
-    qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    qkv_bias: torch.Tensor | None
+    qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
     heads: Heads
-    out: torch.Tensor
+    out: Matrix
     mlp_norm: Norm
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor
+    gate_up: Matrix  # [2 * intermediate, hidden]
+    down: Matrix
     window: int | None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model."""
+    """All weights of a model."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: Norm
-    head: torch.Tensor
+    head: Matrix
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Decoder:
         return ()
 
     @property
-    def matrices(self) -> list[torch.Tensor]:
+    def matrices(self) -> list[Matrix]:
         layers = self.weights.layers
         return [m for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [self.weights.head]
 
@@ -99,7 +100,7 @@ class Decoder:
         attention = PreparedAttention(self.attention, cache, queries)
         for index, layer in enumerate(self.weights.layers):
             if attention.rotates(index, layer.heads.num_heads):
-                qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+                qkv, x = norm_linear(kernels, x, delta, layer.input_norm, layer.qkv)
                 mixed = attention.rotate_and_attend(index, qkv, layer.heads, places, layer.window).flatten(1)
             else:
                 q, x = self._queries(layer, x, delta, places, cache.places[index])
@@ -132,13 +133,13 @@ class Decoder:
         """(a layer's queries, x with what the layer before adds). With many tokens x is changed in place."""
         kernels = self.kernels
         if x.shape[0] <= PIECE:
-            qkv, x = kernels.norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+            qkv, x = norm_linear(kernels, x, delta, layer.input_norm, layer.qkv)
             return kernels.rotate_and_store(qkv, layer.heads, places, *kept), x
         shape = (x.shape[0], layer.heads.num_heads, layer.heads.head_dim)
         q = torch.empty(shape, dtype=self.dtype, device=x.device)
         for part in _pieces(x.shape[0]):
             added = None if delta is None else delta[part]
-            qkv, total = kernels.norm_linear(x[part], added, layer.input_norm, layer.qkv, layer.qkv_bias)
+            qkv, total = norm_linear(kernels, x[part], added, layer.input_norm, layer.qkv)
             _put(total, x[part])
             kernels.rotate_and_store(qkv, layer.heads, places[part], *kept, out=q[part])
             del qkv, total
@@ -148,22 +149,22 @@ class Decoder:
         """(what is to be added to x, x with what attention adds). With many tokens x is changed in place."""
         kernels = self.kernels
         if x.shape[0] <= PIECE:
-            added = kernels.linear(mixed, layer.out, self.residual)
-            gated, x = kernels.norm_gated(x, added, layer.mlp_norm, layer.gate_up)
-            return kernels.linear(gated, layer.down, self.residual), x
+            added = linear(kernels, mixed, layer.out, self.residual)
+            gated, x = norm_gated(kernels, x, added, layer.mlp_norm, layer.gate_up)
+            return linear(kernels, gated, layer.down, self.residual), x
         # A piece of what attention gave is read before its place is written.
         fits = mixed.shape == x.shape and mixed.dtype == x.dtype
         delta = mixed if fits else torch.empty_like(x)
         for part in _pieces(x.shape[0]):
-            added = kernels.linear(mixed[part], layer.out, self.residual)
-            gated, total = kernels.norm_gated(x[part], added, layer.mlp_norm, layer.gate_up)
+            added = linear(kernels, mixed[part], layer.out, self.residual)
+            gated, total = norm_gated(kernels, x[part], added, layer.mlp_norm, layer.gate_up)
             _put(total, x[part])
-            delta[part] = kernels.linear(gated, layer.down, self.residual)
+            delta[part] = linear(kernels, gated, layer.down, self.residual)
             del added, gated, total
         return delta, x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.kernels.linear(hidden, self.weights.head)
+        return linear(self.kernels, hidden, self.weights.head)
 
 
 def _pieces(num_tokens: int) -> list[slice]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
-import torch
+from collections.abc import Collection
 
 from phonograph.engine.kernels.base import Heads, Norm
 from phonograph.engine.models.config import ModelConfig
@@ -12,10 +10,9 @@ from phonograph.engine.models.decoder import Decoder, LayerWeights, Weights
 from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.interface import ModelParts
 from phonograph.engine.models.rope import rope_table
-from phonograph.engine.models.tensors import ModelTensor
+from phonograph.engine.models.tensors import ModelTensor, ModelWeights
 
 EMBEDDING = "model.embed_tokens.weight"
-_NO_BIAS = "biases in the output projection or the MLP"
 
 
 def config_from_hf(fields: Fields, architecture: str) -> ModelConfig:
@@ -29,13 +26,12 @@ def config_from_gguf(fields: Fields, architecture: str, tensor_names: Collection
 def tensors(config: ModelConfig) -> tuple[ModelTensor, ...]:
     """In the order in which random weights are drawn."""
     layer, width = _layer(config), (config.vocab, config.hidden)
+    tied = EMBEDDING if config.tied_embeddings else None
     return (
-        ModelTensor(EMBEDDING, "embedding", width, "token_embd.weight"),
+        ModelTensor(EMBEDDING, "embedding", width, gguf="token_embd.weight"),
         *(tensor.in_layer(index) for index in range(config.num_layers) for tensor in layer),
-        ModelTensor("model.norm.weight", "norm", (config.hidden,), "output_norm.weight", init="ones"),
-        ModelTensor(
-            "lm_head.weight", "head", width, "output.weight", same_as=EMBEDDING if config.tied_embeddings else None
-        ),
+        ModelTensor("model.norm.weight", "norm", (config.hidden,), gguf="output_norm.weight", init="ones"),
+        ModelTensor("lm_head.weight", "head", width, "matrix", "output.weight", same_as=tied),
     )
 
 
@@ -55,13 +51,9 @@ def _layer(config: ModelConfig) -> list[ModelTensor]:
     ]
     table = [_norm("input_layernorm", "attn_norm", "input_norm", hidden)]
     for name, gguf, place, rows, columns, has_bias, rotated in projections:
-        table.append(ModelTensor(f"{name}.weight", place, (rows, columns), f"{gguf}.weight", heads=rotated))
+        table.append(ModelTensor(f"{name}.weight", place, (rows, columns), "matrix", f"{gguf}.weight", heads=rotated))
         if has_bias:
-            unsupported = "" if place == "qkv" else _NO_BIAS
-            bias = f"{place}_bias"
-            table.append(
-                ModelTensor(f"{name}.bias", bias, (rows,), f"{gguf}.bias", heads=rotated, unsupported=unsupported)
-            )
+            table.append(ModelTensor(f"{name}.bias", place, (rows,), "bias", f"{gguf}.bias", heads=rotated))
     if config.qk_norm:
         table.append(_norm("self_attn.q_norm", "attn_q_norm", "q_norm", config.head_dim))
         table.append(_norm("self_attn.k_norm", "attn_k_norm", "k_norm", config.head_dim))
@@ -69,36 +61,35 @@ def _layer(config: ModelConfig) -> list[ModelTensor]:
 
 
 def _norm(name: str, gguf: str, place: str, size: int) -> ModelTensor:
-    return ModelTensor(f"{name}.weight", place, (size,), f"{gguf}.weight", init="ones")
+    return ModelTensor(f"{name}.weight", place, (size,), gguf=f"{gguf}.weight", init="ones")
 
 
-def build(config: ModelConfig, weights: Mapping[str, torch.Tensor], parts: ModelParts) -> Decoder:
+def build(config: ModelConfig, weights: ModelWeights, parts: ModelParts) -> Decoder:
     made = weights_of(config, weights)
     residual = made.embedding.dtype if parts.residual is None else parts.residual
     rope = rope_table(config, parts.max_len, made.embedding.device)
     return Decoder(config, made, parts.attention, parts.kernels, rope, residual)
 
 
-def weights_of(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
+def weights_of(config: ModelConfig, weights: ModelWeights) -> Weights:
     """The weights as the decoder has them."""
 
     def norm(place: str) -> Norm:
-        return Norm(weights[place], config.rms_eps)
+        return Norm(weights.tensors[place], config.rms_eps)
 
     def layer(index: int) -> LayerWeights:
         at = f"layers.{index}"
         q_norm, k_norm = (norm(f"{at}.{name}_norm") if config.qk_norm else None for name in ("q", "k"))
         return LayerWeights(
             input_norm=norm(f"{at}.input_norm"),
-            qkv=weights[f"{at}.qkv"],
-            qkv_bias=weights.get(f"{at}.qkv_bias"),
+            qkv=weights.matrices[f"{at}.qkv"],
             heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm),
-            out=weights[f"{at}.out"],
+            out=weights.matrices[f"{at}.out"],
             mlp_norm=norm(f"{at}.mlp_norm"),
-            gate_up=weights[f"{at}.gate_up"],
-            down=weights[f"{at}.down"],
+            gate_up=weights.matrices[f"{at}.gate_up"],
+            down=weights.matrices[f"{at}.down"],
             window=config.window(index),
         )
 
     layers = tuple(layer(index) for index in range(config.num_layers))
-    return Weights(weights["embedding"], layers, norm("norm"), weights["head"])
+    return Weights(weights.tensors["embedding"], layers, norm("norm"), weights.matrices["head"])

@@ -20,9 +20,10 @@ def _names(text: str) -> frozenset[str]:
 _HF_READ = _names(
     """
     architectures attention_bias bos_token_id dtype eos_token_id head_dim hidden_act hidden_size intermediate_size
-    layer_types max_position_embeddings max_window_layers mlp_bias model_type num_attention_heads num_hidden_layers
-    num_key_value_heads original_max_position_embeddings partial_rotary_factor rms_norm_eps rope_parameters
-    rope_scaling rope_theta sliding_window tie_word_embeddings torch_dtype use_sliding_window vocab_size
+    is_causal layer_types max_position_embeddings max_window_layers mlp_bias model_type num_attention_heads
+    num_hidden_layers num_key_value_heads original_max_position_embeddings partial_rotary_factor per_layer_config
+    rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings torch_dtype
+    use_sliding_window vocab_size
     """
 )
 _HF_WITHOUT_EFFECT = _names(
@@ -42,6 +43,8 @@ _HF_WITHOUT_EFFECT = _names(
     """
 )
 """About training, tasks, classes and sampling; transformers takes sampling from generation_config.json alone."""
+_HF_OFF = _names("gradient_checkpointing qk_layernorm rope_interleaved use_flash_attn use_mrope use_qk_norm")
+"""Switches that are off where they are not named: no word is lost on those that are there and off."""
 _HF_QUANTISED = ("quantization_config", "compression_config")
 
 _SCALES = re.compile(r"scal(e|ing|ar)|multiplier|soft_?cap|factor|clip|clamp")
@@ -76,12 +79,18 @@ def check_hf(fields: Fields, head_dim: int, also_read: Collection[str] = ()) -> 
         raise CheckpointError(f"reading {fields.source}: partial_rotary_factor is {share}; supported is 1.")
     if fields.values.get("per_layer_config"):
         raise CheckpointError(f"reading {fields.source}: per_layer_config is not supported; layers must be alike.")
+    if fields.values.get("is_causal", True) is not True:  # null too: to transformers it says no
+        raise CheckpointError(
+            f"reading {fields.source}: is_causal is {str(fields.values['is_causal'])[:80]}; only decoders are "
+            "supported, in which it is true or absent."
+        )
     known = (_HF_READ | _HF_WITHOUT_EFFECT).union(also_read)
     unknown = [name for name, value in fields.values.items() if value is not None and name not in known]
     scales = [name for name in unknown if _SCALES.search(name) and _is_number(fields.values[name])]
     for name in scales:
         _refuse_unless_neutral(fields, name, head_dim, {1.0})
-    if strange := [name for name in unknown if name not in scales and fields.values[name] not in (False, [], {})]:
+    silent = {*scales, *(name for name in _HF_OFF if fields.values.get(name) is False)}
+    if strange := [name for name in unknown if name not in silent]:
         log.warning(
             "%s has fields that are not known here and have no effect: %s", fields.source, ", ".join(sorted(strange))
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -13,7 +13,8 @@ from phonograph.engine.cache.groups import CacheGroup, Kept
 from phonograph.engine.kernels.base import Kernels
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.fields import Fields
-from phonograph.engine.models.tensors import ModelTensor
+from phonograph.engine.models.tensors import ModelTensor, ModelWeights
+from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.state.column import Column
 
 
@@ -59,7 +60,7 @@ class Model(Protocol):
         """
 
     @property
-    def matrices(self) -> Sequence[torch.Tensor]:
+    def matrices(self) -> Sequence[Matrix]:
         """Every matrix that something is projected with, that of the logits last."""
 
     def hidden(
@@ -116,6 +117,6 @@ class Family(Protocol):
         """Every tensor that a model of this configuration consists of."""
         ...
 
-    def build(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], parts: ModelParts) -> Model:
-        """The model, from its weights by place."""
+    def build(self, config: ModelConfig, weights: ModelWeights, parts: ModelParts) -> Model:
+        """The model, from its weights by place; the matrices are prepared for its kernels."""
         ...

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.models.interface import Model, ModelParts
 from phonograph.engine.models.registry import family_of
-from phonograph.engine.models.tensors import allocate
+from phonograph.engine.models.tensors import ModelWeights, allocate
 from phonograph.errors import CheckpointError
 from phonograph.graphs.progress import Progress, silent
 
@@ -15,39 +17,29 @@ from phonograph.graphs.progress import Progress, silent
 def load_model(
     checkpoint: Checkpoint, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent
 ) -> Model:
-    """The model of a checkpoint, on the device and in this precision; its kernels know its matrices."""
+    """The model of a checkpoint, on the device and in this precision; its matrices are prepared for its kernels."""
     weights = load_weights(checkpoint, dtype, device, progress)
-    model = family_of(checkpoint.config).build(checkpoint.config, weights, parts)
-    for number, matrix in enumerate(matrices := model.matrices, 1):
-        parts.kernels.prepare(matrix)
-        progress("preparing matrices", number, len(matrices))
-    return model
+    matrices = {}
+    for number, (place, matrix) in enumerate(weights.matrices.items(), 1):
+        matrices[place] = parts.kernels.prepare(matrix)
+        progress("preparing matrices", number, len(weights.matrices))
+    return family_of(checkpoint.config).build(checkpoint.config, replace(weights, matrices=matrices), parts)
 
 
 def load_weights(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress = silent
-) -> dict[str, torch.Tensor]:
-    """All weights by place; one stored tensor at a time is held besides."""
-    refuse_unsupported(checkpoint)
-    made = allocate(family_of(checkpoint.config).tensors(checkpoint.config), dtype, device)
-    total = len(checkpoint.names)
+) -> ModelWeights:
+    """All weights, not prepared; one stored tensor at a time is held besides."""
+    table, stored = family_of(checkpoint.config).tensors(checkpoint.config), checkpoint.names
+    made = allocate(table, dtype, device, {name: info.stored for name, info in stored.items()})
     sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for index, (name, tensor) in enumerate(checkpoint.tensors(device=device)):
             if name in made.parts:
                 sums[name] = made.parts[name].copy_(tensor).sum()
-            progress("loading weights", index + 1, total)
+            progress("loading weights", index + 1, len(stored))
         _refuse_not_finite(checkpoint.source, made.parts, sums)
     return made.weights
-
-
-def refuse_unsupported(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose weights have no place in the model, before any of them is read."""
-    for tensor in family_of(checkpoint.config).tensors(checkpoint.config):
-        if tensor.unsupported:
-            raise CheckpointError(
-                f"loading {checkpoint.source}: {tensor.unsupported} are not supported ({tensor.name})."
-            )
 
 
 def _refuse_not_finite(source: str, places: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:

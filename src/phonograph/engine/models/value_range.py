@@ -9,8 +9,10 @@ import torch
 from phonograph.devices import Device
 from phonograph.engine.attention.base import Queries, Span
 from phonograph.engine.cache.groups import CacheGroup, PagedCache
-from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
+from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Op, Places
 from phonograph.engine.models.interface import Model
+from phonograph.engine.ops import projections
+from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.tables import RequestTables
 
@@ -77,8 +79,11 @@ class _Watched:
     def notes(self) -> tuple[str, ...]:
         return self.inner.notes
 
-    def prepare(self, matrix: torch.Tensor) -> None:
-        self.inner.prepare(matrix)
+    def prepare(self, matrix: Matrix) -> Matrix:
+        return self.inner.prepare(matrix)
+
+    def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
+        return True  # what the others decline is watched too
 
     def embed_tokens(
         self,
@@ -109,21 +114,24 @@ class _Watched:
         return self._noted(normed), x
 
     def norm_linear(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.add_norm(x.clone(), delta, norm)
-        out, x = self.inner.norm_linear(x, delta, norm, weight, bias)
+        out, x = projections.norm_linear(self.inner, x, delta, norm, matrix)
         return self._noted(out), x
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.add_norm(x.clone(), delta, norm)
-        out, x = self.inner.norm_gated(x, delta, norm, gate_up)
+        out, x = projections.norm_gated(self.inner, x, delta, norm, gate_up)
         return self._noted(out), x
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self._noted(self.inner.linear(x, weight, dtype))
+    def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._noted(projections.linear(self.inner, x, matrix, dtype))
+
+    def silu_mul(self, both: torch.Tensor) -> torch.Tensor:
+        return self._noted(self.inner.silu_mul(both))
 
     def rotate_and_store(
         self,

@@ -184,6 +184,13 @@ double kept_mass(const Row& row, int64_t top_k) {
   return mass + sum_of(masses);
 }
 
+// Whether top-p keeps what has this mass before it, of a whole. In float32 like the other samplers: in double the 0.3 of
+// a float is more than that of ten equals, and a fourth would stay.
+bool is_in_top_p(double before, float top_p, double whole) {
+  const float edge = top_p * (float)whole;
+  return (float)before < edge;
+}
+
 // The first draw that truncation keeps, from the draw over all tokens on.
 int64_t first_kept(const Row& row, const Cut& cut, int64_t token) {
   Candidate drawn{row.scaled_one(token), 0, 0, (int32_t)token};
@@ -194,9 +201,9 @@ int64_t first_kept(const Row& row, const Cut& cut, int64_t token) {
     const auto [above, mass] = tally(left, drawn);
     bool is_kept = above < cut.top_k && weight >= cut.min_p;
     // What top-k leaves weighs at least as much as the draw and all before it.
-    if (is_kept && cut.top_p < 1 && mass >= cut.top_p * (mass + weight)) {
+    if (is_kept && cut.top_p < 1 && !is_in_top_p(mass, cut.top_p, mass + weight)) {
       if (whole < 0) whole = kept_mass(row, cut.top_k);
-      is_kept = mass < cut.top_p * whole;
+      is_kept = is_in_top_p(mass, cut.top_p, whole);
     }
     const auto is_behind = [&](const Candidate& other) { return !other.is_ahead_of(drawn); };
     left.erase(std::remove_if(left.begin(), left.end(), is_behind), left.end());

@@ -81,13 +81,15 @@ class SamplingTail:
 
     def next_tokens(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
         """One token after every query."""
-        picked = self.pick(logits, queries, needs)
-        tables = self._tables
+        picked, tables = self.pick(logits, queries, needs), self._tables
+        # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
+        if needs.level is Sampling.PENALISED:
+            count_tokens(tables["counts"], queries.rows, picked.tokens)
         self._kernels.write_next_token(queries, picked.tokens, None, tables.last_token, tables.length)
         return picked
 
     def pick(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
-        """The token after every query; their rows' last token and length stay as they are."""
+        """The token after every query; the tables stay as they are."""
         if needs.constrained or needs.level is Sampling.PENALISED:
             # Some rows at a time: what is computed on the way is as wide as the vocabulary, many times over.
             parts = [slice(start, start + _ROWS) for start in range(0, logits.shape[0], _ROWS)]
@@ -98,9 +100,9 @@ class SamplingTail:
 
     def _pick(self, logits: torch.Tensor, queries: Queries, part: slice, needs: SamplingNeeds) -> torch.Tensor:
         """The tokens of some of the queries."""
-        logits, rows, penalised = logits[part], queries.rows[part], needs.level is Sampling.PENALISED
+        logits, rows = logits[part], queries.rows[part]
         with few_threads(logits):
-            if penalised:
+            if needs.level is Sampling.PENALISED:
                 logits = penalise(logits.float(), self._tables.gather(Penalties, rows))
             if needs.constrained:
                 logits = mask(logits, self._tables["allowed"][rows])
@@ -108,7 +110,4 @@ class SamplingTail:
         if needs.level > Sampling.GREEDY:
             positions = queries.token_positions[part] + 1
             sampling = self._tables.gather(self._sampler.rows, rows, positions=positions)
-        tokens = self._sampler.pick(logits, sampling, needs.level)
-        if penalised:
-            count_tokens(self._tables["counts"], rows, tokens)
-        return tokens
+        return self._sampler.pick(logits, sampling, needs.level)

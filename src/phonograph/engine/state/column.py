@@ -149,6 +149,8 @@ class Column:
     the values of pairs, no index with two values."""
     changes: Callable[[Step], Many[tuple[int, int, Any]]] | None = None
     """Pairs that the step lists itself, as (row, index, value), instead of `value`; names no place twice."""
+    restored: Callable[[Entry], Any] | None = None
+    """Of a column that the forward pass alone writes, what the host knows of a row: for a step that is undone."""
     access: Access = Access.GATHERED
     trial: Callable[[TrialRows], torch.Tensor] | None = None
     """Values for trial runs, for the first places of each row; None leaves what is there."""
@@ -178,4 +180,8 @@ class Column:
         yield (
             self.changes is not None and (Writer.STEP not in self.writer or Form.PAIRS not in self.form),
             "lists changes: they are pairs, written by STEP.",
+        )
+        yield (
+            self.restored is not None and (by_host or self.width != 1),
+            "is restored from what the host writes, or wide: `restored` is for one value that the graph alone writes.",
         )

@@ -43,6 +43,7 @@ PLACE = (
         "last_token",
         torch.int64,
         writer=Writer.GRAPH,
+        restored=lambda entry: entry.sequence.known()[entry.start],
         access=Access.BY_ROW,
         trial=lambda trial: trial.whole(0, trial.vocab),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from phonograph.devices import Device
-from phonograph.engine.state.column import Access, Array, Column, Form, Group, TableSizes, TrialRows
+from phonograph.engine.state.column import Access, Array, Column, Form, Group, TableSizes, TrialRows, Writer
 from phonograph.engine.state.updates import TableUpdates, Write
 from phonograph.errors import DeclarationError, DeviceError
 from phonograph.graphs.buffers import LoadCounts, LoadMode, Registry
@@ -22,6 +23,7 @@ from phonograph.graphs.slots import Pad, Slot
 
 _ALIGNMENT = 16
 _SMALLEST = 256
+_WIDE = 4096
 
 
 class _Dataclass(Protocol):
@@ -58,6 +60,7 @@ class RequestTables:
             self._by_group.setdefault(column.group.name, []).append(column)
         self._check_names()
         self._tensors: dict[str, torch.Tensor] = {}
+        self._stacks: dict[str, list[_Stack]] = {}
         self._in_force: dict[str, set[int]] = {column.group.name: set() for column in columns if column.group.asked}
         """Group → rows that hold more than defaults, where only some sequences ask for it."""
         self._registry = Registry(
@@ -123,11 +126,14 @@ class RequestTables:
             allocating(f"{group} for {self.sizes.max_seqs:,} sequences", "Lower max_seqs."),
             torch.inference_mode(False),
         ):
-            made = {}
+            stacks = [_Stack.of(together, size, on) for together in _written_together(columns)]
+            made = {name: tensor for stack in stacks for name, tensor in stack.columns.items()}
             for column in columns:
                 shape = (size,) if column.width == 1 else (size, self.sizes.width(column.width))
-                made[column.name] = torch.full(shape, column.default, dtype=column.dtype, device=on)
+                if column.name not in made:
+                    made[column.name] = torch.full(shape, column.default, dtype=column.dtype, device=on)
         self._tensors |= made
+        self._stacks[group] = stacks
 
     def gather(self, kind: type[T], rows: torch.Tensor, **others: Any) -> T:
         """A dataclass whose fields are columns, as these rows have them; `others` are the fields that are none."""
@@ -146,24 +152,36 @@ class RequestTables:
         for write in updates.writes:
             self.make(write.group)  # before anything is written: there may be no room
         block, resets = _Block(), list[tuple[str, int, Array]]()
+        stacked = [self._stacked(write) for write in updates.writes]
         for name in self._by_group if updates.entered else ():
             leaving, fresh = self._resets(name, updates)
             if leaving or fresh:
                 rows = np.asarray([*leaving, *fresh], dtype=np.int64)
                 block.add(rows)
                 resets.append((name, len(leaving), rows))
-        for write in updates.writes:
-            block.add_all(write)
+        for write, stacks in zip(updates.writes, stacked, strict=True):
+            block.add_all(write, stacks)
         if not block.num_bytes:
             return
         sizes = {"bytes": block.num_bytes}
         view = self._registry.load({"block": block.packed()}, Extent(sizes, sizes), mode=LoadMode.EAGER)
         parts = _Parts(block, view.batch["block"])
+        for name, in_force in self._in_force.items():
+            in_force.update(_written(name, updates))  # before they are: what raises half-way leaves something there
         for name, num_leaving, rows in resets:
             self._reset(name, num_leaving, parts.of(rows))
-        for write in updates.writes:
-            self._write(write, parts)
-        self._note_in_force(updates)
+        for write, stacks in zip(updates.writes, stacked, strict=True):
+            self._write(write, stacks, parts)
+        for name, in_force in self._in_force.items():
+            in_force.difference_update(set(updates.entered) - _written(name, updates))
+
+    def _stacked(self, write: Write) -> _Stacked:
+        """The values of columns that lie together, in one array each."""
+        return [
+            (stack, np.stack([write.values[name] for name in stack.columns]))
+            for stack in self._stacks[write.group]
+            if stack.columns.keys() <= write.values.keys()
+        ]
 
     def _resets(self, name: str, updates: TableUpdates) -> tuple[list[int], list[int]]:
         """(rows whose new owner does not ask for what the last one left in the group, rows of new owners that ask)."""
@@ -181,19 +199,16 @@ class RequestTables:
             if to_reset.shape[0]:
                 _fill_rows(self[column.name], to_reset, column.default)
 
-    def _write(self, write: Write, parts: _Parts) -> None:
+    def _write(self, write: Write, stacks: _Stacked, parts: _Parts) -> None:
         if write.values:
             rows = parts.of(write.rows)
-            for name, values in write.values.items():
+            for stack, values in stacks:
+                stack.tensor.index_copy_(1, rows, parts.of(values).view(values.shape))
+            for name, values in _alone(write, stacks):
                 self[name].index_copy_(0, rows, parts.of(values).view(values.shape))
         for name, (places, values) in write.pairs.items():
             if len(places):
                 self[name].view(-1).index_copy_(0, parts.of(places), parts.of(values))
-
-    def _note_in_force(self, updates: TableUpdates) -> None:
-        for name, in_force in self._in_force.items():
-            in_force.difference_update(updates.entered)
-            in_force.update(_written(name, updates))
 
     # -- trial runs ---------------------------------------------------------------------------------------
 
@@ -222,6 +237,40 @@ class RequestTables:
         return found
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """Columns of one dtype that the host writes together, in one tensor: one copy on the device writes them all."""
+
+    tensor: torch.Tensor  # [num_columns, num_rows], rounded up so that each begins where a tensor of its own could
+    columns: dict[str, torch.Tensor]
+
+    @staticmethod
+    def of(columns: Many[Column], num_rows: int, device: torch.device) -> _Stack:
+        length = -(-num_rows // _ALIGNMENT) * _ALIGNMENT
+        tensor = torch.empty(len(columns), length, dtype=columns[0].dtype, device=device)
+        for part, column in zip(tensor, columns, strict=True):
+            part.fill_(column.default)
+        named = zip(columns, tensor.unbind(0), strict=True)
+        return _Stack(tensor, {column.name: part[:num_rows] for column, part in named})
+
+
+_Stacked = list[tuple[_Stack, Array]]
+
+
+def _written_together(columns: Many[Column]) -> list[list[Column]]:
+    found: dict[torch.dtype, list[Column]] = {}
+    for column in columns:
+        if column.width == 1 and column.form == Form.ROW and Writer.ENTRY in column.writer:
+            found.setdefault(column.dtype, []).append(column)
+    return list(found.values())
+
+
+def _alone(write: Write, stacks: _Stacked) -> list[tuple[str, Array]]:
+    """The values that are in no stack."""
+    together = {name for stack, _ in stacks for name in stack.columns}
+    return [(name, values) for name, values in write.values.items() if name not in together]
+
+
 class _Block:
     """Arrays that go over in one transfer: where each of them lies."""
 
@@ -229,11 +278,11 @@ class _Block:
         self._parts: dict[int, tuple[int, Array]] = {}
         self._end = 0
 
-    def add_all(self, write: Write) -> None:
+    def add_all(self, write: Write, stacks: _Stacked) -> None:
         """What a write consists of."""
         if write.values:
             self.add(write.rows)
-        for values in write.values.values():
+        for _, values in (*stacks, *_alone(write, stacks)):
             self.add(values)
         for places, values in write.pairs.values():
             self.add(places)
@@ -279,7 +328,7 @@ class _Parts:
 
 def _fill_rows(tensor: torch.Tensor, rows: torch.Tensor, value: float) -> None:
     """One launch on a device; on a CPU row by row, which for rows as wide as a vocabulary is nine times as fast."""
-    if tensor.is_cpu:
+    if tensor.is_cpu and tensor[0].numel() >= _WIDE:
         for row in rows.tolist():
             tensor[row] = value
     else:

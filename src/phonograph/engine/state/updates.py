@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ class UpdateBuilder:
     def __init__(self, columns: Many[Column], sizes: TableSizes) -> None:
         self._sizes = sizes
         self._changing = [column for column in columns if column.changes is not None]
+        self._restored = [column for column in columns if column.restored is not None]
         self._at_entry = _by_group(columns, Writer.ENTRY)
         self._every_step = _by_group(columns, Writer.STEP)
         self._decodes: tuple[Sequence, ...] | None = None
@@ -65,6 +66,25 @@ class UpdateBuilder:
         if not entries and not writes:
             return None
         return TableUpdates(tuple(entry.sequence.row for entry in entries), tuple(writes))
+
+    def undone(self, step: Step) -> TableUpdates:
+        """The rows of a step as they were before it, as if their sequences entered with what they have by then."""
+        entries = [Entry(sequence, sequence.num_computed - step.tokens_per_row) for sequence in step.decodes]
+        entries += [Entry(chunk.sequence, chunk.start) for chunk in step.prefills]
+        sequences = [entry.sequence for entry in entries]
+        pages = tuple((seq.row, index, page) for seq in sequences for index, page in enumerate(seq.pages))
+        listed = replace(step, decodes=(), prefills=(), page_updates=pages)
+        changes = [(column, column.changes(listed)) for column in self._changing]  # type: ignore[misc]
+        known = [entry for entry in entries if entry.start < len(entry.sequence.known())]
+        writes = [*self._entered(entries), *(self._changed(*change) for change in changes if change[1])]
+        writes += [self._write_one(column, known) for column in self._restored if known]
+        return TableUpdates(tuple(sequence.row for sequence in sequences), tuple(writes))
+
+    def _write_one(self, column: Column, entries: Many[Entry]) -> Write:
+        assert column.restored is not None
+        rows = np.fromiter((entry.sequence.row for entry in entries), dtype=np.int64, count=len(entries))
+        values = np.asarray([column.restored(entry) for entry in entries], dtype=numpy_dtype(column.dtype))
+        return Write(column.group.name, rows, {column.name: values}, {})
 
     def _entered(self, entries: Many[Entry]) -> Iterator[Write]:
         for group, columns in self._at_entry.items():

@@ -10,12 +10,34 @@ from phonograph.engine.text.tokenizer import Tokenizer
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
-class Detokenizer:
-    """The text of one answer. All that `add` and `finish` return, in a row, is `tokenizer.decode` of all ids.
+class LeadingSpaces:
+    """Spaces that some vocabularies put in front of every text, which are not part of it.
 
-    A text that comes `after` a prompt is what the prompt's own text goes on with: some vocabularies put a space in
-    front of every text, and where the prompt has it already, one in front of the answer belongs to the answer.
+    A text that comes `after` a prompt is what the prompt's own text goes on with: where the prompt has them already,
+    those in front of the answer belong to the answer. In a `verbatim` text they do too: a grammar has asked for them.
     """
+
+    def __init__(self, tokenizer: Tokenizer, after: Iterable[int] = (), *, verbatim: bool = False) -> None:
+        self._num_left = 0 if verbatim else tokenizer.num_leading_spaces
+        for token in after:
+            if not self._num_left:
+                break
+            if token not in tokenizer.special_ids:
+                self.cut(tokenizer.token_bytes(token).decode("utf-8", "replace"))
+
+    def cut(self, text: str) -> str:
+        """The next part of the text, without them."""
+        if not self._num_left or not text:
+            return text
+        rest = text.lstrip(" ")
+        num_cut = min(len(text) - len(rest), self._num_left)
+        self._num_left = 0 if rest else self._num_left - num_cut
+        return text[num_cut:]
+
+
+class Detokenizer:
+    """The text of one answer. All that `add` and `finish` return, in a row, is `tokenizer.decode` of all ids, but for
+    spaces in front of a text that comes `after` another, or is taken `verbatim` (see `LeadingSpaces`)."""
 
     def __init__(
         self,
@@ -24,17 +46,13 @@ class Detokenizer:
         skip_special: bool = True,
         without: Collection[int] = (),
         after: Iterable[int] = (),
+        verbatim: bool = False,
     ) -> None:
         """`without`: tokens that are no text in this answer, whatever the vocabulary says of them."""
         self._tokenizer = tokenizer
         self._skipped = (tokenizer.special_ids if skip_special else frozenset()).union(without)
         self._decoder = _utf8_decoder("replace")
-        self._num_spaces = tokenizer.num_leading_spaces
-        for token in after:
-            if not self._num_spaces:
-                break
-            if token not in tokenizer.special_ids:
-                self._started(tokenizer.token_bytes(token).decode("utf-8", "replace"))
+        self._started = LeadingSpaces(tokenizer, after, verbatim=verbatim).cut
 
     def add(self, token_ids: Iterable[int]) -> str:
         """The new text that these tokens complete; the beginning of a character is kept for the next call."""
@@ -45,12 +63,3 @@ class Detokenizer:
     def finish(self) -> str:
         """The rest: a character that was never completed becomes U+FFFD."""
         return self._started(self._decoder.decode(b"", final=True))
-
-    def _started(self, text: str) -> str:
-        """The text without the spaces that the vocabulary put in front."""
-        if not self._num_spaces or not text:
-            return text
-        rest = text.lstrip(" ")
-        num_cut = min(len(text) - len(rest), self._num_spaces)
-        self._num_spaces = 0 if rest else self._num_spaces - num_cut
-        return text[num_cut:]

@@ -162,7 +162,8 @@ def _grammar_of(spec: GrammarSpec, matcher: Any) -> str:
     elif spec.kind == "lark":
         found = matcher.grammar_from_lark(spec.text)
     elif spec.kind == "choice":
-        options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(spec.text))
+        quoted = [json.dumps(option, ensure_ascii=False) for option in json.loads(spec.text)]
+        options = " | ".join(quoted).replace("\x7f", "\\u007f")  # the one character that only JSON takes as it is
         found = matcher.grammar_from_lark(f"start: {options}")
     else:
         found = matcher.grammar_from_json_schema(spec.text)

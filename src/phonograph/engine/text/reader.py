@@ -31,9 +31,15 @@ class TextReader:
         *,
         stop_ids: Collection[int] = (),
         after: Sequence[int] = (),
+        verbatim: bool = False,
     ) -> None:
-        """`stop_ids` end the answer and are not part of its text; `after` is the prompt that the text continues."""
-        self._detokenizer = Detokenizer(tokenizer, without=stop_ids, after=after) if tokenizer is not None else None
+        """`stop_ids` end the answer and are not part of its text; `after` is the prompt that the text continues.
+
+        A `verbatim` text follows a grammar: no space in front of it is the vocabulary's own.
+        """
+        self._detokenizer = (
+            Detokenizer(tokenizer, without=stop_ids, after=after, verbatim=verbatim) if tokenizer is not None else None
+        )
         self._stops = stops
 
     def take(self, tokens: Sequence[int], *, is_last: bool) -> Read:

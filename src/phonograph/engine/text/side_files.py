@@ -6,6 +6,7 @@ all; otherwise special_tokens_map.json overrules its roles, and added_tokens.jso
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,14 @@ from tokenizers import AddedToken, Tokenizer
 from phonograph.engine.models.fields import Fields
 from phonograph.errors import CheckpointError
 
+log = logging.getLogger("phonograph")
+
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 """The present name and the old one: a list of tokens, or an object of named ones."""
+_SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens")
+_SPACES = ("▁", "Ġ")
+"""A space, as vocabularies write it."""
 _FLAGS = ("single_word", "lstrip", "rstrip")
 
 
@@ -34,6 +40,9 @@ class SideFiles:
     added_in: str
     overrules: bool
     """Whether the flags in `added` hold for tokens that tokenizer.json has too."""
+    source: str
+    switches: Mapping[str, bool]
+    """What tokenizer_config.json says of itself that the tokenizer.json does, or does not."""
 
     @classmethod
     def read(cls, folder: Path) -> SideFiles:
@@ -42,22 +51,39 @@ class SideFiles:
         if "added_tokens_decoder" in config:
             listed = config.section("added_tokens_decoder")
             added = {_id_in(listed, key): _token(listed.section(key), special=None) for key in listed.values}
-            return cls(_roles(config), tuple(_extra(config)), added, listed.source, overrules=True)
+            roles, extra = _roles(config), tuple(_extra(config))
+            return cls(roles, extra, added, listed.source, True, config.source, _switches(config))
         named = _fields(folder / "special_tokens_map.json")
         merged = Fields(named.source if named.values else config.source, {**config.values, **named.values})
-        roles, extra = _roles(merged), {token.content: token for fields in (config, named) for token in _extra(fields)}
-        special = {token.content for token in roles.values()} | extra.keys()
+        roles, others = _roles(merged), {token.content: token for fields in (config, named) for token in _extra(fields)}
+        special = {token.content for token in roles.values()} | others.keys()
         more = _fields(folder / "added_tokens.json")
         added = {
             more.integer(name): AddedToken(name, normalized=name not in special, special=name in special)
             for name in more.values
         }
-        return cls(roles, tuple(extra.values()), added, more.source, overrules=False)
+        return cls(roles, tuple(others.values()), added, more.source, False, config.source, _switches(config))
 
     @property
     def special_tokens(self) -> dict[str, str]:
         """The tokens with a role, as texts."""
         return {role: token.content for role, token in self.roles.items()}
+
+    def warn_of_switches(self, backend: Tokenizer) -> None:
+        """Name the switches that say something else than what the tokenizer.json does: they have no effect."""
+        whole, plain = backend.encode("x"), backend.encode("x", add_special_tokens=False)
+        done = {
+            "add_bos_token": self._is_role(whole.tokens[:1], "bos_token"),
+            "add_eos_token": self._is_role(whole.tokens[-1:], "eos_token"),
+            "add_prefix_space": bool(plain.tokens) and plain.tokens[0].startswith(_SPACES),
+            "split_special_tokens": False,
+        }
+        if wrong := [f"{name} {str(asked).lower()}" for name, asked in self.switches.items() if done[name] != asked]:
+            names = ", ".join(wrong)
+            log.warning("%s: without effect, as the tokenizer.json beside it does otherwise: %s", self.source, names)
+
+    def _is_role(self, tokens: list[str], role: str) -> bool:
+        return role in self.roles and tokens == [self.roles[role].content]
 
     def add_to(self, backend: Tokenizer) -> None:
         """Add what the vocabulary lacks; refuses a token that can't have the id that its file gives it."""
@@ -77,6 +103,11 @@ class SideFiles:
         present = {token.content for token in backend.get_added_tokens_decoder().values()}
         others = {token.content: token for token in (*self.roles.values(), *self.extra) if token.content not in present}
         backend.add_tokens(list(others.values()))
+
+
+def _switches(config: Fields) -> dict[str, bool]:
+    found = {name: config.values.get(name) for name in _SWITCHES}
+    return {name: value for name, value in found.items() if isinstance(value, bool)}
 
 
 def _fields(path: Path) -> Fields:

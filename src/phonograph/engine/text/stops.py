@@ -1,12 +1,28 @@
-"""Stop strings in a stream of text: what may still become one is held back, everything else is given out at once."""
+"""Stop strings in a stream of text: what may still become one is held back, everything else is given out at once.
+
+One that is the text of a special token stands for that token.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
+from phonograph.engine.request import SamplingParams
+from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import RequestError
+
+
+def with_special_stops(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int) -> SamplingParams:
+    """The same, ending at special tokens too that a stop string is the text of: they are no text, and so would never
+    be found there. The string stays, as the model may spell it with other tokens."""
+    named = [tokenizer.token_id(stop) for stop in params.stop] if tokenizer is not None else []
+    special = () if tokenizer is None else tokenizer.special_ids
+    ids = [i for i in named if i is not None and i in special and i < vocab]
+    more = tuple(dict.fromkeys((*params.stop_token_ids, *ids)))
+    return replace(params, stop_token_ids=more) if len(more) > len(params.stop_token_ids) else params
 
 
 class _Pattern:

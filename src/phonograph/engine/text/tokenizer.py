@@ -58,6 +58,7 @@ class Tokenizer:
             raise CheckpointError(f"reading {path}: not a tokenizer ({error}). Get the file again.") from None
         beside = SideFiles.read(folder)
         beside.add_to(backend)
+        beside.warn_of_switches(backend)
         return cls(backend, beside.special_tokens, eos_ids, str(folder))
 
     @classmethod

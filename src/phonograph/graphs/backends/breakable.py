@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +13,13 @@ from phonograph.devices import Device, DeviceGraph, MemoryPool, Recorder
 from phonograph.errors import BreakError, OutputError
 from phonograph.graphs.backends.arguments import Args, Arguments, Kwargs, argument_tensors, note_objects
 from phonograph.graphs.backends.base import Body, Recording, Step, WarmUp
+from phonograph.graphs.backends.gap_watch import GapWatch, Modes, is_unshared
 from phonograph.graphs.context import current, entering, unbroken
 from phonograph.graphs.decisions import ShapeKey
 from phonograph.graphs.live import shown
 from phonograph.graphs.tree import Marker, Noted, Path, leaves, map_leaves, reachable
+
+_ONLY = Path(())
 
 
 class _Fresh(Marker):
@@ -49,6 +52,7 @@ class _Rehearsing:
     def __init__(self, recorder: Recorder, active: bool) -> None:
         self._recorder = recorder
         self._active = active
+        self.watch = GapWatch()
         self.gaps: list[_GapSpec] = []
 
     def gap(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -57,8 +61,12 @@ class _Rehearsing:
         objects = note_objects(args, kwargs)
         with unbroken():
             now, named = shown((args, kwargs))
-            result = function(*now, **named)
-        self.gaps.append(_GapSpec(_name(function), _described(result, args, kwargs, _name(function)), objects))
+            with self.watch.call(function, _name(function), (now, named)):
+                result = function(*now, **named)
+        tensors = argument_tensors(args, kwargs)
+        if not is_unshared(result) or _shares_memory(result, tensors):
+            self.watch.hand_out(_name(function), result, lambda one: any(_is_same(one, other) for other in tensors))
+        self.gaps.append(_GapSpec(_name(function), _described(result, tensors, _name(function)), objects))
         if self._active:
             self._recorder.begin()
         return result
@@ -75,6 +83,7 @@ class _Capturing:
         self._num_gaps = 0
         batch = (leaf for _, leaf in reachable(current().batch) if isinstance(leaf, torch.Tensor))
         self._inputs = {tensor.untyped_storage()._cdata for tensor in batch}
+        self._modes = Modes.of(device.torch_device)
         self.steps: list[Step] = []
         self.graphs: list[DeviceGraph] = []
 
@@ -91,7 +100,10 @@ class _Capturing:
         outputs = map_leaves(spec.result, home)
         self.close_segment()
         arguments = Arguments.of(args, kwargs, spec.objects, self._of_graph, spec.name)
-        gap = _Gap(function, arguments, map_leaves(outputs, self._weak), spec.name)
+        handed_back = frozenset(path for path, leaf in leaves(spec.result) if isinstance(leaf, _Same))
+        modes = Modes.of(self._device.torch_device)
+        called = function if modes == self._modes else modes.around(function)
+        gap = _Gap(called, arguments, map_leaves(outputs, self._weak), spec.name, handed_back)
         with unbroken():
             gap.run()
         self.steps.append(gap.run)
@@ -133,6 +145,8 @@ class _Gap:
     arguments: Arguments
     outputs: Any
     name: str
+    handed_back: frozenset[Path]
+    """Where it returned an argument: that memory is not the gap's to write."""
 
     def run(self) -> None:
         args, kwargs = self.arguments.now()
@@ -140,7 +154,7 @@ class _Gap:
         if result is None and self.outputs is None:
             return
         if isinstance(self.outputs, torch.Tensor):
-            self._write(None, self.outputs, result)
+            self._write(_ONLY, self.outputs, result)
             return
         homes = dict(leaves(self.outputs))
         found = dict(_opened(result, self.name))
@@ -158,7 +172,7 @@ class _Gap:
                 )
             self._write(path, home, found[path])
 
-    def _write(self, path: Path | None, home: Any, value: Any) -> None:
+    def _write(self, path: Path, home: Any, value: Any) -> None:
         where = f"gap {self.name}{f', output {path}' if path else ''}"
         if isinstance(home, torch.Tensor):
             if not isinstance(value, torch.Tensor) or value.shape != home.shape or value.dtype != home.dtype:
@@ -167,6 +181,12 @@ class _Gap:
                     "A gap must return the same shapes every time; return padded rows as it got them."
                 )
             if value.data_ptr() != home.data_ptr() or value.stride() != home.stride():
+                if path in self.handed_back and value.numel():
+                    raise BreakError(
+                        f"{where}: returned another tensor than its argument, which it returned at capture, and the "
+                        "next graph reads that argument. Write the result into it, or return a new tensor every time "
+                        "(argument.clone())."
+                    )
                 home.copy_(value)
         elif value is not home and value != home:
             raise BreakError(
@@ -193,6 +213,7 @@ class BreakableBackend:
                 rehearsal.begin()
             with _breaking(breaker):
                 outputs = body()
+            breaker.watch.check_body()
             if rehearse:
                 rehearsal.end()
         self._gaps[key] = breaker.gaps
@@ -223,9 +244,8 @@ def _opened(result: Any, gap: str) -> Iterator[tuple[Path, Any]]:
         raise BreakError(f"gap {gap}: {error}") from None
 
 
-def _described(result: Any, args: Args, kwargs: Kwargs, gap: str) -> Any:
-    """The result with a description in the place of every tensor."""
-    tensors = argument_tensors(args, kwargs)
+def _described(result: Any, tensors: Sequence[torch.Tensor], gap: str) -> Any:
+    """The result with a description in the place of every tensor; these are the arguments'."""
 
     def describe(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -239,6 +259,11 @@ def _described(result: Any, args: Args, kwargs: Kwargs, gap: str) -> Any:
         return map_leaves(result, describe)
     except OutputError as error:
         raise BreakError(f"gap {gap}: {error}") from None
+
+
+def _shares_memory(result: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    held = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return isinstance(result, torch.Tensor) and result.untyped_storage()._cdata in held
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -6,11 +6,12 @@ import torch
 
 from phonograph.engine.attention.base import Queries
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.kernels.base import Angles, Heads, Norm, Places
+from phonograph.engine.kernels.base import Angles, Heads, Norm, Op, Places
 from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.kernels.triton import rotate, rows, steps
 from phonograph.engine.kernels.triton.products import Products
-from phonograph.engine.kernels.tuning import Choice, Op, Overlap, Product, Tuning
+from phonograph.engine.kernels.tuning import Choice, Overlap, Product, Tuning
+from phonograph.engine.ops.matrix import Matrix
 
 _REFERENCE = ReferenceKernels()
 
@@ -30,8 +31,12 @@ class TritonKernels:
     def notes(self) -> tuple[str, ...]:
         return self.tuning.notes
 
-    def prepare(self, matrix: torch.Tensor) -> None:
-        """Matrices are taken as they are."""
+    def prepare(self, matrix: Matrix) -> Matrix:
+        return matrix
+
+    def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
+        """Plain ones; with a bias there is no kernel that gates."""
+        return matrix.is_plain and (op != "norm_gated" or matrix.bias is None)
 
     def embed_tokens(
         self,
@@ -64,19 +69,22 @@ class TritonKernels:
         return rows.add_norm(x, delta, norm, overlap=self._overlap)
 
     def norm_linear(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        choice = self._choice("norm_linear", x, weight, weight.shape[0])
-        return self._products.norm_linear(choice, x, delta, norm, weight, bias)
+        choice = self._choice("norm_linear", x, matrix.data, matrix.shape[0])
+        return self._products.norm_linear(choice, x, delta, norm, matrix)
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        choice = self._choice("norm_gated", x, gate_up, gate_up.shape[0] // 2)
+        choice = self._choice("norm_gated", x, gate_up.data, gate_up.shape[0] // 2)
         return self._products.norm_gated(choice, x, delta, norm, gate_up)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self._products.linear(self._choice("linear", x, weight, weight.shape[0]), x, weight, dtype=dtype)
+    def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._products.linear(self._choice("linear", x, matrix.data, matrix.shape[0]), x, matrix, dtype)
+
+    def silu_mul(self, both: torch.Tensor) -> torch.Tensor:
+        return rows.silu_mul(both, overlap=self._overlap)
 
     def rotate_and_store(
         self,

@@ -17,6 +17,7 @@ from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.candidates import Job, candidates, variations
 from phonograph.engine.kernels.triton.products import Products
 from phonograph.engine.kernels.tuning import Choice, Product
+from phonograph.engine.ops.matrix import Matrix
 from phonograph.graphs.progress import Progress, silent
 
 BYTES_IN_A_CYCLE = 512 << 20
@@ -36,16 +37,16 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Trial:
-    """The operands of a product, with so many weights that none is still in a cache when it is read again."""
+    """The operands of a product, with so many matrices that none is still in a cache when it is read again."""
 
     product: Product
     x: torch.Tensor
     delta: torch.Tensor
     norm: Norm
-    weights: tuple[torch.Tensor, ...]
+    matrices: tuple[Matrix, ...]
 
     @staticmethod
-    def of(product: Product, device: torch.device, num_weights: int | None = None) -> Trial:
+    def of(product: Product, device: torch.device, num_matrices: int | None = None) -> Trial:
         rows = product.outputs * (2 if product.op == "norm_gated" else 1)
         size = rows * product.inputs * product.dtype.itemsize
         cycle = 2 if device.type == "cpu" else max(2, min(36, -(-BYTES_IN_A_CYCLE // size)))
@@ -54,21 +55,21 @@ class Trial:
             return torch.randn(shape, device=device, dtype=product.dtype) * scale
 
         x, delta = random(product.tokens, product.inputs), random(product.tokens, product.inputs)
-        weights = tuple(random(rows, product.inputs, scale=product.inputs**-0.5) for _ in range(num_weights or cycle))
-        return Trial(product, x, delta, Norm(random(product.inputs), 1e-6), weights)
+        made = (random(rows, product.inputs, scale=product.inputs**-0.5) for _ in range(num_matrices or cycle))
+        return Trial(product, x, delta, Norm(random(product.inputs), 1e-6), tuple(map(Matrix, made)))
 
-    def run(self, products: Products, choice: Choice, weight: torch.Tensor) -> torch.Tensor:
-        """The product with one of the weights. The sum with delta may take the place of x, which then grows."""
+    def run(self, products: Products, choice: Choice, matrix: Matrix) -> torch.Tensor:
+        """The product with one of the matrices. The sum with delta may take the place of x, which then grows."""
         match self.product.op:
             case "linear":
-                return products.linear(choice, self.x, weight)
+                return products.linear(choice, self.x, matrix)
             case "norm_linear":
-                return products.norm_linear(choice, self.x, self.delta, self.norm, weight, None)[0]
+                return products.norm_linear(choice, self.x, self.delta, self.norm, matrix)[0]
             case "norm_gated":
-                return products.norm_gated(choice, self.x, self.delta, self.norm, weight)[0]
+                return products.norm_gated(choice, self.x, self.delta, self.norm, matrix)[0]
 
     def of_tokens(self, tokens: int) -> Trial:
-        """The same weights for another number of tokens."""
+        """The same matrices for another number of tokens."""
         shape = (tokens, self.product.inputs)
         return replace(
             self,
@@ -81,16 +82,16 @@ class Trial:
 def measure(
     device: Device, trial: Trial, choice: Choice, products: Products, pool: MemoryPool | None = None
 ) -> Measurement:
-    """Microseconds of one product, from one graph over all weights where the device has graphs."""
+    """Microseconds of one product, from one graph over all matrices where the device has graphs."""
 
     def body() -> None:
-        for weight in trial.weights:
-            trial.run(products, choice, weight)
+        for matrix in trial.matrices:
+            trial.run(products, choice, matrix)
 
     try:
         with torch.no_grad():
-            trial.run(products, choice, trial.weights[0])
-            us = device_us(device, body, pool) / len(trial.weights)
+            trial.run(products, choice, trial.matrices[0])
+            us = device_us(device, body, pool) / len(trial.matrices)
     except Exception as error:  # a choice that this device can't run is a result, whatever it raises
         device.synchronize()
         return Measurement(trial.product, choice, problem=f"{type(error).__name__}: {error}".splitlines()[0][:200])
@@ -133,7 +134,7 @@ def measure_all(
     ordered = sorted(jobs, key=lambda job: (job[0].op, job[0].outputs, job[0].inputs, job[0].tokens))
     for product, choice in ordered:
         if trial is None or replace(trial.product, tokens=product.tokens) != product:
-            trial = None  # its weights go before the next ones come
+            trial = None  # its matrices go before the next ones come
             trial = Trial.of(product, device.torch_device)
         if trial.product != product:
             trial = trial.of_tokens(product.tokens)
@@ -204,6 +205,6 @@ def compile_all(jobs: Iterable[Job], device: torch.device, workers: int = 8) -> 
 
 
 def _compile(product: Product, choice: Choice, device: str) -> None:
-    trial = Trial.of(product, torch.device(device), num_weights=1)
-    trial.run(Products(torch.device(device)), choice, trial.weights[0])
+    trial = Trial.of(product, torch.device(device), num_matrices=1)
+    trial.run(Products(torch.device(device)), choice, trial.matrices[0])
     torch.accelerator.synchronize()

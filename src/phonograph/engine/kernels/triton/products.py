@@ -9,8 +9,10 @@ import torch
 
 from phonograph.engine.kernels.base import Norm
 from phonograph.engine.kernels.reference import linear
-from phonograph.engine.kernels.triton import matrix, rows, vector
+from phonograph.engine.kernels.triton import matrix as tiles
+from phonograph.engine.kernels.triton import rows, vector
 from phonograph.engine.kernels.tuning import MAX_TILES, Choice, Overlap
+from phonograph.engine.ops.matrix import Matrix
 
 
 class Products:
@@ -22,59 +24,46 @@ class Products:
     def __init__(self, device: torch.device) -> None:
         self._counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
-    def linear(
-        self,
-        choice: Choice,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """x projected, in the dtype of the weights or in `dtype`."""
+    def linear(self, choice: Choice, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x projected, in the dtype of the matrix or in `dtype`."""
         if choice.kind == "vector":
-            return vector.product(x, weight, choice, bias=bias, dtype=dtype)[0]
+            return vector.product(x, matrix.data, choice, bias=matrix.bias, dtype=dtype)[0]
         if choice.kind == "matrix":
-            return matrix.product(x, weight, choice, self._counters, bias=bias, dtype=dtype)[0]
+            return tiles.product(x, matrix.data, choice, self._counters, bias=matrix.bias, dtype=dtype)[0]
         if choice.kind == "library_lt":
             with _by_cublaslt():
-                return linear(x, weight, bias, dtype)
-        return linear(x, weight, bias, dtype)
+                return linear(x, matrix, dtype)
+        return linear(x, matrix, dtype)
 
     def norm_linear(
-        self,
-        choice: Choice,
-        x: torch.Tensor,
-        delta: torch.Tensor | None,
-        norm: Norm,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, choice: Choice, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + delta) projected, x + delta)."""
         if choice.kind == "vector":
-            return vector.product(x, weight, choice, delta=delta, norm=norm, bias=bias)
-        if _holds_norm(choice, weight):
-            return matrix.product(x, weight, choice, self._counters, delta=delta, norm=norm, bias=bias)
+            return vector.product(x, matrix.data, choice, delta=delta, norm=norm, bias=matrix.bias)
+        if _holds_norm(choice, matrix.dtype):
+            return tiles.product(x, matrix.data, choice, self._counters, delta=delta, norm=norm, bias=matrix.bias)
         h, x = rows.add_norm(x, delta, norm, overlap=_of_companions(choice))
-        return self.linear(choice, h, weight, bias), x
+        return self.linear(choice, h, matrix), x
 
     def norm_gated(
-        self, choice: Choice, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: torch.Tensor
+        self, choice: Choice, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(silu(gate) · up of norm(x + delta), x + delta)."""
+        """(silu(gate) · up of norm(x + delta), x + delta), without a bias."""
         if choice.kind == "vector":
-            return vector.product(x, gate_up, choice, delta=delta, norm=norm, gated=True)
-        if _holds_norm(choice, gate_up):
-            return matrix.product(x, gate_up, choice, self._counters, delta=delta, norm=norm, gated=True)
+            return vector.product(x, gate_up.data, choice, delta=delta, norm=norm, gated=True)
+        if _holds_norm(choice, gate_up.dtype):
+            return tiles.product(x, gate_up.data, choice, self._counters, delta=delta, norm=norm, gated=True)
         h, x = rows.add_norm(x, delta, norm, overlap=_of_companions(choice))
         if choice.kind == "matrix":
-            return matrix.product(h, gate_up, choice, self._counters, gated=True)[0], x
+            return tiles.product(h, gate_up.data, choice, self._counters, gated=True)[0], x
         return rows.silu_mul(self.linear(choice, h, gate_up), overlap=_of_companions(choice)), x
 
 
-def _holds_norm(choice: Choice, weight: torch.Tensor) -> bool:
+def _holds_norm(choice: Choice, dtype: torch.dtype) -> bool:
     """Whether the norm is in the kernel. It scales the sums: what is multiplied has the range of the residual stream,
     which may be beyond float16's."""
-    return choice.kind == "matrix" and choice.fused and weight.dtype != torch.float16
+    return choice.kind == "matrix" and choice.fused and dtype != torch.float16
 
 
 def _of_companions(choice: Choice) -> Overlap:

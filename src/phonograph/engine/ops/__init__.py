@@ -1,0 +1,1 @@
+"""Operations of a layer: matrices, and projections with them."""

@@ -1,0 +1,45 @@
+"""Weight caches of torch: what autocast and parametrizations made of a weight, kept for the next use of it.
+
+A recording that finds a value there reads it for good, and a weight that is changed in place is not seen. One that puts
+its own there leaves graph memory behind for eager code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_PARAMETRIZE = "torch.nn.utils.parametrize"
+
+
+@contextmanager
+def weights_uncached() -> Iterator[None]:
+    """Inside, every use of a weight makes what it needs; afterwards the caches are on or off as they were."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with _parametrizations_uncached():
+            yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
+@contextmanager
+def _parametrizations_uncached() -> Iterator[None]:
+    """As if outside of `parametrize.cached()`; torch has no other way to say so."""
+    module: Any = sys.modules.get(_PARAMETRIZE)
+    if module is None:
+        yield
+        return
+    depth, cache = module._cache_enabled, module._cache
+    module._cache_enabled, module._cache = 0, {}
+    try:
+        yield
+    finally:
+        module._cache_enabled, module._cache = depth, cache
