@@ -22,7 +22,7 @@ from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
 from phonograph.engine.state.updates import UpdateBuilder
 from phonograph.engine.step import Sampled, Step
-from phonograph.errors import DeclarationError, allocating
+from phonograph.errors import DeclarationError, PhonographError, PlanError, allocating
 from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.decisions import Replay
 from phonograph.graphs.phase import Phase
@@ -65,6 +65,7 @@ class Executor:
         self.limits = limits
         self.model = model
         self.vocab = model.config.vocab
+        _check_state(model, limits)
         with allocating(
             f"a KV cache of {limits.capacity:,} tokens", "Lower cache_tokens, or max_seqs if it is not set."
         ):
@@ -73,8 +74,10 @@ class Executor:
             )
             beside = {one.name: self.cache.beside(one.keeps(model)) for one in passes if one.keeps is not None}
         sizes = TableSizes(limits.max_seqs, self.vocab, -(-limits.num_positions // limits.page_size))
-        own = [column for one in passes for column in one.columns()]
+        own = [*model.columns, *(column for one in passes for column in one.columns())]
         self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS, *own), sizes)
+        by_row = {column.name: self.tables[column.name] for column in model.columns}
+        self.cache = replace(self.cache, by_row=by_row) if by_row else self.cache
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
         plans = {one.name: _within(plan.phase(one.name), one.limit(limits)) for one in passes}
@@ -133,8 +136,13 @@ class Executor:
     def put_back(self, step: Step) -> None:
         """Undo what a step that raised has written to the tables, from what the host knows of its sequences.
 
-        All steps before it must be committed. Keys and values are written again as they were.
+        All steps before it must be committed. Keys and values are written again as they were; what the model keeps by
+        row is not known to the host, so that only a sequence that begins can be put back.
         """
+        if self.model.columns and (step.decodes or any(chunk.start for chunk in step.prefills)):
+            raise PhonographError(
+                "the step raised, and what the model keeps of the sequence by row can't be put back. Ask again."
+            )
         self.tables.apply(self._updates.undone(step))
 
     def collect(self, launched: Launched) -> Sampled:
@@ -174,6 +182,16 @@ def _options(plan: Plan, eager_copies: bool) -> RunnerOptions:
         eager_copies=eager_copies,
         profile=plan.profile,
     )
+
+
+def _check_state(model: Model, limits: Limits) -> None:
+    """Refuse rounds for a model that can't take tokens back."""
+    if model.columns and limits.tokens_per_row > 1:
+        names = ", ".join(column.name for column in model.columns)
+        raise PlanError(
+            f"the model keeps state by row ({names}), from which no token can be taken back, and "
+            f"limits.tokens_per_row is {limits.tokens_per_row}. Decode one token a step."
+        )
 
 
 def _check(one: Pass, limits: Limits) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from phonograph.devices import Device, open_device
 from phonograph.engine.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.attention.base import Attention
+from phonograph.engine.cache.sharing import prefix_sharing
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
@@ -151,7 +152,8 @@ class LLM:
             loaded, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
         )
         self.reports = self.executor.capture(progress)
-        scheduler = Scheduler(self.limits, prefix_cache=options.prefix_cache, mixed=options.mixed)
+        self.prefix_sharing = prefix_sharing(options, loaded)
+        scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
         self.core = EngineCore(scheduler, self.executor, grammars)
         self._numbers = itertools.count()
@@ -198,7 +200,7 @@ class LLM:
         kernels = f"precision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
         context = f"context: {self.limits.context}"
-        about = [self.plan.explain(), kernels, cache, context, described(self.sampling)]
+        about = [self.plan.explain(), kernels, cache, str(self.prefix_sharing), context, described(self.sampling)]
         return "\n".join([*about, runners])
 
     @contextmanager

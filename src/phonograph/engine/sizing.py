@@ -14,7 +14,7 @@ from phonograph.engine.executor import Executor
 from phonograph.engine.limits import Limits
 from phonograph.engine.models.interface import Model
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes.registry import PASSES, PHASES
+from phonograph.engine.passes.registry import PASSES, PHASES, kept_by
 from phonograph.engine.sampler import Sampler
 from phonograph.errors import DeviceError, PlanError
 from phonograph.graphs.config import Ask, Asked, Measured
@@ -134,7 +134,7 @@ def cache_size(
     needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, progress)
     memory = device.memory()
     allowed = int(memory.total * options.memory) - memory.used
-    page = page_bytes(model.keeps, limits.page_size, model.dtype)
+    page = page_bytes(kept_by(model), limits.page_size, model.dtype)
     num_pages = (allowed - needed - num_recordings * _BYTES_PER_GRAPH) // page
     if num_pages < 2:
         raise DeviceError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,7 +22,7 @@ class Paged:
 
 
 Kept = Paged
-"""What a layer may keep. State by row, of layers that are no attention, becomes a second kind."""
+"""What a layer may keep in pages. State by row, of layers that are no attention, is in columns of the model."""
 
 
 def page_bytes(keeps: Sequence[Kept], page_size: int, dtype: torch.dtype) -> int:
@@ -73,6 +73,8 @@ class CacheGroup:
 
     places: tuple[tuple[PagedCache, int], ...]
     """For every layer the cache that it is in, and its index there: what attention and kernels take."""
+    by_row: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What layers keep of a sequence as a whole: the tensors of the model's columns, a row for each sequence."""
 
     @staticmethod
     def empty(

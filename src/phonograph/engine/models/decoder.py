@@ -15,6 +15,7 @@ from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Hidden
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
+from phonograph.engine.state.column import Column
 
 PIECE = 2048
 """Tokens that go through a layer's widest part at a time: so many keep a device busy; all of a long step would set
@@ -70,6 +71,10 @@ class Decoder:
     @property
     def keeps(self) -> tuple[Paged, ...]:
         return tuple(Paged(layer.heads.num_kv_heads, layer.heads.head_dim) for layer in self.weights.layers)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return ()
 
     @property
     def matrices(self) -> list[Matrix]:

@@ -15,6 +15,7 @@ from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.tensors import ModelTensor, ModelWeights
 from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.state.column import Column
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,14 @@ class Model(Protocol):
     @property
     def keeps(self) -> tuple[Kept, ...]:
         """What each layer keeps of the tokens before; a cache group is made from it."""
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """State that it keeps of a sequence as a whole, which passes alone write: `CacheGroup.by_row` has the tensors.
+
+        A row with a new owner must begin with the default, and nothing can be taken back from such state: a model
+        that has some shares no prefixes, and decodes one token a step.
+        """
 
     @property
     def matrices(self) -> Sequence[Matrix]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,6 +13,8 @@ from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Op, Pla
 from phonograph.engine.models.interface import Model
 from phonograph.engine.ops import projections
 from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.state.column import TableSizes
+from phonograph.engine.state.tables import RequestTables
 from phonograph.sizes import ceil_div
 
 NUM_TOKENS = 512
@@ -44,6 +46,9 @@ def value_range(model: Model, device: Device) -> ValueRange:
     table = torch.zeros(2, num_pages, dtype=torch.int32)
     table[1] = torch.arange(1, num_pages + 1)
     cache = CacheGroup.empty(model.keeps, num_pages + 1, _PAGE, dtype=model.dtype, device=on)
+    if model.columns:
+        tables = RequestTables(device, model.columns, TableSizes(1, config.vocab, num_pages))
+        cache = replace(cache, by_row={column.name: tables[column.name] for column in model.columns})
     rows, positions = torch.ones(num_tokens, dtype=torch.int64), torch.arange(num_tokens)
     spans = (Span(row=1, first=0, start=0, count=num_tokens),)
     with torch.no_grad():

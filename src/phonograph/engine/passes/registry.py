@@ -85,6 +85,11 @@ PHASES = tuple(declared.defaults for declared in PASSES)
 """As a plan and its flags take them."""
 
 
+def kept_by(model: Model, passes: Sequence[PassDeclaration] = PASSES) -> list[Kept]:
+    """What a page holds, over the layers of the model and of all groups beside it."""
+    return [*model.keeps, *(kept for one in passes if one.keeps is not None for kept in one.keeps(model))]
+
+
 @dataclass(frozen=True)
 class StepPasses:
     """Which pass runs a step, by what the scheduler put into it."""

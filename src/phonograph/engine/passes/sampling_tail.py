@@ -81,13 +81,15 @@ class SamplingTail:
 
     def next_tokens(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
         """One token after every query."""
-        picked = self.pick(logits, queries, needs)
-        tables = self._tables
+        picked, tables = self.pick(logits, queries, needs), self._tables
+        # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
+        if needs.level is Sampling.PENALISED:
+            count_tokens(tables["counts"], queries.rows, picked.tokens)
         self._kernels.write_next_token(queries, picked.tokens, None, tables.last_token, tables.length)
         return picked
 
     def pick(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
-        """The token after every query; their rows' last token and length stay as they are."""
+        """The token after every query; the tables stay as they are."""
         if needs.constrained or needs.level is Sampling.PENALISED:
             # Some rows at a time: what is computed on the way is as wide as the vocabulary, many times over.
             parts = [slice(start, start + _ROWS) for start in range(0, logits.shape[0], _ROWS)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ class UpdateBuilder:
         entries += [Entry(chunk.sequence, chunk.start) for chunk in step.prefills]
         sequences = [entry.sequence for entry in entries]
         pages = tuple((seq.row, index, page) for seq in sequences for index, page in enumerate(seq.pages))
-        listed = Step(step.number, (), (), pages, pass_name=step.pass_name)
+        listed = replace(step, decodes=(), prefills=(), page_updates=pages)
         changes = [(column, column.changes(listed)) for column in self._changing]  # type: ignore[misc]
         known = [entry for entry in entries if entry.start < len(entry.sequence.known())]
         writes = [*self._entered(entries), *(self._changed(*change) for change in changes if change[1])]
