@@ -96,11 +96,7 @@ class SamplingTail:
             tokens = torch.cat([self._pick(logits, queries, part, needs) for part in parts])
         else:
             tokens = self._pick(logits, queries, slice(None), needs)
-        logprobs = self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if needs.logprobs else None
-        # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
-        if needs.level is Sampling.PENALISED:
-            count_tokens(self._tables["counts"], queries.rows, tokens)
-        return Picked(tokens, logprobs)
+        return Picked(tokens, self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if needs.logprobs else None)
 
     def _pick(self, logits: torch.Tensor, queries: Queries, part: slice, needs: SamplingNeeds) -> torch.Tensor:
         """The tokens of some of the queries."""
