@@ -704,8 +704,7 @@ def test_random_numbers(device: Device) -> None:
 
 def forked(x: torch.Tensor) -> torch.Tensor:
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        return x + torch.randn(WIDTH, device=x.device)
+        return x + 1
 
 
 def seeded(x: torch.Tensor) -> torch.Tensor:
