@@ -168,7 +168,7 @@ class RequestTables:
     def _stacked(self, write: Write) -> _Stacked:
         """The values of columns that lie together, in one array each."""
         return [
-            (stack, np.stack([write.values[name] for name in stack.columns]))
+            (stack, np.array([write.values[name] for name in stack.columns]))
             for stack in self._stacks[write.group]
             if stack.columns.keys() <= write.values.keys()
         ]
@@ -298,10 +298,9 @@ class _Block:
             block[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         return block
 
-    def span(self, array: Array) -> slice:
-        """The bytes of an array."""
-        start, _ = self._parts[id(array)]
-        return slice(start, start + array.nbytes)
+    def start(self, array: Array) -> int:
+        """The first byte of an array."""
+        return self._parts[id(array)][0]
 
 
 class _Parts:
@@ -310,10 +309,15 @@ class _Parts:
     def __init__(self, block: _Block, loaded: torch.Tensor) -> None:
         self._block = block
         self._loaded = loaded
+        self._typed: dict[np.dtype[Any], torch.Tensor] = {}
 
     def of(self, array: Array) -> torch.Tensor:
         """An array as a flat tensor."""
-        return self._loaded[self._block.span(array)].view(_torch_dtype(array.dtype))
+        typed = self._typed.get(array.dtype)
+        if typed is None:
+            typed = self._typed[array.dtype] = self._loaded.view(_torch_dtype(array.dtype))
+        first = self._block.start(array) // array.itemsize
+        return typed[first : first + array.size]
 
 
 def _fill_rows(tensor: torch.Tensor, rows: torch.Tensor, value: float) -> None:
