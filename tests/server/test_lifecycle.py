@@ -183,5 +183,5 @@ def test_a_core_that_can_not_start_ends_the_server() -> None:
     command = [sys.executable, "-m", "phonograph", "serve", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "phonograph: limits: max_len must be a whole number of at least 2, found 1." in done.stderr
+    assert "phonograph: limits: max_len must be a whole number of at least 2, found 1 (int)." in done.stderr
     assert "Traceback" not in done.stderr
