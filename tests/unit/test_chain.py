@@ -41,6 +41,8 @@ from phonograph.graphs.config import PhaseDefaults, ask
 from phonograph.graphs.resolve import resolve
 from phonograph.graphs.wrap import facts_of
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 4
 MAX_LEN = 96
 POSITIONS = MAX_LEN + WIDTH - 1

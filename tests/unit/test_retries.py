@@ -26,6 +26,8 @@ from phonograph.engine.sequence import Sequence
 from phonograph.engine.step import Step
 from phonograph.graphs.config import ask
 
+pytestmark = pytest.mark.slow
+
 _GREEDY = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
 _ASKED = [
     ([5, 9, 200, 3], replace(_GREEDY, presence_penalty=1.5, frequency_penalty=0.5, logprobs=3)),
