@@ -17,6 +17,8 @@ from phonograph.engine.options import EngineOptions
 from phonograph.engine.request import SamplingParams
 from phonograph.engine.text import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 REFERENCE = Reference.read(Path(__file__).parent.parent / "data" / "llama_cpp_smollm2.json")
 TOLERANCE = 1e-3
 CLOSE_CALL = 0.5
