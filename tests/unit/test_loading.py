@@ -409,6 +409,13 @@ class TestNoCopy:
         ids = torch.tensor([1, 2], device=device.torch_device)
         assert made.load({"ids": ids}, tokens(2, 4), mode=LoadMode.NO_COPY).batch["ids"].tolist() == [1, 2, -1, -1]
 
+    def test_an_empty_slot_beside_a_smaller_item_is_loaded(self, device: Device) -> None:
+        made = registry(device, ints("ids"), Slot("count", (), torch.int32))
+        batch = {"ids": np.zeros(0, np.int64), "count": np.asarray(7, np.int32)}
+        view = made.load(batch, tokens(0), mode=LoadMode.NO_COPY).batch
+        assert view["ids"].tolist() == []
+        assert view["count"].item() == 7
+
 
 class TestSharing:
     """Runners of one pool."""

@@ -213,7 +213,8 @@ class Layout:
                 assert self.block is not None
                 block = self.block.tensor[: -(-self._num_bytes // _ALIGNMENT) * _ALIGNMENT].clone()
             if kind not in typed:
-                typed[kind] = block.view(kind)
+                whole = block.numel() // kind.itemsize * kind.itemsize  # a smaller item may come last
+                typed[kind] = block[:whole].view(kind)
             made[cell.path] = typed[kind].as_strided(view.shape, view.stride(), cell.span.start // kind.itemsize)
         return made
 
