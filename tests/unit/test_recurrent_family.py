@@ -17,11 +17,11 @@ from phonograph import LLM, Device, EngineOptions, PlanError, SamplingParams, ve
 from phonograph.engine.attention.base import Queries
 from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.cache.groups import CacheGroup
-from phonograph.engine.cache.sharing import STATE_BY_ROW
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.executor import Executor
 from phonograph.engine.kernels.reference import ReferenceKernels
+from phonograph.engine.kvcache.prefix_cache import STATE_BY_ROW
 from phonograph.engine.models import dense
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.decoder import Decoder

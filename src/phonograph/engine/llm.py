@@ -18,7 +18,6 @@ from typing import Any
 from phonograph.devices import Device, open_device
 from phonograph.engine.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.attention.base import Attention
-from phonograph.engine.cache.sharing import prefix_sharing
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
@@ -26,6 +25,7 @@ from phonograph.engine.checkpoints.sampling import described
 from phonograph.engine.choices import attention_for, kernels_for, sampler_for
 from phonograph.engine.core import EngineCore
 from phonograph.engine.executor import Executor
+from phonograph.engine.kvcache.prefix_cache import prefix_sharing
 from phonograph.engine.models.interface import Model, ModelParts
 from phonograph.engine.models.loading import load_model
 from phonograph.engine.models.value_range import value_range
@@ -152,7 +152,7 @@ class LLM:
             loaded, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
         )
         self.reports = self.executor.capture(progress)
-        self.prefix_sharing = prefix_sharing(options, loaded)
+        self.prefix_sharing = prefix_sharing(options.prefix_cache, [column.name for column in loaded.columns])
         scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
         self.core = EngineCore(scheduler, self.executor, grammars)

@@ -1,15 +1,40 @@
-"""Pages that outlive their sequence, found again by the tokens that they hold."""
+"""Prefix cache: pages that outlive their sequence, found again by the tokens that they hold."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from phonograph.engine.kvcache.block_pool import BlockPool
 
 _Edge = bytes
 """What leads to a page: the page before it, or 0 at the root, and its own tokens."""
+
+STATE_BY_ROW = "state-by-row-shares-no-prefixes"
+"""The rule for models that keep state of a sequence as a whole."""
+
+
+@dataclass(frozen=True)
+class PrefixSharing:
+    """Whether sequences share the pages of equal prompts, and why."""
+
+    is_on: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"prefix cache: {'on' if self.is_on else 'off'}: {self.reason}"
+
+
+def prefix_sharing(asked: bool, state_by_row: Sequence[str]) -> PrefixSharing:
+    """As asked, unless the model has state that no page holds: a prefix found in pages would come without it."""
+    if not asked:
+        return PrefixSharing(False, "it was asked to be off")
+    if state_by_row:
+        names = ", ".join(state_by_row)
+        return PrefixSharing(False, f"the model keeps state by row ({names}), which pages don't hold ({STATE_BY_ROW})")
+    return PrefixSharing(True, "pages hold all that the model keeps of a prompt")
 
 
 class PrefixCache:
