@@ -26,9 +26,9 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM, Completion
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import CheckpointError
-from phonograph.graphs.config import ask
+from phonograph.graphs.planning.settings import ask
 
 Figures = dict[str, Any]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from phonograph.engine.attention.base import Queries, Span
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.llm import LLM
+from phonograph.engine.ops.queries import Queries, Span
 
 
 def sequence_logits(

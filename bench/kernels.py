@@ -1,7 +1,7 @@
 """The kernels of a layer and of the sampler: microseconds in a graph, and how far that is from the memory's limit.
 
 `--sweep` measures every way of computing the products of a model's step and writes the table of the best, in the
-format that `phonograph.engine.kernels.tuning` reads. Without it the step is measured with the table that `--table`
+format that `phonograph.engine.ops.tuning` reads. Without it the step is measured with the table that `--table`
 names, or with the one that the engine would use. On the CPU the kernels are interpreted, on a tiny shape, to keep the
 script alive.
 """
@@ -27,27 +27,27 @@ if not torch.cuda.is_available():
 from torch.nn import functional
 
 from phonograph.devices import Device, open_device
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.cache.groups import CacheGroup, PagedCache
+from phonograph.engine.checkpoints.loading import load_weights
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.kernels import tuning
-from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm
-from phonograph.engine.kernels.candidates import candidates
-from phonograph.engine.kernels.reference import ReferenceKernels
-from phonograph.engine.kernels.triton import rows
-from phonograph.engine.kernels.triton.layers import TritonKernels
-from phonograph.engine.kernels.triton.measuring import Measurement, Trial, best, device_us, measure_all, tune
-from phonograph.engine.kernels.triton.products import Products
-from phonograph.engine.kernels.triton.sampler import TritonSampler
-from phonograph.engine.kernels.tuning import Choice, Product, Tuning
 from phonograph.engine.models import dense
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.decoder import Decoder, LayerWeights, Weights
 from phonograph.engine.models.interface import ModelParts
-from phonograph.engine.models.loading import load_weights
+from phonograph.engine.ops import tuning
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.kernels import Angles, Heads, Kernels, Norm
+from phonograph.engine.ops.layers.candidates import candidates
+from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
-from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.ops.triton import rows
+from phonograph.engine.ops.triton.layers import TritonKernels
+from phonograph.engine.ops.triton.measuring import Measurement, Trial, best, device_us, measure_all, tune
+from phonograph.engine.ops.triton.products import Products
+from phonograph.engine.ops.tuning import Choice, Product, Tuning
+from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.sampling.triton.sampler import TritonSampler
 from phonograph.graphs.progress import bar
 
 Figures = dict[str, Any]

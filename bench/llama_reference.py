@@ -32,7 +32,7 @@ from unpacked_gguf import write_unpacked
 from phonograph.engine.checkpoints import default_model, open_checkpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 
 try:
     import llama_cpp

@@ -22,7 +22,7 @@ from reference import reference_model
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
-from phonograph.graphs.config import ask
+from phonograph.graphs.planning.settings import ask
 
 WINDOW = 500
 SEGMENTS = 4

@@ -16,7 +16,7 @@ from typing import Any
 import report
 import torch
 
-from phonograph.engine.sampler import Sampler, Sampling, SamplingRows, TorchSampler
+from phonograph.engine.sampling.sampler import Sampler, Sampling, SamplingRows, TorchSampler
 
 LEAST_EXPECTED = 20
 """Draws that a cell of the chi-square test expects; rarer tokens share a cell."""
@@ -153,11 +153,11 @@ def measure(sampler: Sampler, vocab: int, case: Case, count: int, device: str) -
 def fastest(device: str) -> Sampler:
     """The sampler that the engine takes there."""
     if device == "cuda":
-        from phonograph.engine.kernels.triton.sampler import TritonSampler
+        from phonograph.engine.sampling.triton.sampler import TritonSampler
 
         return TritonSampler()
-    from phonograph.engine.kernels.cpu_sampler import CpuSampler
-    from phonograph.engine.native.library import library
+    from phonograph.engine.ops.native.library import library
+    from phonograph.engine.sampling.cpu import CpuSampler
     from phonograph.errors import DeviceError
 
     try:

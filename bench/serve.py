@@ -21,8 +21,8 @@ import report
 from phonograph.bench.report import machine
 from phonograph.bench.workloads import w1
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import SamplingParams
-from phonograph.engine.spec import EngineSpec
+from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.requests.request import SamplingParams
 
 Prompts = list[list[int]]
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.engine.kernels.triton.noise import hashed, noise_of, row_hash_of
+from phonograph.engine.sampling.triton.noise import hashed, noise_of, row_hash_of
 
 
 @triton.jit

@@ -11,9 +11,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from phonograph.devices import open_device
-from phonograph.engine.attention.base import Attention, Queries, Span
-from phonograph.engine.attention.launches import launches_for
 from phonograph.engine.cache.groups import PagedCache
+from phonograph.engine.ops.attention.launches import launches_for
+from phonograph.engine.ops.queries import Attention, Queries, Span
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAUNCHES = launches_for(open_device(DEVICE).hardware)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from phonograph.graphs.config import KNOWN_PHASES, Ask, Asked, Measured, Settings
-from phonograph.graphs.resolve import Plan
-from phonograph.graphs.resolve import resolve as resolve_phases
-from phonograph.graphs.rules import RULES, Facts, Rule
+from phonograph.graphs.planning.resolve import Plan
+from phonograph.graphs.planning.resolve import resolve as resolve_phases
+from phonograph.graphs.planning.rules import RULES, Facts, Rule
+from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, Asked, Measured, Settings
 
 KNOWN = tuple(KNOWN_PHASES.values())
 PHASES = tuple(KNOWN_PHASES)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from phonograph.devices import Device
-from phonograph.graphs.buffers import Registry
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.pool import BufferPool
-from phonograph.graphs.slots import Pad, Slot, collect_dims
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.inputs.registry import Registry
+from phonograph.graphs.inputs.slot import Pad, Slot, collect_dims
 
 GARBAGE = 0xAB
 WIDE = 128  # floats in a row that is too wide to be packed

@@ -19,16 +19,16 @@ from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoin
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from phonograph.engine.async_llm import Health
-from phonograph.engine.metrics import EagerStats, EngineStats, PhaseStats, RecordingStats
-from phonograph.engine.request import FinishReason
-from phonograph.graphs.buckets import Buckets
-from phonograph.server.exposition import Exposition
-from phonograph.server.failures import ApiError, respond
-from phonograph.server.incidents import Incidents
-from phonograph.server.metrics import Metrics
-from phonograph.server.pages import PUBLIC_PATHS, routes
-from phonograph.server.status import Facts, StatusKeeper
+from phonograph.engine.process.async_llm import Health
+from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats
+from phonograph.engine.requests.request import FinishReason
+from phonograph.graphs.phases.buckets import Buckets
+from phonograph.server.http.failures import ApiError, respond
+from phonograph.server.observe.exposition import Exposition
+from phonograph.server.observe.incidents import Incidents
+from phonograph.server.observe.metrics import Metrics
+from phonograph.server.observe.status import Facts, StatusKeeper
+from phonograph.server.observe.status_page import PUBLIC_PATHS, routes
 
 FACTS = Facts(
     version="0.1.0",

@@ -197,7 +197,7 @@ def test_there_is_one_ambient_value() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] == "ContextVar"
     ]
-    assert made == ["graphs/context.py"]
+    assert made == ["graphs/phases/context.py"]
 
 
 ENVIRONMENT = {

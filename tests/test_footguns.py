@@ -39,7 +39,7 @@ from phonograph import (
     graphed,
 )
 from phonograph.devices.emulated import EmulatedDevice
-from phonograph.graphs.extent import Dim
+from phonograph.graphs.inputs.extent import Dim
 from phonograph.graphs.progress import silent
 
 # fmt: off

@@ -24,26 +24,26 @@ from phonograph.errors import (
     UnavailableError,
     VerifyError,
 )
-from phonograph.graphs.axes import Axis
-from phonograph.graphs.breaks import break_graph, graph_break
-from phonograph.graphs.buckets import Buckets
-from phonograph.graphs.buffers import LoadMode, Registry
-from phonograph.graphs.capture_report import CaptureReport
-from phonograph.graphs.context import Stage, current
-from phonograph.graphs.decisions import Reason, Replay, RunEagerly, ShapeKey
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.phase import Phase, Sample
-from phonograph.graphs.pool import BufferPool
-from phonograph.graphs.resolve import PhasePlan, Plan, resolve
-from phonograph.graphs.runner import Runner, RunnerOptions
-from phonograph.graphs.slots import Pad, Slot
-from phonograph.graphs.verify import VerifyReport, verify
-from phonograph.graphs.wrap import Graphed, graphed
+from phonograph.graphs.graphed import Graphed, graphed
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.inputs.registry import LoadMode, Registry
+from phonograph.graphs.inputs.slot import Pad, Slot
+from phonograph.graphs.phases.axes import Axis
+from phonograph.graphs.phases.breaks import break_graph, graph_break
+from phonograph.graphs.phases.buckets import Buckets
+from phonograph.graphs.phases.context import Stage, current
+from phonograph.graphs.phases.decisions import Reason, Replay, RunEagerly, ShapeKey
+from phonograph.graphs.phases.phase import Phase, Sample
+from phonograph.graphs.planning.resolve import PhasePlan, Plan, resolve
+from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.running.runner import Runner, RunnerOptions
+from phonograph.graphs.trust.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from phonograph.engine.llm import LLM
     from phonograph.engine.options import EngineOptions
-    from phonograph.engine.request import SamplingParams
+    from phonograph.engine.requests.request import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -106,7 +106,7 @@ __all__ = [
 _ENGINE = {
     "LLM": "phonograph.engine.llm",
     "EngineOptions": "phonograph.engine.options",
-    "SamplingParams": "phonograph.engine.request",
+    "SamplingParams": "phonograph.engine.requests.request",
 }
 
 

@@ -14,7 +14,7 @@ from phonograph import CheckpointError
 from phonograph.engine.checkpoints import default_model
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.text import Tokenizer
 
 pytestmark = pytest.mark.slow

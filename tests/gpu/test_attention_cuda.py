@@ -12,11 +12,11 @@ from paged import DEVICE, LAUNCHES, Case, Heads, case_of, poison_dead, spans_of
 pytest.importorskip("triton")
 
 from phonograph.devices import open_device
-from phonograph.engine.attention.base import Span
-from phonograph.engine.attention.launches import HOPPER, Launch, Launches
-from phonograph.engine.attention.reference import ReferenceAttention
-from phonograph.engine.attention.triton import TritonAttention
-from phonograph.engine.choices import overlap_on
+from phonograph.engine.kernel_selection import overlap_on
+from phonograph.engine.ops.attention.launches import HOPPER, Launch, Launches
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.attention.triton import TritonAttention
+from phonograph.engine.ops.queries import Span
 
 pytestmark = pytest.mark.gpu
 

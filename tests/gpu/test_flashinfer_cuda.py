@@ -13,14 +13,14 @@ pytest.importorskip("flashinfer")
 
 from phonograph import LLM
 from phonograph.devices import open_device
-from phonograph.engine.attention.flashinfer import FlashInferAttention
-from phonograph.engine.attention.triton import TritonAttention
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.ops.attention.flashinfer import FlashInferAttention
+from phonograph.engine.ops.attention.triton import TritonAttention
 from phonograph.engine.options import AttentionName, EngineOptions
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import PlanError
-from phonograph.graphs.config import ask
+from phonograph.graphs.planning.settings import ask
 
 pytestmark = pytest.mark.gpu
 

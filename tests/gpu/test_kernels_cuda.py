@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from phonograph.devices import open_device
-from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.reference import ReferenceKernels
-from phonograph.engine.kernels.tuning import Choice, Overlap, Product, Tuning
+from phonograph.engine.ops.kernels import Norm
+from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
-from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.ops.tuning import Choice, Overlap, Product, Tuning
+from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TorchSampler
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_a_residual_stream_in_float32_is_not_bound_to_the_range_of_the_weights(name: str, dtype: torch.dtype) -> None:
-    from phonograph.engine.kernels.triton.products import Products
+    from phonograph.engine.ops.triton.products import Products
 
     (num_tokens, choice), products, reference = CHOICES[name], Products(torch.device("cuda")), ReferenceKernels()
     x, delta = random(num_tokens, WIDTH).float() * 1e5, random(num_tokens, WIDTH).float() * 1e5
@@ -75,7 +75,7 @@ def test_a_residual_stream_in_float32_is_not_bound_to_the_range_of_the_weights(n
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_products_are_near_float64(name: str, overlap: Overlap) -> None:
-    from phonograph.engine.kernels.triton.products import Products
+    from phonograph.engine.ops.triton.products import Products
 
     (num_tokens, plain), products, reference = CHOICES[name], Products(torch.device("cuda")), ReferenceKernels()
     choice = replace(plain, overlap=overlap)
@@ -100,7 +100,7 @@ def test_products_are_near_float64(name: str, overlap: Overlap) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 8])
 def test_overlapping_kernels_in_a_graph_compute_what_plain_ones_do(num_tokens: int, overlap: Overlap) -> None:
     """A chain in which every kernel reads what the one before it wrote, many times over."""
-    from phonograph.engine.kernels.triton.layers import TritonKernels
+    from phonograph.engine.ops.triton.layers import TritonKernels
 
     device, on = open_device("cuda"), torch.device("cuda")
     plain = CHOICES["vector, streamed" if num_tokens == 1 else "matrix, split"][1]
@@ -140,7 +140,7 @@ def test_overlapping_kernels_in_a_graph_compute_what_plain_ones_do(num_tokens: i
 
 
 def test_a_split_product_is_the_same_every_time() -> None:
-    from phonograph.engine.kernels.triton.products import Products
+    from phonograph.engine.ops.triton.products import Products
 
     products, choice = Products(torch.device("cuda")), CHOICES["matrix, split"][1]
     x, weight = random(8, WIDTH), Matrix(random(OUTPUTS, WIDTH))
@@ -151,7 +151,7 @@ def test_a_split_product_is_the_same_every_time() -> None:
 @pytest.mark.parametrize("scale", [1.0, 3.5])
 @pytest.mark.parametrize("vocab", [49_152, 151_936])
 def test_triton_samples_as_torch_does_over_a_whole_vocabulary(vocab: int, scale: float) -> None:
-    from phonograph.engine.kernels.triton.sampler import TritonSampler
+    from phonograph.engine.sampling.triton.sampler import TritonSampler
 
     count, on = 64, "cuda"
     logits = random(count, vocab, scale=scale)

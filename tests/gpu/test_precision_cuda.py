@@ -9,7 +9,7 @@ import torch
 
 from phonograph import LLM, SamplingParams
 from phonograph.engine.options import EngineOptions
-from phonograph.graphs.verify import verify
+from phonograph.graphs.trust.verify import verify
 
 pytest.importorskip("triton")
 pytestmark = [

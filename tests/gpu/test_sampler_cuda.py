@@ -6,7 +6,7 @@ import pytest
 import torch
 from sampler import CASES, Case, draws, fit, logits_of, probabilities, rows_of
 
-from phonograph.engine.sampler import Sampling, TorchSampler, gumbel, hashes, noise
+from phonograph.engine.sampling.sampler import Sampling, TorchSampler, gumbel, hashes, noise
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def test_triton_s_hashes_are_torch_s() -> None:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_million_draws_over_a_whole_vocabulary_fit_their_probabilities(name: str) -> None:
-    from phonograph.engine.kernels.triton.sampler import TritonSampler
+    from phonograph.engine.sampling.triton.sampler import TritonSampler
 
     logits = logits_of(151_936).cuda()
     counts = torch.zeros(151_936, dtype=torch.int64, device="cuda")
@@ -56,7 +56,7 @@ def test_a_million_draws_over_a_whole_vocabulary_fit_their_probabilities(name: s
 
 def test_flat_logits_favour_no_token() -> None:
     """Where every token is as likely, neither ties nor the tail of the noise may prefer low numbers."""
-    from phonograph.engine.kernels.triton.sampler import TritonSampler
+    from phonograph.engine.sampling.triton.sampler import TritonSampler
 
     count = 10**6
     logits = torch.zeros(151_936, device="cuda")
@@ -66,7 +66,7 @@ def test_flat_logits_favour_no_token() -> None:
 
 
 def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
-    from phonograph.engine.kernels.triton.sampler import TritonSampler
+    from phonograph.engine.sampling.triton.sampler import TritonSampler
 
     vocab, sampler = 151_936, TritonSampler()
     logits = torch.randn(8, vocab, device="cuda", dtype=torch.bfloat16) * 3
@@ -80,7 +80,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
 @pytest.mark.parametrize("scale", [0.0, 0.05, 1.0])
 def test_top_k_and_top_p_together_pick_what_torch_picks(scale: float) -> None:
     """Flat, nearly flat and spread out: where top-k's own sum decides, and where thousands stand before a draw."""
-    from phonograph.engine.kernels.triton.sampler import TritonSampler
+    from phonograph.engine.sampling.triton.sampler import TritonSampler
 
     count, vocab = 128, 151_936
     torch.manual_seed(1)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phonograph import Axis, Buckets, DeclarationError, EmulatedDevice, Extent, Phase, Reason, Replay, Runner, verify
-from phonograph.engine.metrics import phase_stats
-from phonograph.graphs.axes import all_products, recorded_products, stronger_products, weaker_products
+from phonograph.engine.process.statistics import phase_stats
+from phonograph.graphs.phases.axes import all_products, recorded_products, stronger_products, weaker_products
+from phonograph.graphs.phases.selection import select
 from phonograph.graphs.progress import silent
-from phonograph.graphs.selection import select
 from runners import phase_plan, sample_x, x_slot
 
 DEVICE = EmulatedDevice()

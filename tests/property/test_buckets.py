@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.phases.buckets import Buckets
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=20)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phonograph.engine.channel import Channel, Frames, frame
+from phonograph.engine.process.channel import Channel, Frames, frame
 
 
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 64))

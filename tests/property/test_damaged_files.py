@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from phonograph.engine.checkpoints import RandomCheckpoint, open_checkpoint
-from phonograph.engine.models.loading import load_weights
+from phonograph.engine.checkpoints.loading import load_weights
 from phonograph.errors import CheckpointError
 from unit.test_gguf import TINY, arrays, gguf, write_gguf
 

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph.engine.kvcache.block_pool import BlockPool
-from phonograph.engine.kvcache.prefix_cache import PrefixCache
+from phonograph.engine.cache.block_pool import BlockPool
+from phonograph.engine.cache.prefix_cache import PrefixCache
 
 
 @given(st.integers(2, 12), st.lists(st.tuples(st.sampled_from(["take", "share", "give back"]), st.integers(0, 5))))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phonograph.devices import EmulatedDevice
-from phonograph.graphs.pool import BufferPool, Lease
+from phonograph.graphs.inputs.pool import BufferPool, Lease
 from phonograph.sizes import next_power_of_two
 
 Request = tuple[str, int, torch.dtype]

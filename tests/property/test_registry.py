@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phonograph.devices import Device, open_device
-from phonograph.graphs.buffers import LoadMode, Registry, View
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.pool import BufferPool
-from phonograph.graphs.slots import Pad, Slot, collect_dims
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.inputs.registry import LoadMode, Registry, View
+from phonograph.graphs.inputs.slot import Pad, Slot, collect_dims
 from registries import spoil
 
 DIMS = (Dim("tokens"), Dim("seqs", per="tokens", times=2), Dim("pages", limit=3))

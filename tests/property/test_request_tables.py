@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phonograph import EmulatedDevice
-from phonograph.engine.penalties import count_tokens
-from phonograph.engine.request import Request, SamplingParams
-from phonograph.engine.sequence import Sequence
+from phonograph.engine.requests.request import Request, SamplingParams
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Chunk, Step
+from phonograph.engine.sampling.penalties import count_tokens
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import CONSTRAINED, MASKS, PENALISED, PENALTIES, PLACE, SAMPLING
 from phonograph.engine.state.tables import RequestTables
 from phonograph.engine.state.updates import UpdateBuilder
-from phonograph.engine.step import Chunk, Step
 
 ROWS, VOCAB, PAGES = 5, 37, 6
 COLUMNS = (*PLACE, *SAMPLING, *PENALTIES, *MASKS)

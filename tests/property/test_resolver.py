@@ -12,11 +12,11 @@ from hypothesis import assume, example, given, reject, settings
 from hypothesis import strategies as st
 
 from phonograph.errors import PlanError
-from phonograph.graphs.config import Ask, Asked, Level, Measured, Source
-from phonograph.graphs.flags import add_flags, asked_from, asks_of_json, flag_of
-from phonograph.graphs.kinds import BACKENDS, GRAPHS, Value
-from phonograph.graphs.resolve import Plan
-from phonograph.graphs.rules import RULES, Facts
+from phonograph.graphs.planning.flags import add_flags, asked_from, asks_of_json, flag_of
+from phonograph.graphs.planning.kinds import BACKENDS, GRAPHS, Value
+from phonograph.graphs.planning.resolve import Plan
+from phonograph.graphs.planning.rules import RULES, Facts
+from phonograph.graphs.planning.settings import Ask, Asked, Level, Measured, Source
 from plans import KNOWN, PHASES, SETTINGS, resolve
 
 # Few letters make text that is often nearly JSON, nearly a number or nearly a name.

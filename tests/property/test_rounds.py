@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from phonograph import LLM, EmulatedDevice, EngineOptions, Extent
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.limits import Limits
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.passes.prefill import PrefillSample
+from phonograph.engine.passes.readback import Picked, Readback
 from phonograph.engine.passes.rounds import as_block, joined
-from phonograph.engine.readback import Picked, Readback
-from phonograph.engine.sampler import TorchSampler
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE, SAMPLING
 from phonograph.engine.state.tables import RequestTables

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph.engine.limits import Limits
-from phonograph.engine.request import FinishReason, Request, SamplingParams
-from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.sequence import Sequence
-from phonograph.engine.step import Sampled, Step, Update
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Sampled, Step, Update
+from phonograph.engine.scheduling.scheduler import Scheduler
 
 VOCAB = 11
 REJECTED = -9

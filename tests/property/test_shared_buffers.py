@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phonograph import BufferPool, Dim, EmulatedDevice, Extent, LoadError, Pad, Reason, Slot
-from phonograph.graphs.buffers import LoadMode, Registry
-from phonograph.graphs.phase import sample_from
-from phonograph.graphs.slots import collect_dims
+from phonograph.graphs.inputs.registry import LoadMode, Registry
+from phonograph.graphs.inputs.slot import collect_dims
+from phonograph.graphs.phases.phase import sample_from
 from runners import make_runner
 
 Array = np.ndarray[Any, Any]

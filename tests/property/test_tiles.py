@@ -11,7 +11,7 @@ from paged import DEVICE
 
 pytest.importorskip("triton")
 
-from phonograph.engine.attention.tiles import list_tiles, max_tiles
+from phonograph.engine.ops.attention.tiles import list_tiles, max_tiles
 
 Tile = tuple[int, int, int, int]
 MAX_SEQS = 6

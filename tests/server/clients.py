@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.server.app import create_app
 from phonograph.server.options import ServerOptions
 from phonograph.server.run import Server, listen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phonograph.engine.request import FinishReason, Request
+from phonograph.engine.requests.request import FinishReason, Request
 
 
 class Notes:

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import pytest
 
 from phonograph import CoreError, RequestError, UnavailableError
-from phonograph.engine.async_llm import AsyncLLM
-from phonograph.engine.core_client import Restarts
-from phonograph.engine.generation import Generation
-from phonograph.engine.messages import Checked
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import FinishReason, SamplingParams
-from phonograph.engine.spec import EngineSpec
+from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.async_llm import AsyncLLM
+from phonograph.engine.process.client import Restarts
+from phonograph.engine.process.generation import Generation
+from phonograph.engine.process.messages import Checked
+from phonograph.engine.requests.request import FinishReason, SamplingParams
 from server.notes import Notes
 
 T = TypeVar("T")
@@ -340,8 +340,8 @@ def test_a_start_that_fails_says_why() -> None:
 def test_the_core_ends_with_its_front() -> None:
     program = (
         "import asyncio\n"
-        "from phonograph.engine.async_llm import AsyncLLM\n"
-        "from phonograph.engine.spec import EngineSpec\n"
+        "from phonograph.engine.process.async_llm import AsyncLLM\n"
+        "from phonograph.engine.process.arguments import EngineSpec\n"
         "async def main():\n"
         "    llm = AsyncLLM(EngineSpec(shape='tiny', device='cpu'))\n"
         "    await llm.start()\n"

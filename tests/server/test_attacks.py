@@ -14,9 +14,9 @@ from pathlib import Path
 import attacks
 import pytest
 
-from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.spec import EngineSpec
+from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.server.options import ServerOptions
 from server import tiny
 from server.clients import Front, front

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phonograph.server import limits
-from phonograph.server.json_shape import shape_of
-from phonograph.server.limits import ModelBounds, json_size
+from phonograph.server.http import request_limits as limits
+from phonograph.server.http.json_shape import shape_of
+from phonograph.server.http.request_limits import ModelBounds, json_size
 from server.conftest import Server
 from server.test_http import CHAT, HELLO, TEXT, error_of
 

@@ -22,8 +22,8 @@ import pytest
 
 from phonograph.cli import serve
 from phonograph.cli.main import main
-from phonograph.engine.async_llm import AsyncLLM
-from phonograph.engine.spec import EngineSpec
+from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.errors import PlanError
 from phonograph.server.app import create_app
 from phonograph.server.options import ServerOptions

@@ -17,13 +17,15 @@ import numpy as np
 import pytest
 
 from phonograph import CoreError, RequestError
-from phonograph.engine import core_process
-from phonograph.engine.async_llm import AsyncLLM
-from phonograph.engine.channel import Channel, frame
 from phonograph.engine.core import EngineCore
-from phonograph.engine.core_process import CoreLoop
 from phonograph.engine.llm import LLM
-from phonograph.engine.messages import (
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.process import core_loop as core_process
+from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.async_llm import AsyncLLM
+from phonograph.engine.process.channel import Channel, frame
+from phonograph.engine.process.core_loop import CoreLoop
+from phonograph.engine.process.messages import (
     Add,
     Cancel,
     Check,
@@ -35,9 +37,7 @@ from phonograph.engine.messages import (
     StepOutput,
     ToCore,
 )
-from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import FinishReason, GrammarSpec, Request, SamplingParams
-from phonograph.engine.spec import EngineSpec
+from phonograph.engine.requests.request import FinishReason, GrammarSpec, Request, SamplingParams
 
 SPEC = EngineSpec(
     shape="tiny",

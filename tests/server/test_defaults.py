@@ -15,7 +15,7 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.registry import config_from_hf
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import FinishReason, SamplingParams
+from phonograph.engine.requests.request import FinishReason, SamplingParams
 from server import tiny
 from server.conftest import TINY_FLAGS, Server, serving
 from unit.test_text import save, sentencepiece

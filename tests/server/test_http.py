@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from phonograph.engine.llm import LLM
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from server.conftest import Server
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

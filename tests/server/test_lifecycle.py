@@ -17,7 +17,7 @@ import pytest
 
 from phonograph.cli.main import main
 from phonograph.engine.llm import LLM
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from server.clients import Connection
 from server.conftest import TINY_FLAGS, Server, serving
 

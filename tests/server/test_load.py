@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import FinishReason, SamplingParams
-from phonograph.engine.spec import EngineSpec
+from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.async_llm import AsyncLLM
+from phonograph.engine.requests.request import FinishReason, SamplingParams
 from phonograph.server.app import create_app
 from phonograph.server.options import ServerOptions
 from server.clients import Connection, Front, front

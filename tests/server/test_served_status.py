@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from browsers import Tab, open_browser
 from phonograph.cli.main import main
-from phonograph.server.status import Status
+from phonograph.server.observe.status import Status
 from server.conftest import TINY_FLAGS, Server, serving
 
 

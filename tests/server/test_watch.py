@@ -12,14 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from phonograph.engine.async_llm import AsyncLLM
-from phonograph.engine.core_client import Restarts
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import SamplingParams
-from phonograph.engine.spec import EngineSpec
-from phonograph.server.metrics import Metrics
-from phonograph.server.status import Status
-from phonograph.server.watch import Watch
+from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.async_llm import AsyncLLM
+from phonograph.engine.process.client import Restarts
+from phonograph.engine.requests.request import SamplingParams
+from phonograph.server.observe.metrics import Metrics
+from phonograph.server.observe.status import Status
+from phonograph.server.observe.watch import Watch
 
 SPEC = EngineSpec(
     shape="tiny",

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from paged import DEVICE, LAUNCHES, Heads, by_hand, case_of, spans_of
-from phonograph.engine.attention.apart import ApartAttention
-from phonograph.engine.attention.base import Attention
-from phonograph.engine.attention.cpu import CpuAttention
-from phonograph.engine.attention.reference import ReferenceAttention
-from phonograph.engine.kernels.base import Places
-from phonograph.engine.kernels.reference import store
-from phonograph.engine.native.library import library
+from phonograph.engine.ops.attention.apart import ApartAttention
+from phonograph.engine.ops.attention.cpu import CpuAttention
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.kernels import Places
+from phonograph.engine.ops.layers.reference import store
+from phonograph.engine.ops.native.library import library
+from phonograph.engine.ops.queries import Attention
 from phonograph.errors import DeviceError
 
 SPANS = {
@@ -31,7 +31,7 @@ def implementations() -> dict[str, Attention]:
     with suppress(DeviceError):
         found |= {"cpu": CpuAttention(library())} if DEVICE.type == "cpu" else {}
     try:
-        from phonograph.engine.attention.triton import TritonAttention
+        from phonograph.engine.ops.attention.triton import TritonAttention
     except ImportError:
         return found
     return {**found, "triton": TritonAttention(LAUNCHES)}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phonograph.errors import DeclarationError
-from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.phases.buckets import Buckets
 
 
 def test_fit_is_the_smallest_that_holds() -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged import DEVICE, Heads, case_of, spans_of
-from phonograph.engine.attention.base import Queries, StepAttention
-from phonograph.engine.attention.prepared import PreparedAttention
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache, page_bytes
+from phonograph.engine.ops.attention.prepared import PreparedAttention
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.queries import Queries, StepAttention
 
 KINDS = st.lists(st.builds(Paged, st.sampled_from([1, 2, 8]), st.sampled_from([16, 32])), min_size=1, max_size=9)
 

@@ -18,28 +18,28 @@ import pytest
 import torch
 
 from phonograph import LLM, DeclarationError, EmulatedDevice, EngineOptions, SamplingParams, verify
-from phonograph.engine.attention.base import Queries
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
-from phonograph.engine.executor import Executor
-from phonograph.engine.limits import Limits
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.chain import chained
 from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, decode_pass, rows_slot, sample_rows
 from phonograph.engine.passes.prefill import prefill_pass
+from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PREFILL, PassDeclaration, StepPasses
 from phonograph.engine.passes.rounds import as_block
 from phonograph.engine.passes.sampling_tail import SAMPLING, SamplingNeeds
-from phonograph.engine.readback import Picked
-from phonograph.engine.request import Request
-from phonograph.engine.sampler import TorchSampler
-from phonograph.engine.scheduler import Scheduler
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import Request
+from phonograph.engine.requests.step import Step
+from phonograph.engine.sampling.sampler import TorchSampler
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.state.column import Column, Form, Writer
-from phonograph.engine.step import Step
-from phonograph.graphs.config import PhaseDefaults, ask
-from phonograph.graphs.resolve import resolve
-from phonograph.graphs.wrap import facts_of
+from phonograph.graphs.graphed import facts_of
+from phonograph.graphs.planning.resolve import resolve
+from phonograph.graphs.planning.settings import PhaseDefaults, ask
 
 pytestmark = pytest.mark.slow
 

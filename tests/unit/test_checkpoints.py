@@ -19,9 +19,9 @@ from phonograph.engine.checkpoints import (
     expected_shapes,
     open_checkpoint,
 )
+from phonograph.engine.checkpoints.loading import load_weights
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.models.loading import load_weights
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers")

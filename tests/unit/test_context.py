@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phonograph import Device, Stage, current, graph_break
-from phonograph.graphs.context import Current, entering
+from phonograph.graphs.phases.context import Current, entering
 from runners import make_runner, rows
 
 

@@ -20,22 +20,22 @@ from gguf.quants import dequantize
 from paged import Heads as HeadSizes
 from paged import by_hand, case_of, spans_of
 from phonograph import DeviceError, PlanError
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.attention.cpu import CpuAttention
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.kernels.base import Angles, Heads, Norm
-from phonograph.engine.kernels.cpu import MOST_TOKENS, CpuKernels
-from phonograph.engine.kernels.packing import BLOCK, NARROW, PackedMatrix
-from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.native.library import Library, library
+from phonograph.engine.ops.attention.cpu import CpuAttention
+from phonograph.engine.ops.kernels import Angles, Heads, Norm
+from phonograph.engine.ops.layers.cpu import MOST_TOKENS, CpuKernels
+from phonograph.engine.ops.layers.packing import BLOCK, NARROW, PackedMatrix
+from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.native.library import Library, library
 from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
+from phonograph.engine.ops.queries import Queries
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import SamplingParams
-from phonograph.graphs.config import ask
+from phonograph.engine.requests.request import SamplingParams
+from phonograph.graphs.planning.settings import ask
 
 REFERENCE = ReferenceKernels()
 TOKENS = [0, 1, 2, 3, 5, 12, 16, 17, 33, MOST_TOKENS, MOST_TOKENS + 1]
@@ -348,7 +348,7 @@ def test_the_next_compiler_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_half_a_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("phonograph.engine.native.library._opened", Library)  # as in another process
+    monkeypatch.setattr("phonograph.engine.ops.native.library._opened", Library)  # as in another process
     library()
     (made,) = (tmp_path / "phonograph" / "native").iterdir()
     made.unlink()

@@ -7,7 +7,7 @@ import sampler as bench
 import torch
 from sampler import CASES, Case, draws, fit, logits_of, probabilities, rows_of
 
-from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TorchSampler
 
 SAMPLER = bench.fastest("cpu")
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from phonograph import Device, DeviceError, EmulatedDevice, PlanError, RequestError, verify
-from phonograph.engine.attention.base import Queries, Span
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.executor import Executor, Launched
+from phonograph.engine.execution.executor import Executor, Launched
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.ops.queries import Queries, Span
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import FinishReason, Request, SamplingParams
-from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.step import Step
+from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
+from phonograph.engine.requests.step import Step
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.text import TextReader
-from phonograph.graphs.config import ask
+from phonograph.graphs.planning.settings import ask
 from server import tiny
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

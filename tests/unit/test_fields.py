@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from phonograph.errors import LoadError
-from phonograph.graphs.fields import expose, fetch
+from phonograph.graphs.inputs.fields import expose, fetch
 
 
 @dataclass

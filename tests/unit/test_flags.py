@@ -9,12 +9,12 @@ import json
 import pytest
 
 from phonograph.errors import PlanError
-from phonograph.graphs.config import KNOWN_PHASES, Ask, Asked, Level
-from phonograph.graphs.flags import add_flags, asked_from, asks_of_graph_backend, flag_of
-from phonograph.graphs.kinds import BACKENDS, Value
-from phonograph.graphs.resolve import Plan
-from phonograph.graphs.rules import Facts
-from phonograph.graphs.sglang_flags import ALIASES, Alias
+from phonograph.graphs.planning.flags import add_flags, asked_from, asks_of_graph_backend, flag_of
+from phonograph.graphs.planning.kinds import BACKENDS, Value
+from phonograph.graphs.planning.resolve import Plan
+from phonograph.graphs.planning.rules import Facts
+from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, Asked, Level
+from phonograph.graphs.planning.sglang_flags import ALIASES, Alias
 from plans import KNOWN, PHASES, SETTINGS, resolve
 
 ABLE = Facts("cuda", backends=frozenset(BACKENDS), built=frozenset(BACKENDS))

@@ -15,9 +15,9 @@ import torch
 
 from paged import Case, Heads, by_hand, case_of, spans_of
 from phonograph.devices import open_device
-from phonograph.engine.attention.apart import ApartAttention
-from phonograph.engine.attention.flashinfer import FlashInferAttention
-from phonograph.engine.attention.reference import ReferenceAttention
+from phonograph.engine.ops.attention.apart import ApartAttention
+from phonograph.engine.ops.attention.flashinfer import FlashInferAttention
+from phonograph.engine.ops.attention.reference import ReferenceAttention
 from phonograph.errors import DeviceError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real one is tested where there is a GPU")

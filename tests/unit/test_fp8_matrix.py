@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 from phonograph import LLM, EngineOptions, SamplingParams
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.kernels.base import Norm
-from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.models import dense, registry
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.interface import ModelParts
 from phonograph.engine.models.tensors import ModelWeights
+from phonograph.engine.ops.kernels import Norm
+from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
-from phonograph.graphs.config import ask
+from phonograph.graphs.planning.settings import ask
 
 FLOAT8 = torch.float8_e4m3fn
 PROMPTS = ([5, 9, 100, 7, 31, 8, 77], [3, 4])

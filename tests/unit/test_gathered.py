@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from phonograph import Runner, Sample, verify
 from phonograph.devices import Device
 from phonograph.errors import DeclarationError, LoadError
-from phonograph.graphs.buffers import LoadMode, Registry
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.gathered import global_num_tokens_slot, local_num_tokens, local_num_tokens_slot
-from phonograph.graphs.phase import sample_from
-from phonograph.graphs.pool import BufferPool
-from phonograph.graphs.slots import Pad, Slot
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.gathered import global_num_tokens_slot, local_num_tokens, local_num_tokens_slot
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.inputs.registry import LoadMode, Registry
+from phonograph.graphs.inputs.slot import Pad, Slot
+from phonograph.graphs.phases.phase import sample_from
 from runners import make_runner
 
 BUCKET_OF_8 = Extent({"tokens": 3}, {"tokens": 8})

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.checkpoints import GgufCheckpoint, RandomCheckpoint, TensorInfo, open_checkpoint
+from phonograph.engine.checkpoints.generation_config import from_gguf
 from phonograph.engine.checkpoints.gguf_header import TYPES, GgufHeader
-from phonograph.engine.checkpoints.sampling import from_gguf
-from phonograph.engine.kernels.reference import ReferenceKernels
+from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.interface import ModelParts
-from phonograph.engine.models.loading import load_model
 from phonograph.engine.models.registry import config_from_gguf
 from phonograph.engine.models.rope_scaling import FactorsRope, LinearRope, YarnRope
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.layers.reference import ReferenceKernels
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import CheckpointError
 
 gguf = pytest.importorskip("gguf")

@@ -18,15 +18,15 @@ from phonograph import LLM, Device, EngineOptions, RequestError, SamplingParams
 from phonograph.engine.checkpoints import default_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
-from phonograph.engine.generation import Generation
-from phonograph.engine.messages import Output
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.observe import Observers
-from phonograph.engine.request import FinishReason, GrammarSpec, Request
+from phonograph.engine.process.generation import Generation
+from phonograph.engine.process.messages import Output
+from phonograph.engine.process.observer import Observers
+from phonograph.engine.requests.request import FinishReason, GrammarSpec, Request
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
-from phonograph.graphs.config import ask
+from phonograph.graphs.planning.settings import ask
 from server import tiny
 
 pytest.importorskip("llguidance")

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from phonograph.engine.kernels.triton import kernel as module
-from phonograph.engine.kernels.triton.kernel import Kernel
+from phonograph.engine.ops.triton import kernel as module
+from phonograph.engine.ops.triton.kernel import Kernel
 
 
 class Compiled:

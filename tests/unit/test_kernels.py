@@ -13,22 +13,22 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.cache.groups import CacheGroup, PagedCache
+from phonograph.engine.checkpoints.loading import load_weights
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
-from phonograph.engine.kernels.reference import ReferenceKernels
-from phonograph.engine.kernels.triton import rows
-from phonograph.engine.kernels.triton.layers import TritonKernels
-from phonograph.engine.kernels.triton.products import Products
-from phonograph.engine.kernels.tuning import Choice, Tuning
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.decoder import _pieces
 from phonograph.engine.models.interface import ModelParts
-from phonograph.engine.models.loading import load_weights
 from phonograph.engine.models.registry import family_of
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.kernels import Angles, Heads, Kernels, Norm, Places
+from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.ops.triton import rows
+from phonograph.engine.ops.triton.layers import TritonKernels
+from phonograph.engine.ops.triton.products import Products
+from phonograph.engine.ops.tuning import Choice, Tuning
 from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

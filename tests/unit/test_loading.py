@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phonograph.devices import Device, EmulatedDevice
 from phonograph.errors import LoadError
-from phonograph.graphs.buffers import LoadMode, Registry
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.pool import BufferPool
-from phonograph.graphs.slots import Pad, Slot
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.inputs.registry import LoadMode, Registry
+from phonograph.graphs.inputs.slot import Pad, Slot
 from registries import WIDE, as_kind, by_hand, floats, ints, registry, tokens
 
 

@@ -17,22 +17,22 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.kernels.base import Kernels, Norm, Op
-from phonograph.engine.kernels.cpu import MOST_TOKENS, CpuKernels
-from phonograph.engine.kernels.packing import PackedMatrix
-from phonograph.engine.kernels.reference import ReferenceKernels
-from phonograph.engine.kernels.triton.layers import TritonKernels
-from phonograph.engine.kernels.tuning import Tuning
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.interface import Model, ModelParts
-from phonograph.engine.models.loading import load_model
-from phonograph.engine.native.library import library
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.kernels import Kernels, Norm, Op
+from phonograph.engine.ops.layers.cpu import MOST_TOKENS, CpuKernels
+from phonograph.engine.ops.layers.packing import PackedMatrix
+from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.native.library import library
 from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.ops.triton.layers import TritonKernels
+from phonograph.engine.ops.tuning import Tuning
 from phonograph.errors import DeviceError
 
 CPU = torch.device("cpu")

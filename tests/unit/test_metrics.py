@@ -22,17 +22,17 @@ import statuses
 from phonograph import Reason
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM
-from phonograph.engine.metrics import EngineStats, PhaseStats, engine_stats
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import FinishReason, Request, SamplingParams
-from phonograph.graphs.config import ask
-from phonograph.server.distribution import Distribution
-from phonograph.server.exposition import Exposition
-from phonograph.server.history import SAMPLES, WINDOW, History
-from phonograph.server.incidents import Incidents
-from phonograph.server.lives import Lives
-from phonograph.server.metrics import Metrics
+from phonograph.engine.process.statistics import EngineStats, PhaseStats, engine_stats
+from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
+from phonograph.graphs.planning.settings import ask
+from phonograph.server.observe.exposition import Exposition
+from phonograph.server.observe.histogram import Distribution
+from phonograph.server.observe.history import SAMPLES, WINDOW, History
+from phonograph.server.observe.incidents import Incidents
+from phonograph.server.observe.metrics import Metrics
+from phonograph.server.observe.restarts import Lives
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 import phonograph
-from phonograph.engine.attention.base import Queries, StepAttention
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
+from phonograph.engine.checkpoints.loading import load_model, load_weights
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.kernels.base import Heads, Kernels
-from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.models import dense
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.interface import Model, ModelParts
-from phonograph.engine.models.loading import load_model, load_weights
 from phonograph.engine.models.registry import ARCHITECTURES, family_of
 from phonograph.engine.models.tensors import ModelTensor, allocate
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.kernels import Heads, Kernels
+from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.queries import Queries, StepAttention
 
 CPU = torch.device("cpu")
 TINY = replace(SHAPES["tiny"], num_layers=4)

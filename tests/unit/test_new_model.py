@@ -17,16 +17,16 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from phonograph import LLM, CheckpointError, EngineOptions, SamplingParams
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.checkpoints import open_checkpoint
+from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.models import registry
 from phonograph.engine.models.interface import ModelParts
-from phonograph.engine.models.loading import load_model
-from phonograph.graphs.config import ask
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.layers.reference import ReferenceKernels
+from phonograph.engine.ops.queries import Queries
+from phonograph.graphs.planning.settings import ask
 
 PAGE = Path(__file__).parents[2] / "docs" / "new-model.md"
 CONFIG = {

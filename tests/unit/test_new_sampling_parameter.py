@@ -1,7 +1,8 @@
 """A sampling parameter that only this test has: no token below `lowest_id` is drawn.
 
 Files of the package that it touches: none. As part of the package it would touch three: its column in
-engine/state/columns.py, the sampler that reads it (engine/sampler.py), and its field in engine/request.py.
+engine/state/columns.py, the sampler that reads it (engine/sampling/sampler.py), and its field in
+engine/requests/request.py.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 from phonograph import LLM, Device, EngineOptions, SamplingParams, verify
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TorchSampler
 from phonograph.engine.state.column import Column, Entry
 from phonograph.engine.state.columns import SAMPLING
-from phonograph.graphs.config import ask
+from phonograph.graphs.planning.settings import ask
 
 
 @dataclass(frozen=True)

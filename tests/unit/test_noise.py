@@ -11,8 +11,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from phonograph.engine.native.library import library
-from phonograph.engine.sampler import gumbel, hashes, noise
+from phonograph.engine.ops.native.library import library
+from phonograph.engine.sampling.sampler import gumbel, hashes, noise
 from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

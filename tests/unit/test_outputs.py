@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from phonograph import CaptureError, Device, OutputError, RunnerOptions, open_device
-from phonograph.graphs.tree import leaves, map_leaves
+from phonograph.graphs.inputs.tree import leaves, map_leaves
 from runners import equal, make_runner, rows
 
 

@@ -12,19 +12,19 @@ import torch
 
 import phonograph
 from phonograph import LLM, DeclarationError, EmulatedDevice, EngineOptions
-from phonograph.engine.attention.base import Span
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.executor import Executor
-from phonograph.engine.limits import Limits
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.ops.queries import Span
 from phonograph.engine.passes.prefill import PrefillBatches
 from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PASSES, PHASES, PREFILL
-from phonograph.engine.request import Request, SamplingParams
-from phonograph.engine.sampler import TorchSampler
-from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.step import Sampled, Step
-from phonograph.graphs.resolve import resolve
-from phonograph.graphs.wrap import facts_of
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import Request, SamplingParams
+from phonograph.engine.requests.step import Sampled, Step
+from phonograph.engine.sampling.sampler import TorchSampler
+from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.graphs.graphed import facts_of
+from phonograph.graphs.planning.resolve import resolve
 
 ENGINE = Path(phonograph.__file__).parent
 

@@ -10,7 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from phonograph.errors import DeclarationError, PhonographError, PlanError
-from phonograph.graphs.config import (
+from phonograph.graphs.planning.kinds import BACKENDS, Value, shown
+from phonograph.graphs.planning.resolve import PhasePlan, Plan
+from phonograph.graphs.planning.resolve import resolve as resolve_phases
+from phonograph.graphs.planning.rules import RULES, Change, Facts, Rule, View
+from phonograph.graphs.planning.settings import (
     PHASE_FIELDS,
     PLAN_FIELDS,
     Ask,
@@ -20,10 +24,6 @@ from phonograph.graphs.config import (
     PhaseDefaults,
     ask,
 )
-from phonograph.graphs.kinds import BACKENDS, Value, shown
-from phonograph.graphs.resolve import PhasePlan, Plan
-from phonograph.graphs.resolve import resolve as resolve_phases
-from phonograph.graphs.rules import RULES, Change, Facts, Rule, View
 from phonograph.numbers import MAX_WHOLE
 from plans import PHASES, SETTINGS, resolve
 

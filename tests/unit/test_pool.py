@@ -12,7 +12,7 @@ import torch
 
 from phonograph.devices import Device, EmulatedDevice
 from phonograph.errors import DeclarationError, LoadError
-from phonograph.graphs.pool import BufferPool, Lease
+from phonograph.graphs.inputs.pool import BufferPool, Lease
 from phonograph.sizes import next_power_of_two
 
 CPU = torch.device("cpu")

@@ -10,16 +10,16 @@ import torch
 
 from phonograph import LLM
 from phonograph.devices import open_device
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import TensorInfo, expected_shapes
+from phonograph.engine.checkpoints.loading import load_model, load_weights
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.kernels.reference import ReferenceKernels
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.interface import Model, ModelParts
-from phonograph.engine.models.loading import load_model, load_weights
 from phonograph.engine.models.registry import family_of
 from phonograph.engine.models.value_range import ValueRange, value_range
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.precision import MOST_IN_FLOAT16, precision_for
 from phonograph.errors import PlanError

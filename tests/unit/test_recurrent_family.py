@@ -14,25 +14,25 @@ import torch
 from torch.nn import functional
 
 from phonograph import LLM, Device, EngineOptions, PlanError, SamplingParams, verify
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.attention.reference import ReferenceAttention
 from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.cache.prefix_cache import STATE_BY_ROW
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
-from phonograph.engine.executor import Executor
-from phonograph.engine.kernels.reference import ReferenceKernels
-from phonograph.engine.kvcache.prefix_cache import STATE_BY_ROW
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models import dense
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.interface import Hidden, ModelParts
 from phonograph.engine.models.registry import ARCHITECTURES, Architecture
 from phonograph.engine.models.value_range import value_range
-from phonograph.engine.request import Request
-from phonograph.engine.sampler import TorchSampler
-from phonograph.engine.scheduler import Scheduler
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.layers.reference import ReferenceKernels
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.requests.request import Request
+from phonograph.engine.sampling.sampler import TorchSampler
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.state.column import Column, Form, TrialRows, Writer
-from phonograph.graphs.config import ask
+from phonograph.graphs.planning.settings import ask
 
 DECAY = 0.75
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

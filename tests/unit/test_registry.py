@@ -13,10 +13,10 @@ import torch
 
 from phonograph.devices import Device, EmulatedDevice, open_device
 from phonograph.errors import DeclarationError, LoadError
-from phonograph.graphs.buffers import LoadMode, Registry
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.pool import BufferPool
-from phonograph.graphs.slots import Pad, Slot
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.inputs.registry import LoadMode, Registry
+from phonograph.graphs.inputs.slot import Pad, Slot
 from registries import GARBAGE, WIDE, as_kind, by_hand, floats, ints, registry, spoil, tokens
 
 

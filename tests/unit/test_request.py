@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phonograph.engine.request import FinishReason, Request, SamplingParams
+from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.errors import PhonographError, RequestError
 
 

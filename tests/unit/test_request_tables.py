@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from phonograph import DeclarationError, Device, EmulatedDevice
-from phonograph.engine.request import MAX_BIASED, Request, SamplingParams
+from phonograph.engine.requests.request import MAX_BIASED, Request, SamplingParams
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Chunk, Step
 from phonograph.engine.sampling.masks import mask
-from phonograph.engine.sequence import Sequence
 from phonograph.engine.state.column import Access, Column, Form, Group, TableSizes, TrialRows, Width, Writer
 from phonograph.engine.state.columns import CONSTRAINED, MASKS, PENALISED, PENALTIES, PLACE, SAMPLING
 from phonograph.engine.state.tables import RequestTables
 from phonograph.engine.state.updates import UpdateBuilder
-from phonograph.engine.step import Chunk, Step
 
 COLUMNS = (*PLACE, *SAMPLING, *PENALTIES, *MASKS)
 SIZES = TableSizes(max_seqs=4, vocab=300, max_pages=8)

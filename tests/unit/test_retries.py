@@ -16,15 +16,15 @@ import torch
 
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
-from phonograph.engine.executor import Executor
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import Request, SamplingParams
-from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.sequence import Sequence
-from phonograph.engine.step import Step
-from phonograph.graphs.config import ask
+from phonograph.engine.requests.request import Request, SamplingParams
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Step
+from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.graphs.planning.settings import ask
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ _ASKED = [
     ([11] * 9, _GREEDY),
     (list(range(100, 117)), replace(_GREEDY, logprobs=0, frequency_penalty=1.0)),
 ]
-_WATCHED = ("/phonograph/engine/", "/phonograph/devices/", "/phonograph/graphs/runner.py")
+_WATCHED = ("/phonograph/engine/", "/phonograph/devices/", "/phonograph/graphs/running/runner.py")
 _PATHS = [("cpu", "disabled"), ("emulated", "full"), ("emulated", "breakable")]
 _Site = tuple[str, int, str]
 """(file, first line, name) of a function."""

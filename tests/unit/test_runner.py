@@ -35,7 +35,7 @@ from phonograph import (
     graph_break,
     verify,
 )
-from phonograph.graphs.phase import sample_from
+from phonograph.graphs.phases.phase import sample_from
 from phonograph.graphs.progress import silent
 from runners import WIDTH, equal, make_runner, phase_plan, rows, sample_x, x_slot
 

@@ -15,10 +15,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from phonograph.engine.kernels.cpu_sampler import CpuSampler
-from phonograph.engine.native.library import library
-from phonograph.engine.penalties import Penalties, penalise
-from phonograph.engine.sampler import (
+from phonograph.engine.ops.native.library import library
+from phonograph.engine.requests.step import NOT_FINITE, NOTHING_ALLOWED
+from phonograph.engine.sampling.cpu import CpuSampler
+from phonograph.engine.sampling.penalties import Penalties, penalise
+from phonograph.engine.sampling.sampler import (
     Sampler,
     Sampling,
     SamplingRows,
@@ -27,7 +28,6 @@ from phonograph.engine.sampler import (
     gumbel,
     kept,
 )
-from phonograph.engine.step import NOT_FINITE, NOTHING_ALLOWED
 from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,7 +41,7 @@ def implementations() -> dict[str, Sampler]:
         with contextlib.suppress(DeviceError):
             found["cpu"] = CpuSampler(library())
     try:
-        from phonograph.engine.kernels.triton.sampler import TritonSampler
+        from phonograph.engine.sampling.triton.sampler import TritonSampler
     except ImportError:
         return found
     return {**found, "triton": TritonSampler()}

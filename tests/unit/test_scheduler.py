@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from phonograph.engine.limits import Limits
-from phonograph.engine.request import FinishReason, Request, SamplingParams
-from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.sequence import Sequence, State
-from phonograph.engine.step import Sampled, Step, Update
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
+from phonograph.engine.requests.sequence import Sequence, State
+from phonograph.engine.requests.step import Sampled, Step, Update
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.errors import PhonographError, PlanError, RequestError
 
 PACKAGE = Path(__file__).parents[2] / "src" / "phonograph"
@@ -577,6 +577,6 @@ package = types.ModuleType("phonograph")
 package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["phonograph"] = package
 sys.modules["torch"] = sys.modules["numpy"] = None
-import phonograph.engine.scheduler
+import phonograph.engine.scheduling.scheduler
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -19,20 +19,20 @@ from phonograph import LLM, EmulatedDevice, EngineOptions, SamplingParams, verif
 from phonograph.engine.cache.groups import CacheGroup, page_bytes
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
-from phonograph.engine.executor import Executor
-from phonograph.engine.limits import Limits
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.chain import chained
 from phonograph.engine.passes.decode import DecodeBatch, decode_pass
 from phonograph.engine.passes.prefill import PrefillBatch, prefill_pass
 from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PHASES, PREFILL, kept_by
-from phonograph.engine.request import Request
-from phonograph.engine.sampler import TorchSampler
-from phonograph.engine.scheduler import Scheduler
-from phonograph.graphs.config import ask
-from phonograph.graphs.resolve import resolve
-from phonograph.graphs.wrap import facts_of
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import Request
+from phonograph.engine.sampling.sampler import TorchSampler
+from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.graphs.graphed import facts_of
+from phonograph.graphs.planning.resolve import resolve
+from phonograph.graphs.planning.settings import ask
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (*range(20, 50), 4), (11,) * 9, tuple(range(100, 117))]

@@ -9,13 +9,13 @@ import torch
 
 from phonograph import EmulatedDevice
 from phonograph.engine.checkpoints import open_checkpoint
-from phonograph.engine.limits import Limits
-from phonograph.engine.readback import Picked, Readback
-from phonograph.engine.request import FinishReason, Request, SamplingParams
-from phonograph.engine.sampler import TopLogprobs
-from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.sequence import Sequence
-from phonograph.engine.step import NO_TOKEN, NOT_FINITE, Sampled, Step
+from phonograph.engine.passes.readback import Picked, Readback
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import NO_TOKEN, NOT_FINITE, Sampled, Step
+from phonograph.engine.sampling.sampler import TopLogprobs
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.text import StopStrings, TextReader
 from phonograph.errors import PhonographError, PlanError
 

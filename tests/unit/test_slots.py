@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from phonograph.errors import DeclarationError
-from phonograph.graphs.extent import Dim, Extent, check_dims, padded_sizes
-from phonograph.graphs.slots import Pad, Slot, check_known, check_slots, collect_dims
+from phonograph.graphs.inputs.extent import Dim, Extent, check_dims, padded_sizes
+from phonograph.graphs.inputs.slot import Pad, Slot, check_known, check_slots, collect_dims
 
 ZERO = Pad.fill(0)
 UNREAD = Pad.unread(because="attention stops at the length")

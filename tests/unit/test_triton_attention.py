@@ -12,15 +12,15 @@ from paged import DEVICE, LAUNCHES, Case, Heads, by_hand, case_of, poison_dead, 
 pytest.importorskip("triton")
 
 from phonograph.devices import Hardware
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.attention.launches import HOPPER, PLAIN, Launch, Launches, launches_for, pick
-from phonograph.engine.attention.reference import ReferenceAttention
-from phonograph.engine.attention.triton import TritonAttention
-from phonograph.engine.choices import overlap_on
-from phonograph.engine.kernels.base import Angles, Norm, RotatingAttention
-from phonograph.engine.kernels.base import Heads as KernelHeads
-from phonograph.engine.kernels.reference import ReferenceKernels
-from phonograph.engine.kernels.tuning import Overlap
+from phonograph.engine.kernel_selection import overlap_on
+from phonograph.engine.ops.attention.launches import HOPPER, PLAIN, Launch, Launches, launches_for, pick
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.attention.triton import TritonAttention
+from phonograph.engine.ops.kernels import Angles, Norm, RotatingAttention
+from phonograph.engine.ops.kernels import Heads as KernelHeads
+from phonograph.engine.ops.layers.reference import ReferenceKernels
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.ops.tuning import Overlap
 
 
 def attention(
@@ -247,7 +247,7 @@ class TestRotating:
 
     @pytest.mark.parametrize("splits", [1, 4])
     def test_many_sequences_are_found_by_row_too(self, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("phonograph.engine.attention.triton._MOST_ROTATED", 0)
+        monkeypatch.setattr("phonograph.engine.ops.attention.triton._MOST_ROTATED", 0)
         case = case_of(RAGGED, Heads(6, 2, 24), decode=True, padding=2)
         step = attention(programs=splits * 12).prepare(case.cache, rowwise(case.queries), 6)
         assert not isinstance(step, RotatingAttention)

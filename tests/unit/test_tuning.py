@@ -15,9 +15,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from phonograph.devices import open_device
-from phonograph.engine.kernels import tuning
-from phonograph.engine.kernels.candidates import candidates, variations
-from phonograph.engine.kernels.tuning import Choice, Product, Tuning, by_rule
+from phonograph.engine.ops import tuning
+from phonograph.engine.ops.layers.candidates import candidates, variations
+from phonograph.engine.ops.tuning import Choice, Product, Tuning, by_rule
 from phonograph.settings import cache_folder
 
 GPU = "NVIDIA Test"
@@ -134,7 +134,7 @@ def test_the_shipped_table_can_be_read() -> None:
 
 def test_the_fastest_is_chosen_and_what_fails_is_noted() -> None:
     pytest.importorskip("triton")
-    from phonograph.engine.kernels.triton.measuring import best, measure_all
+    from phonograph.engine.ops.triton.measuring import best, measure_all
 
     device = open_device("cuda" if torch.cuda.is_available() else "cpu")
     one, two = replace(ONE, dtype=torch.float32), Product("norm_gated", 2, 16, 16, torch.float32)
@@ -151,7 +151,7 @@ def test_the_fastest_is_chosen_and_what_fails_is_noted() -> None:
 
 def test_what_time_did_not_suffice_for_is_noted() -> None:
     pytest.importorskip("triton")
-    from phonograph.engine.kernels.triton.measuring import best, measure_all
+    from phonograph.engine.ops.triton.measuring import best, measure_all
 
     found = measure_all(open_device("cpu"), [(replace(ONE, dtype=torch.float32), VECTOR)], seconds=-1)
     assert [one.problem for one in found] == ["not measured: the -1 s were over"]

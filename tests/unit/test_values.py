@@ -12,10 +12,10 @@ import torch
 
 from phonograph.devices import EmulatedDevice
 from phonograph.errors import LoadError
-from phonograph.graphs.buffers import Registry
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.pool import BufferPool
-from phonograph.graphs.slots import Pad, Slot
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.inputs.registry import Registry
+from phonograph.graphs.inputs.slot import Pad, Slot
 
 INF = float("inf")
 

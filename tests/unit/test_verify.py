@@ -20,7 +20,7 @@ from phonograph import (
     graph_break,
     verify,
 )
-from phonograph.graphs.phase import sample_from
+from phonograph.graphs.phases.phase import sample_from
 from runners import WIDTH, equal, make_runner, rows, sample_x, x_slot
 
 

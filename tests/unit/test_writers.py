@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from phonograph.engine.generation import Delta, Usage
-from phonograph.engine.request import FinishReason
-from phonograph.engine.sequence import TokenLogprob as Logprob
+from phonograph.engine.process.generation import Delta, Usage
+from phonograph.engine.requests.request import FinishReason
+from phonograph.engine.requests.sequence import TokenLogprob as Logprob
 from phonograph.engine.text import Detokenizer, Tokenizer
-from phonograph.server.answers import FunctionCall
-from phonograph.server.logprobs import LogprobWriter
-from phonograph.server.tool_calls import ToolCallReader, for_template
-from phonograph.server.writers import BLOCK, ChatWriter, CompletionWriter, Head, split
+from phonograph.server.openai.logprobs import LogprobWriter
+from phonograph.server.openai.responses import FunctionCall
+from phonograph.server.openai.tool_calls import ToolCallReader, for_template
+from phonograph.server.openai.writers import BLOCK, ChatWriter, CompletionWriter, Head, split
 from server import tiny
 
 STOP = FinishReason.STOP

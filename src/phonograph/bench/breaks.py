@@ -12,11 +12,11 @@ from phonograph.bench.report import Row, Subject
 from phonograph.bench.setup import Bench
 from phonograph.bench.timing import device_seconds
 from phonograph.devices import Device
-from phonograph.graphs.breaks import break_graph
-from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.graphed import graphed
+from phonograph.graphs.inputs.slot import Slot
+from phonograph.graphs.phases.breaks import break_graph
+from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.progress import silent
-from phonograph.graphs.slots import Slot
-from phonograph.graphs.wrap import graphed
 
 SUBJECT = Subject(
     "breaks",

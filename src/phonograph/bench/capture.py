@@ -9,8 +9,8 @@ from phonograph.bench.figures import rounded
 from phonograph.bench.report import Subject
 from phonograph.bench.setup import Bench, row_of
 from phonograph.engine.options import EngineOptions
-from phonograph.graphs.capture_report import CaptureReport
 from phonograph.graphs.progress import silent
+from phonograph.graphs.recording.capture_report import CaptureReport
 
 SUBJECT = Subject(
     "capture",

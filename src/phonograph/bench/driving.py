@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from phonograph.bench.setup import greedy
 from phonograph.bench.workloads import Ids, Job
 from phonograph.engine.llm import LLM
-from phonograph.engine.request import Request
-from phonograph.engine.sequence import Sequence
-from phonograph.engine.step import Update
+from phonograph.engine.requests.request import Request
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Update
 from phonograph.errors import PhonographError
 
 

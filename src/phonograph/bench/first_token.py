@@ -47,7 +47,7 @@ def main() -> None:
     from phonograph.engine.llm import LLM
     from phonograph.engine.models.config import SHAPES
     from phonograph.engine.options import EngineOptions
-    from phonograph.engine.request import SamplingParams
+    from phonograph.engine.requests.request import SamplingParams
 
     parts.end("import phonograph")
     device = open_device(args.device)

@@ -17,10 +17,10 @@ from phonograph.bench.timing import host_seconds
 from phonograph.bench.workloads import Prompts
 from phonograph.devices import Device
 from phonograph.engine.options import EngineOptions
-from phonograph.graphs.buckets import Buckets
+from phonograph.graphs.graphed import graphed
+from phonograph.graphs.inputs.slot import Pad, Slot
+from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.progress import silent
-from phonograph.graphs.slots import Pad, Slot
-from phonograph.graphs.wrap import graphed
 
 SUBJECT = Subject(
     "host_time",

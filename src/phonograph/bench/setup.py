@@ -17,9 +17,9 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import PlanError
-from phonograph.graphs.config import ask
+from phonograph.graphs.planning.settings import ask
 
 T = TypeVar("T")
 EAGER = "eager"

@@ -12,7 +12,7 @@ from phonograph.graphs.progress import bar
 
 if TYPE_CHECKING:
     from phonograph.engine.llm import LLM
-    from phonograph.engine.request import SamplingParams
+    from phonograph.engine.requests.request import SamplingParams
 
 HELP = "talk to the model"
 

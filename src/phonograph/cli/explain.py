@@ -17,11 +17,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what the model is, and every setting of its phases with source and reason."""
     from phonograph.devices import open_device
-    from phonograph.engine.checkpoints.sampling import described
-    from phonograph.engine.choices import refuse_misfits
+    from phonograph.engine.checkpoints.generation_config import described
+    from phonograph.engine.execution.sizing import limits_for, plan_for
+    from phonograph.engine.kernel_selection import refuse_misfits
     from phonograph.engine.precision import precision_for
-    from phonograph.engine.request import SamplingParams
-    from phonograph.engine.sizing import limits_for, plan_for
+    from phonograph.engine.requests.request import SamplingParams
 
     spec = spec_from(args)
     checkpoint, device = spec.checkpoint(), open_device(args.device)

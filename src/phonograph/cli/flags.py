@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from phonograph import settings
 from phonograph.engine.passes.registry import PHASES
-from phonograph.graphs import flags as graph_flags
+from phonograph.graphs.planning import flags as graph_flags
 
 if TYPE_CHECKING:
-    from phonograph.engine.request import SamplingParams
-    from phonograph.engine.spec import EngineSpec
+    from phonograph.engine.process.arguments import EngineSpec
+    from phonograph.engine.requests.request import SamplingParams
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
     import torch
 
     from phonograph.engine.options import EngineOptions
-    from phonograph.engine.spec import EngineSpec
+    from phonograph.engine.process.arguments import EngineSpec
 
     options = EngineOptions(
         max_seqs=args.max_seqs,
@@ -103,7 +103,7 @@ def greedy_by_default(params: SamplingParams, recommended: SamplingParams) -> Sa
 
 def params_from(args: argparse.Namespace) -> SamplingParams:
     """The sampling parameters that the flags ask for."""
-    from phonograph.engine.request import SamplingParams
+    from phonograph.engine.requests.request import SamplingParams
 
     return SamplingParams(
         max_tokens=args.max_tokens,

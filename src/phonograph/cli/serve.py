@@ -17,7 +17,7 @@ from phonograph.errors import PlanError
 from phonograph.graphs.progress import bar
 
 if TYPE_CHECKING:
-    from phonograph.engine.async_llm import AsyncLLM
+    from phonograph.engine.process.async_llm import AsyncLLM
     from phonograph.server.options import ServerOptions
 
 log = logging.getLogger("phonograph")
@@ -66,13 +66,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         from phonograph.server import run as server
         from phonograph.server.app import create_app
-        from phonograph.server.metrics import Metrics
-        from phonograph.server.pages import PUBLIC_PATHS
-        from phonograph.server.watch import Watch
+        from phonograph.server.observe.metrics import Metrics
+        from phonograph.server.observe.status_page import PUBLIC_PATHS
+        from phonograph.server.observe.watch import Watch
     except ImportError as error:
         raise PlanError(f"serving needs {error.name}. Run: pip install 'phonograph[server]'") from None
-    from phonograph.engine.async_llm import AsyncLLM
-    from phonograph.engine.core_client import Restarts
+    from phonograph.engine.process.async_llm import AsyncLLM
+    from phonograph.engine.process.client import Restarts
 
     level = getattr(logging, args.log_level.upper())
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
-from phonograph.engine.admission import refuse_unknown_tokens
-from phonograph.engine.constraints import Constraint, GrammarCompiler
-from phonograph.engine.executor import Executor, Launched
-from phonograph.engine.request import FinishReason, Request
-from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.sequence import Sequence, TokenLogprob
-from phonograph.engine.step import Sampled, Step, TokenDetails, Update
+from phonograph.engine.execution.executor import Executor, Launched
+from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
+from phonograph.engine.requests.request import FinishReason, Request
+from phonograph.engine.requests.sequence import Sequence, TokenLogprob
+from phonograph.engine.requests.step import Sampled, Step, TokenDetails, Update
+from phonograph.engine.scheduling.admission import refuse_unknown_tokens
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.errors import RequestError
 
 log = logging.getLogger("phonograph")

@@ -16,30 +16,30 @@ from pathlib import Path
 from typing import Any
 
 from phonograph.devices import Device, open_device
-from phonograph.engine.admission import UNORDERED, refuse_unlike_prompts
-from phonograph.engine.attention.base import Attention
+from phonograph.engine.cache.prefix_cache import prefix_sharing
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
+from phonograph.engine.checkpoints.generation_config import described
+from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.checkpoints.sampling import described
-from phonograph.engine.choices import attention_for, kernels_for, sampler_for
 from phonograph.engine.core import EngineCore
-from phonograph.engine.executor import Executor
-from phonograph.engine.kvcache.prefix_cache import prefix_sharing
+from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
+from phonograph.engine.kernel_selection import attention_for, kernels_for, sampler_for
 from phonograph.engine.models.interface import Model, ModelParts
-from phonograph.engine.models.loading import load_model
 from phonograph.engine.models.value_range import value_range
+from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.precision import precision_for
-from phonograph.engine.request import FinishReason, Request, SamplingParams
-from phonograph.engine.scheduler import Scheduler
-from phonograph.engine.sequence import Sequence, TokenLogprob
-from phonograph.engine.sizing import cache_size, limits_for, plan_for, with_pages
+from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
+from phonograph.engine.requests.sequence import Sequence, TokenLogprob
+from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CheckpointError, RequestError
-from phonograph.graphs.config import Ask, Asked
+from phonograph.graphs.planning.settings import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
 
 log = logging.getLogger("phonograph")

@@ -12,10 +12,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.errors import PhonographError
-from phonograph.server.access import CorsGuard, HostGuard, KeyGuard
-from phonograph.server.answers import (
+from phonograph.server.http.access import CorsGuard, HostGuard, KeyGuard
+from phonograph.server.http.failures import ApiError, respond
+from phonograph.server.openai.api import Api
+from phonograph.server.openai.requests import ChatAsk, CompletionAsk, DetokenizeAsk, TokenizeAsk
+from phonograph.server.openai.responses import (
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -25,9 +28,6 @@ from phonograph.server.answers import (
     Models,
     Tokenized,
 )
-from phonograph.server.api import Api
-from phonograph.server.asks import ChatAsk, CompletionAsk, DetokenizeAsk, TokenizeAsk
-from phonograph.server.failures import ApiError, respond
 from phonograph.server.openapi import Operation, document
 from phonograph.server.options import ServerOptions
 

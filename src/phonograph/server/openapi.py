@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 import phonograph
-from phonograph.server.failures import ErrorBody
+from phonograph.server.http.failures import ErrorBody
 
 
 @dataclass(frozen=True)

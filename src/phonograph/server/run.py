@@ -16,10 +16,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.errors import CoreError, PlanError
 from phonograph.graphs.progress import Progress, silent
-from phonograph.server.guard import Door, GuardedProtocol, room_for_connections
+from phonograph.server.http.guard import Door, GuardedProtocol, room_for_connections
 from phonograph.server.options import ServerOptions
 
 log = logging.getLogger("phonograph")

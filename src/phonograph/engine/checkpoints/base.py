@@ -12,7 +12,7 @@ import torch
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.registry import family_of
 from phonograph.engine.models.tensors import Shape
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from phonograph.engine.checkpoints import sampling
+from phonograph.engine.checkpoints import generation_config as sampling
 from phonograph.engine.checkpoints.base import TensorInfo, check_tensors, refuse_missing_layers
 from phonograph.engine.checkpoints.gguf_header import GgufHeader, StoredTensor
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.registry import config_from_gguf, family_of
 from phonograph.engine.models.rope_scaling import FactorsRope
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError

@@ -13,7 +13,7 @@ from phonograph.engine.checkpoints.base import TensorInfo
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.registry import family_of
 from phonograph.engine.models.tensors import ModelTensor
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import CheckpointError
 
 STD = 0.02

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from phonograph.engine.checkpoints import sampling
+from phonograph.engine.checkpoints import generation_config as sampling
 from phonograph.engine.checkpoints.base import TensorInfo, check_tensors, refuse_missing_layers
+from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig, known_ids
-from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.registry import config_from_hf, family_of
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError

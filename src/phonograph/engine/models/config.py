@@ -10,8 +10,8 @@ from typing import NoReturn, Self
 
 import torch
 
+from phonograph.engine.json_fields import Fields
 from phonograph.engine.models import features, rope_scaling
-from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.rope_scaling import RopeScaling
 from phonograph.errors import CheckpointError
 from phonograph.numbers import is_whole

@@ -7,14 +7,14 @@ from typing import Self
 
 import torch
 
-from phonograph.engine.attention.base import Attention, Queries
-from phonograph.engine.attention.prepared import PreparedAttention
 from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
-from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Places
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Hidden
+from phonograph.engine.ops.attention.prepared import PreparedAttention
+from phonograph.engine.ops.kernels import Angles, Heads, Kernels, Norm, Places
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
+from phonograph.engine.ops.queries import Attention, Queries
 from phonograph.engine.state.column import Column
 
 PIECE = 2048

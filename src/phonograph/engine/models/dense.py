@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from phonograph.engine.kernels.base import Heads, Norm
+from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.decoder import Decoder, LayerWeights, Weights
-from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.interface import ModelParts
 from phonograph.engine.models.rope import rope_table
 from phonograph.engine.models.tensors import ModelTensor, ModelWeights
+from phonograph.engine.ops.kernels import Heads, Norm
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection
 
-from phonograph.engine.models.fields import Fields
+from phonograph.engine.json_fields import Fields
 from phonograph.errors import CheckpointError
 from phonograph.numbers import is_number
 

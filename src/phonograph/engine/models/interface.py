@@ -8,13 +8,13 @@ from typing import Protocol, Self
 
 import torch
 
-from phonograph.engine.attention.base import Attention, Queries
 from phonograph.engine.cache.groups import CacheGroup, Kept
-from phonograph.engine.kernels.base import Kernels
+from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig
-from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.tensors import ModelTensor, ModelWeights
+from phonograph.engine.ops.kernels import Kernels
 from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.queries import Attention, Queries
 from phonograph.engine.state.column import Column
 
 

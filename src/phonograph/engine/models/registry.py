@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from phonograph.engine.json_fields import Fields
 from phonograph.engine.models import dense
 from phonograph.engine.models.config import ModelConfig
-from phonograph.engine.models.fields import Fields
 from phonograph.engine.models.interface import Family
 from phonograph.errors import CheckpointError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.engine.kernels.base import Angles
 from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.ops.kernels import Angles
 
 
 def rope_table(config: ModelConfig, length: int, device: torch.device) -> Angles:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.engine.models.fields import Fields
+from phonograph.engine.json_fields import Fields
 from phonograph.errors import CheckpointError
 
 log = logging.getLogger("phonograph")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from phonograph.devices import Device
-from phonograph.engine.attention.base import Queries, Span
 from phonograph.engine.cache.groups import CacheGroup, PagedCache
-from phonograph.engine.kernels.base import Angles, Heads, Kernels, Norm, Op, Places
 from phonograph.engine.models.interface import Model
 from phonograph.engine.ops import projections
+from phonograph.engine.ops.kernels import Angles, Heads, Kernels, Norm, Op, Places
 from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.queries import Queries, Span
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.tables import RequestTables
 from phonograph.sizes import ceil_div

@@ -1,1 +1,1 @@
-"""Operations of a layer: matrices, and projections with them."""
+"""Operations of a layer: protocols of attention and kernels, matrices, and implementations for every device."""

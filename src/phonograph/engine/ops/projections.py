@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.engine.kernels import reference
-from phonograph.engine.kernels.base import Kernels, Norm
+from phonograph.engine.ops.kernels import Kernels, Norm
+from phonograph.engine.ops.layers import reference
 from phonograph.engine.ops.matrix import Matrix
 
 

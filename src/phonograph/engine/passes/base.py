@@ -8,18 +8,18 @@ from functools import cached_property
 from typing import Any
 
 from phonograph.engine.cache.groups import CacheGroup
-from phonograph.engine.limits import Limits
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.registry import PassDeclaration
+from phonograph.engine.passes.sample_batches import Trials
 from phonograph.engine.passes.sampling_tail import SamplingTail
-from phonograph.engine.sampler import Sampler
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.step import Step
+from phonograph.engine.sampling.sampler import Sampler
 from phonograph.engine.state.tables import RequestTables
-from phonograph.engine.step import Step
-from phonograph.engine.trials import Trials
-from phonograph.graphs import phase
-from phonograph.graphs.axes import Axis
-from phonograph.graphs.extent import Dim
-from phonograph.graphs.slots import Slot
+from phonograph.graphs.inputs.extent import Dim
+from phonograph.graphs.inputs.slot import Slot
+from phonograph.graphs.phases import phase
+from phonograph.graphs.phases.axes import Axis
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.limits import Limits
+from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import DECODE
 from phonograph.engine.passes.sampling_tail import SAMPLING, SamplingNeeds, needs_of
-from phonograph.engine.readback import Picked
-from phonograph.engine.sequence import Sequence
-from phonograph.engine.step import Step
-from phonograph.graphs.extent import Extent
-from phonograph.graphs.slots import Pad, Slot
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Step
+from phonograph.graphs.inputs.extent import Extent
+from phonograph.graphs.inputs.slot import Pad, Slot
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.decode import DecodeBatch, DecodeBody, rows_slot
 from phonograph.engine.passes.registry import HEARTBEAT
 from phonograph.engine.passes.sampling_tail import SamplingNeeds
-from phonograph.graphs.extent import Extent
+from phonograph.graphs.inputs.extent import Extent
 
 
 def heartbeat_pass(parts: PassParts) -> Pass:

@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from phonograph.engine.attention.apart import ApartAttention
-from phonograph.engine.attention.base import Queries, Span
-from phonograph.engine.attention.gaps import GapAttention
-from phonograph.engine.limits import Limits
+from phonograph.engine.ops.attention.apart import ApartAttention
+from phonograph.engine.ops.attention.gaps import GapAttention
+from phonograph.engine.ops.queries import Queries, Span
 from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import PREFILL, PassDeclaration
 from phonograph.engine.passes.rounds import Rounds, joined
 from phonograph.engine.passes.sampling_tail import SamplingNeeds, needs_of
-from phonograph.engine.readback import Picked
-from phonograph.engine.step import Step
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.step import Step
 from phonograph.errors import DeclarationError
-from phonograph.graphs.context import Stage, current
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.slots import Pad, Slot
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.slot import Pad, Slot
+from phonograph.graphs.phases.context import Stage, current
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from phonograph.graphs.config import KNOWN_PHASES, PhaseDefaults
+from phonograph.graphs.planning.settings import KNOWN_PHASES, PhaseDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,11 +6,11 @@ from typing import Protocol
 
 import torch
 
-from phonograph.engine.attention.base import Queries
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.sampling_tail import SamplingNeeds
-from phonograph.engine.readback import Picked
-from phonograph.engine.sampler import TopLogprobs
-from phonograph.engine.step import NO_TOKEN
+from phonograph.engine.requests.step import NO_TOKEN
+from phonograph.engine.sampling.sampler import TopLogprobs
 
 
 class Rounds(Protocol):

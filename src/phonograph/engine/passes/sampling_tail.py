@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from phonograph.engine.attention.base import Queries
-from phonograph.engine.kernels.base import Kernels
-from phonograph.engine.penalties import Penalties, count_tokens, penalise
-from phonograph.engine.readback import Picked
-from phonograph.engine.request import MAX_LOGPROBS
-from phonograph.engine.sampler import Sampler, Sampling, few_threads, level_of
+from phonograph.engine.ops.kernels import Kernels
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.passes.readback import Picked
+from phonograph.engine.requests.request import MAX_LOGPROBS
+from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.sampling.masks import mask
-from phonograph.engine.sequence import Sequence
+from phonograph.engine.sampling.penalties import Penalties, count_tokens, penalise
+from phonograph.engine.sampling.sampler import Sampler, Sampling, few_threads, level_of
 from phonograph.engine.state.tables import RequestTables
-from phonograph.graphs.axes import Axis
+from phonograph.graphs.phases.axes import Axis
 
 _ROWS = 32
 

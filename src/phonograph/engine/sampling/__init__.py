@@ -1,1 +1,1 @@
-"""Arithmetic between logits and the sampler."""
+"""Sampling: from logits to tokens; penalties, masks, and samplers in torch, C++ and Triton."""

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from phonograph.engine.request import SamplingParams
-from phonograph.engine.sequence import Sequence
-from phonograph.engine.step import Step
+from phonograph.engine.requests.request import SamplingParams
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Step
 from phonograph.errors import DeclarationError
-from phonograph.graphs.values import numpy_dtype
+from phonograph.graphs.inputs.values import numpy_dtype
 from phonograph.sizes import ceil_div
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from phonograph.engine.request import MAX_BIASED
+from phonograph.engine.requests.request import MAX_BIASED
 from phonograph.engine.state.column import Access, Array, Column, Entry, Form, Group, TrialRows, Width, Writer
 
 _LARGEST = 2**31 - 1

@@ -16,9 +16,9 @@ from phonograph.devices import Device
 from phonograph.engine.state.column import Access, Array, Column, Form, Group, TableSizes, TrialRows, Writer
 from phonograph.engine.state.updates import TableUpdates, Write
 from phonograph.errors import DeclarationError, allocating
-from phonograph.graphs.buffers import LoadCounts, LoadMode, Registry
-from phonograph.graphs.extent import Dim, Extent
-from phonograph.graphs.slots import Pad, Slot
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.registry import LoadCounts, LoadMode, Registry
+from phonograph.graphs.inputs.slot import Pad, Slot
 from phonograph.sizes import next_power_of_two, round_up
 
 _ALIGNMENT = 16

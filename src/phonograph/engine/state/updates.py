@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.engine.sequence import Sequence
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Step
 from phonograph.engine.state.column import Array, Column, Entry, Form, Group, TableSizes, Writer
-from phonograph.engine.step import Step
 from phonograph.errors import DeclarationError
-from phonograph.graphs.values import numpy_dtype
+from phonograph.graphs.inputs.values import numpy_dtype
 
 Pairs = tuple[Array, Array]
 """Places in a column whose rows lie one after the other (row · width + index), and what is written there."""

@@ -14,7 +14,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from phonograph.engine.models.fields import Fields
+from phonograph.engine.json_fields import Fields
 from phonograph.engine.text.side_files import SideFiles
 from phonograph.errors import CheckpointError, RequestError
 

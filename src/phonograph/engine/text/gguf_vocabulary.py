@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from phonograph.engine.models.fields import Fields
+from phonograph.engine.json_fields import Fields
 from phonograph.errors import CheckpointError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4

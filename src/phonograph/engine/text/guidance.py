@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from phonograph.engine.request import GrammarSpec
+from phonograph.engine.requests.request import GrammarSpec
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import RequestError
 

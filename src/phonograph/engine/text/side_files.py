@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from phonograph.engine.models.fields import Fields
+from phonograph.engine.json_fields import Fields
 from phonograph.errors import CheckpointError
 
 log = logging.getLogger("phonograph")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from phonograph.engine.request import SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import RequestError
 

@@ -1,0 +1,111 @@
+"""Rows of the device tables with the pages that they list: who has one, and when it may go to the next."""
+
+from __future__ import annotations
+
+from collections.abc import KeysView
+
+from phonograph.engine.cache.reservations import Reservations
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import PageUpdate
+from phonograph.errors import PhonographError
+
+
+class Rows:
+    """Seats sequences in rows 1..max_seqs, and retires them late.
+
+    A sequence that leaves keeps row and pages until the last step launched with it is committed: a step in flight reads
+    and writes them, whatever the host has decided since.
+    """
+
+    def __init__(self, limits: Limits, *, prefix_cache: bool) -> None:
+        self.reservations = Reservations(limits, prefix_cache=prefix_cache)
+        self.num_changes = 0
+        """Grows whenever pages come free or can be shared; while it stands still, what did not fit does not fit."""
+        self._max_seqs = limits.max_seqs
+        self._free = list(range(limits.max_seqs, 0, -1))
+        self._seated: dict[int, Sequence] = {}
+        self._leaving: dict[Sequence, None] = {}
+        self._untabled: dict[Sequence, None] = {}
+        """Sequences with pages that the device tables don't know yet."""
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._seated
+
+    @property
+    def leaving(self) -> KeysView[Sequence]:
+        """Those who keep their row and pages only until their last step is committed."""
+        return self._leaving.keys()
+
+    def seat(self, sequence: Sequence) -> bool:
+        """Give a free row, and pages for all known tokens; False, and nothing given, if the pages are short."""
+        if not self.reservations.admit(sequence):
+            return False
+        sequence.row = self._free.pop()
+        self._seated[sequence.row] = sequence
+        self._untabled[sequence] = None
+        return True
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Give pages for the next step and the reserve; False if the next step has no room."""
+        fits = self.reservations.extend(sequence)
+        if sequence.num_tabled < len(sequence.pages):
+            self._untabled[sequence] = None
+        return fits
+
+    def keep(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others share the full pages of the first `num_tokens`, which committed steps have written."""
+        self.reservations.keep(sequence, num_tokens)
+        self.num_changes += 1
+
+    def leave(self, sequence: Sequence, committed: int) -> bool:
+        """Take row and pages back if no step after `committed` uses them, else later; whether it happened now."""
+        if sequence.last_step > committed:
+            self._leaving[sequence] = None
+            return False
+        self._release(sequence)
+        return True
+
+    def retire(self, committed: int) -> list[Sequence]:
+        """Take row and pages back from those whose last step is committed by now."""
+        gone = [sequence for sequence in self._leaving if sequence.last_step <= committed]
+        for sequence in gone:
+            self._release(sequence)
+        return gone
+
+    def page_updates(self) -> tuple[PageUpdate, ...]:
+        """What the device tables don't know yet; each page is told once."""
+        if not self._untabled:
+            return ()
+        updates: list[PageUpdate] = []
+        for sequence in self._untabled:
+            row, first = sequence.row, sequence.num_tabled
+            updates += [(row, index, page) for index, page in enumerate(sequence.pages[first:], first)]
+            sequence.num_tabled = len(sequence.pages)
+        self._untabled.clear()
+        return tuple(updates)
+
+    def check(self) -> None:
+        """Raise if a row or a reference to a page is lost; changes nothing."""
+        rows = sorted([*self._free, *self._seated])
+        if rows != list(range(1, self._max_seqs + 1)):
+            raise PhonographError(
+                f"integrity of the rows: free and taken ones must be 1 to {self._max_seqs}, each once; found {rows}."
+            )
+        stuck = [seq for seq in self._seated.values() if seq.finish is not None and seq not in self._leaving]
+        if stuck:
+            raise PhonographError(f"integrity of the rows: finished, and yet nothing takes their row back: {stuck}.")
+        self.reservations.check(self._seated.values())
+
+    def _release(self, sequence: Sequence) -> None:
+        self._leaving.pop(sequence, None)
+        self.reservations.release(sequence)
+        del self._seated[sequence.row]
+        self._free.append(sequence.row)
+        sequence.row = 0
+        self.num_changes += 1

@@ -1,0 +1,1 @@
+"""Execution: from planned steps to forward passes, and how large they may be."""

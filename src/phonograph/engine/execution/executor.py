@@ -1,0 +1,227 @@
+"""Runs the steps that the scheduler plans: every forward pass goes through a runner of the graph layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from phonograph.devices import Device, Fence
+from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.models.interface import Model
+from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.readback import Pending, Picked, Readback
+from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.step import Sampled, Step
+from phonograph.engine.sampling.sampler import Sampler
+from phonograph.engine.state.column import TableSizes
+from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
+from phonograph.engine.state.tables import RequestTables
+from phonograph.engine.state.updates import UpdateBuilder
+from phonograph.errors import DeclarationError, PhonographError, PlanError, allocating
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.phases.decisions import Replay
+from phonograph.graphs.phases.phase import Phase
+from phonograph.graphs.phases.selection import select
+from phonograph.graphs.planning.resolve import PhasePlan, Plan
+from phonograph.graphs.progress import Progress, bar
+from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.running.runner import Runner, RunnerOptions, buckets_for
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way; its results come to the host meanwhile."""
+
+    step: Step
+    phase: str
+    path: str
+    """`replay` or `eager`."""
+    begun: Fence
+    pending: Pending
+
+
+class Executor:
+    """Owns the KV cache, the request tables and one runner per pass."""
+
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        device: Device,
+        plan: Plan,
+        limits: Limits,
+        *,
+        passes: Sequence[PassDeclaration] = PASSES,
+        eager_copies: bool = False,
+        largest_only: bool = False,
+    ) -> None:
+        """With `largest_only`, just the largest recording of each kind is made: to see how much memory they take."""
+        self.device = device
+        self.limits = limits
+        self.model = model
+        self.vocab = model.config.vocab
+        _check_state(model, limits)
+        with allocating(
+            f"a KV cache of {limits.capacity:,} tokens", "Lower cache_tokens, or max_seqs if it is not set."
+        ):
+            self.cache = CacheGroup.empty(
+                model.keeps, limits.num_pages, limits.page_size, dtype=model.dtype, device=device.torch_device
+            )
+            beside = {one.name: self.cache.beside(one.keeps(model)) for one in passes if one.keeps is not None}
+        sizes = TableSizes(limits.max_seqs, self.vocab, -(-limits.num_positions // limits.page_size))
+        own = [*model.columns, *(column for one in passes for column in one.columns())]
+        self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS, *own), sizes)
+        by_row = {column.name: self.tables[column.name] for column in model.columns}
+        self.cache = replace(self.cache, by_row=by_row) if by_row else self.cache
+        self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+        """Time on the device by phase and path; grows as results are read."""
+        plans = {one.name: _within(plan.phase(one.name), one.limit(limits)) for one in passes}
+        parts = PassParts(model, sampler, self.tables, self.cache, beside, limits)
+        self.passes = {one.name: one.make(parts, plans[one.name].backend) for one in passes}
+        for one in self.passes.values():
+            _check(one, limits)
+            if one.picks_in_recording and plans[one.name].backend != "disabled":
+                self.tables.make_all()
+        phases = {name: one.phase() for name, one in self.passes.items()}
+        self.num_recordings = sum(_num_recordings(phases[name], plans[name]) for name in phases)
+        if largest_only:
+            plans = {name: _largest(plans[name], phases[name].bucketed) for name in plans}
+        self.runners = self._new_runners(phases, plans, _options(plan, eager_copies))
+        self._updates = UpdateBuilder(self.tables.columns, self.tables.sizes)
+        depth = limits.max_ahead + 2
+        with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
+            self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
+        self._begun = [device.fence(timed=True) for _ in range(depth)]
+        self._num_launched = 0
+
+    def _new_runners(
+        self, phases: Mapping[str, Phase], plans: Mapping[str, PhasePlan], options: RunnerOptions
+    ) -> dict[str, Runner]:
+        pool, memory = BufferPool(self.device), self.device.new_pool()
+        # What nobody's request is in is no batch that must have a graph.
+        lenient = replace(options, strict=False)
+        by_name = {name: options if one.declared.serves else lenient for name, one in self.passes.items()}
+        return {
+            name: Runner(phase, self.device, plans[name], pool=pool, memory=memory, options=by_name[name])
+            for name, phase in phases.items()
+        }
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress | None = None) -> list[CaptureReport]:
+        """Record all phases, the largest first: the others find room in the memory that it leaves."""
+        largest = sorted(self.runners.values(), key=lambda runner: -runner.buckets.largest if runner.buckets else 0)
+        shown = progress if progress is not None else bar()
+        with ExitStack() as stack:
+            records = [stack.enter_context(runner.warmed(shown)) for runner in largest]
+            return [record() for record in records]
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Bring the tables up to date, start the forward pass, and the way back of what it samples."""
+        begun = self._begun[self._num_launched % len(self._begun)]
+        self._num_launched += 1
+        begun.record()
+        self._update_tables(step)
+        runner = self.runners[step.pass_name]
+        picked = self._run(runner, step)
+        path = "replay" if isinstance(runner.last, Replay) else "eager"
+        return Launched(step, runner.phase.name, path, begun, self._readback.start(picked))
+
+    @torch.inference_mode()
+    def put_back(self, step: Step) -> None:
+        """Undo what a step that raised has written to the tables, from what the host knows of its sequences.
+
+        All steps before it must be committed. Keys and values are written again as they were; what the model keeps by
+        row is not known to the host, so that only a sequence that begins can be put back.
+        """
+        if self.model.columns and (step.decodes or any(chunk.start for chunk in step.prefills)):
+            raise PhonographError(
+                "the step raised, and what the model keeps of the sequence by row can't be put back. Ask again."
+            )
+        self.tables.apply(self._updates.undone(step))
+
+    def collect(self, launched: Launched) -> Sampled:
+        """What a step sampled; waits for the device."""
+        sampled = launched.pending.wait()
+        self.device_seconds[launched.phase, launched.path] += launched.pending.fence.seconds_since(launched.begun)
+        return sampled
+
+    @torch.inference_mode()
+    def heartbeat(self) -> None:
+        """A pass without requests; raises if the device does not answer."""
+        self._run(self.runners[HEARTBEAT.name], _NO_REQUESTS)
+        self.device.synchronize()
+
+    def _run(self, runner: Runner, step: Step) -> Picked:
+        chosen = self.passes[step.pass_name]
+        if chosen.is_steady(step) and runner.can_repeat:
+            # The tables have all that changes from step to step, so the buffers need no load.
+            return _picked(runner.repeat())
+        return _picked(runner.run(chosen.batch(step)))
+
+    def _update_tables(self, step: Step) -> None:
+        updates = self._updates.build(step)
+        if updates is not None:
+            self.tables.apply(updates)
+
+
+_NO_REQUESTS = Step(0, (), (), (), pass_name=HEARTBEAT.name)
+
+
+def _options(plan: Plan, eager_copies: bool) -> RunnerOptions:
+    return RunnerOptions(
+        outputs="view",
+        strict=plan.graphs == "strict",
+        debug=plan.debug,
+        collect_garbage=plan.gc,
+        eager_copies=eager_copies,
+        profile=plan.profile,
+    )
+
+
+def _check_state(model: Model, limits: Limits) -> None:
+    """Refuse rounds for a model that can't take tokens back."""
+    if model.columns and limits.tokens_per_row > 1:
+        names = ", ".join(column.name for column in model.columns)
+        raise PlanError(
+            f"the model keeps state by row ({names}), from which no token can be taken back, and "
+            f"limits.tokens_per_row is {limits.tokens_per_row}. Decode one token a step."
+        )
+
+
+def _check(one: Pass, limits: Limits) -> None:
+    """Refuse a pass that computes another number of tokens for a row that decodes than the scheduler counts."""
+    if one.declared.serves and one.tokens_per_row not in (None, limits.tokens_per_row):
+        raise DeclarationError(
+            f"the pass {one.name!r} computes {one.tokens_per_row} tokens a row, and limits.tokens_per_row is "
+            f"{limits.tokens_per_row}. Give the executor a pass of that width."
+        )
+
+
+def _picked(outputs: object) -> Picked:
+    assert isinstance(outputs, Picked)
+    return outputs
+
+
+def _num_recordings(phase: Phase, plan: PhasePlan) -> int:
+    buckets = buckets_for(plan, phase.bucketed)
+    if buckets is None or plan.backend == "disabled":
+        return 0
+    return len(select(phase, buckets, plan.max_recordings).keys)
+
+
+def _largest(plan: PhasePlan, bucketed: str) -> PhasePlan:
+    buckets = buckets_for(plan, bucketed)
+    return plan if buckets is None else replace(plan, buckets=(buckets.largest,))
+
+
+def _within(plan: PhasePlan, limit: int) -> PhasePlan:
+    """The phase's plan, with the engine's limit where nothing else says how far buckets go."""
+    if plan.backend == "disabled" or plan.buckets is not None or (plan.limit is not None and plan.limit <= limit):
+        return plan
+    return replace(plan, limit=limit)

@@ -1,0 +1,130 @@
+"""Which attention and which kernels serve a device best, unless one is asked for."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from phonograph.devices import Device, Hardware
+from phonograph.engine.ops.attention.cpu import CpuAttention
+from phonograph.engine.ops.attention.flashinfer import FlashInferAttention
+from phonograph.engine.ops.attention.launches import launches_for
+from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.kernels import Kernels
+from phonograph.engine.ops.layers.cpu import CpuKernels
+from phonograph.engine.ops.layers.reference import ReferenceKernels
+from phonograph.engine.ops.native.library import Library, library
+from phonograph.engine.ops.queries import Attention
+from phonograph.engine.ops.tuning import Overlap
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.registry import PASSES
+from phonograph.engine.sampling.cpu import CpuSampler
+from phonograph.engine.sampling.sampler import Sampler, TorchSampler
+from phonograph.errors import DeviceError, PlanError
+from phonograph.graphs.planning.resolve import Plan
+from phonograph.graphs.progress import Progress, silent
+
+log = logging.getLogger("phonograph")
+
+
+def _default(device: Device, plan: Plan) -> str:
+    if device.torch_device.type == "cuda":
+        return "triton"
+    return "cpu" if device.torch_device.type == "cpu" and not plan.is_recorded else "reference"
+
+
+def _native(asked: str | None, best: str, what: str, progress: Progress) -> Library | DeviceError:
+    """The C++ kernels, or why they can't be had where nobody asked for them."""
+    if best != "cpu":
+        raise PlanError(f"{what}='cpu' serves a CPU on which nothing is recorded. Leave it out, or say device='cpu'.")
+    try:
+        return library(progress)
+    except DeviceError as error:
+        if asked is not None:
+            raise
+        return error
+
+
+def attention_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Attention:
+    """The attention that was asked for, or the one that the device and the plan are best served by."""
+    best = _default(device, plan)
+    name = options.attention or best
+    if name == "cpu":
+        found = _native(options.attention, best, "attention", progress)
+        return ReferenceAttention() if isinstance(found, DeviceError) else CpuAttention(found)
+    if name == "reference":
+        return ReferenceAttention()
+    refuse_misfits(device, options, plan)
+    try:
+        from phonograph.engine.ops.attention.triton import TritonAttention
+    except ImportError:
+        raise DeviceError(f"attention={name!r} needs Triton. Run: pip install triton") from None
+    attention = TritonAttention(launches_for(device.hardware), overlap=overlap_on(device.hardware))
+    return FlashInferAttention(device, attention) if name == "flashinfer" else attention
+
+
+def refuse_misfits(device: Device, options: EngineOptions, plan: Plan) -> None:
+    """Refuse implementations that the device, the dtype or the plan can't have."""
+    on = device.torch_device.type
+    for name in ("attention", "kernels"):
+        asked = getattr(options, name)
+        if asked in ("triton", "flashinfer") and on == "cpu":
+            raise PlanError(f"{name}={asked!r} needs a GPU, and this is a CPU. Leave it out.")
+    if options.attention != "flashinfer":
+        return
+    if on != "cuda":
+        raise PlanError(f"attention='flashinfer' needs an NVIDIA GPU, not {on}. Leave it out.")
+    if options.dtype not in (None, torch.bfloat16, torch.float16):
+        raise PlanError(
+            f"attention='flashinfer' takes bfloat16 or float16, not {options.dtype}. Leave one of them out."
+        )
+    for name in (declared.name for declared in PASSES if declared.is_ragged):
+        if plan.phase(name).backend == "full":
+            raise PlanError(
+                "attention='flashinfer' plans every prompt on the host, which one graph can't hold. "
+                f"Ask for {name}.backend='breakable', or leave the backend out."
+            )
+
+
+def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:
+    """The kernels that were asked for, or those that the device and the plan are best served by."""
+    best = _default(device, plan)
+    name = options.kernels or best
+    if name == "cpu":
+        found = _native(options.kernels, best, "kernels", progress)
+        if isinstance(found, Library):
+            return CpuKernels(found)
+        log.warning("slow: %s", found)
+        return ReferenceKernels((f"slow: {found}",))
+    if name == "reference":
+        return ReferenceKernels()
+    refuse_misfits(device, options, plan)
+    try:
+        from phonograph.engine.ops import tuning
+        from phonograph.engine.ops.triton.layers import TritonKernels
+    except ImportError:
+        raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
+    chip = device.hardware
+    return TritonKernels(device.torch_device, tuning.load(chip.name), overlap=overlap_on(chip))
+
+
+def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
+    """The sampler that goes with the kernels."""
+    best = _default(device, plan)
+    name = options.kernels or best
+    if name == "cpu":
+        found = _native(options.kernels, best, "kernels", silent)
+        return TorchSampler() if isinstance(found, DeviceError) else CpuSampler(found)
+    if name != "triton":
+        return TorchSampler()
+    try:
+        from phonograph.engine.sampling.triton.sampler import TritonSampler
+    except ImportError:
+        raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
+    return TritonSampler()
+
+
+def overlap_on(hardware: Hardware) -> Overlap:
+    """When a kernel lets the next one begin, where nothing was measured."""
+    return "early" if hardware.overlaps_launches else "none"

@@ -1,1 +1,0 @@
-"""The kernels in Triton, for GPUs: each call of the protocol in as few launches as the shape allows."""

@@ -1,1 +1,0 @@
-"""What a layer does on the CPU, in C++."""

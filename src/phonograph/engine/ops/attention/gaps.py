@@ -1,0 +1,68 @@
+"""GapAttention: attention as a graph break, which sees the sequences of the live batch between two graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.engine.cache.groups import PagedCache
+from phonograph.engine.ops.queries import Attention, Queries, StepAttention
+from phonograph.graphs.phases.breaks import graph_break
+from phonograph.graphs.phases.context import current
+
+
+class GapAttention:
+    """`inner`, in the gaps of a recording that has them; everywhere else as it is."""
+
+    def __init__(self, inner: Attention) -> None:
+        self._inner = inner
+        self.name = inner.name
+        self._batch: object = None
+        self._steps: dict[tuple[int, int], StepAttention] = {}
+        """For that batch, by cache and query heads."""
+
+    def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
+        if current().breaker is None:
+            return self._inner.prepare(cache, queries, num_heads)
+        return _GapStep(self, cache, queries)
+
+    def prepared(
+        self, cache: PagedCache, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int
+    ) -> StepAttention:
+        """For the step that is replayed; the first gap of a shape prepares for all of them."""
+        batch = current().batch
+        if self._batch is not batch:
+            self._batch, self._steps = batch, {}
+        found = self._steps.get((id(cache), num_heads))
+        if found is None:
+            queries = Queries(rows, positions, table, None, batch.spans, batch.spans_from)
+            found = self._steps[id(cache), num_heads] = self._inner.prepare(cache, queries, num_heads)
+        return found
+
+
+@dataclass(frozen=True)
+class _GapStep:
+    """Attends in gaps, by what was prepared for the live batch."""
+
+    outer: GapAttention
+    cache: PagedCache
+    queries: Queries
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        # Made by the graph before the gap, for the one after it: nothing is copied between them.
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        return self._attend(layer, self.queries.rows, self.queries.positions, self.queries.table, q, window, out)
+
+    @graph_break
+    def _attend(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.outer.prepared(self.cache, rows, positions, table, q.shape[1]).attend(layer, q, window, out)

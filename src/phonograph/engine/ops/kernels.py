@@ -1,0 +1,179 @@
+"""What a layer asks of its kernels. Each call is a unit that an implementation may fuse into one launch.
+
+The residual stream travels as a pair: `x`, and what the last projection adds to it, `delta`. So the addition is done
+by whoever normalises next, and costs no pass over memory of its own. It may be in float32 where the weights are not:
+what is projected or normed from it is in the dtype of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+
+from phonograph.engine.cache.groups import PagedCache
+from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.queries import Queries, StepAttention
+
+Op = Literal["linear", "norm_linear", "norm_gated"]
+"""The calls that multiply with a matrix."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root-mean-square norm."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Cosines and sines of rotary positions, in float32; sin carries the sign of the rotation."""
+
+    cos: torch.Tensor  # [num_positions, head_dim]
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of a step stand: found once per step, read by every layer."""
+
+    cos: torch.Tensor  # [num_tokens, head_dim], of their positions
+    sin: torch.Tensor
+    slots: torch.Tensor  # [num_tokens]: page · page_size + place in the page, for their keys and values
+
+    def __getitem__(self, part: slice) -> Places:
+        """Those of some tokens."""
+        return Places(self.cos[part], self.sin[part], self.slots[part])
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the columns of a fused qkv projection are split: query heads, then keys, then values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+
+@runtime_checkable
+class RotatingAttention(StepAttention, Protocol):
+    """One that takes projections as they come, where a launch of its own for their rotation can be saved."""
+
+    def rotate_and_attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, places: Places, window: int | None
+    ) -> torch.Tensor:
+        """What `Kernels.rotate_and_store` and `attend` do, one after the other."""
+        ...
+
+
+class Kernels(Protocol):
+    """One implementation; stateless, so that graphs of all shapes share it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what they found and chose, for `explain`."""
+        ...
+
+    def prepare(self, matrix: Matrix) -> Matrix:
+        """Called for every matrix at load: the same values, with a better form of them besides where there is one."""
+        ...
+
+    def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
+        """Whether this call can be made with so many tokens and this matrix: prepared or not, of any format.
+
+        Where it is declined, `ops.projections` runs the parts: `add_norm`, the product, `silu_mul`; and torch's product
+        where `linear` is declined too.
+        """
+        ...
+
+    def embed_tokens(
+        self,
+        embedding: torch.Tensor,
+        tokens: torch.Tensor,
+        angles: Angles,
+        queries: Queries,
+        page_size: int,
+        residual: torch.dtype,
+    ) -> tuple[torch.Tensor, Places]:
+        """What a step begins with: its tokens' rows of the embedding, in the dtype of the residual stream, and their
+        places.
+
+        Padding gets the first place of the null page. Where the queries go by row, the tokens do. A row's table holds
+        the null page after its own pages: what is computed past its end is written there.
+        """
+        ...
+
+    def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
+        """The places alone, for a step whose embeddings are given."""
+        ...
+
+    def write_next_token(
+        self,
+        queries: Queries,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> None:
+        """What a step ends with: every row's last token and length are noted in the tables; the null row stays empty.
+
+        Without `counts` every query has one token. With them, every row of the queries, which have a fixed number of
+        tokens per row, has as many of its `tokens` ([num_rows, tokens_per_row]) as `counts` ([num_rows]) says; one
+        that has none stays as it was.
+
+        By row, `length` is the table that the queries' positions are in. A problem in place of a token is noted as
+        token 0, so that the steps launched ahead of its discovery read nothing outside the tables.
+        """
+        ...
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + delta), x + delta); nothing is added where delta is None. The sum may be x itself, changed."""
+        ...
+
+    def norm_linear(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + delta) projected, x + delta); the sum may be x itself, changed."""
+        ...
+
+    def norm_gated(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(silu(gate) · up of norm(x + delta), x + delta); gate and up are the two halves of the projection.
+
+        The sum may be x itself, changed.
+        """
+        ...
+
+    def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x projected; in the dtype of the matrix, or in float32 where that is asked for: sums are not rounded then,
+        and may be beyond the range of the matrix' dtype."""
+        ...
+
+    def silu_mul(self, both: torch.Tensor) -> torch.Tensor:
+        """silu(gate) · up of [num_tokens, gate and up side by side]."""
+        ...
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        places: Places,
+        cache: PagedCache,
+        layer: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Norm and rotate queries and keys, write keys and values into their pages; returns the queries.
+
+        qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the result [num_tokens, num_heads, head_dim]:
+        new, or `out`, contiguous, where that is given.
+        """
+        ...

@@ -1,0 +1,77 @@
+"""Sequences of random numbers in some rows of the tables, so that trial runs attend over real pages.
+
+Whatever was in these rows and pages comes back afterwards: a check may run between two steps of a busy engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.state.column import TrialRows
+from phonograph.engine.state.tables import RequestTables
+
+_MAX_ROWS = 32
+"""Pages are copied and put back around every trial: few enough to cost little memory."""
+
+
+class Trials:
+    """The state that sample batches run on.
+
+    Row r has the page 1, which all rows read, and the page r + 1 of its own, where its tokens are written. Where the
+    cache is too small for that, and for whatever a large bucket holds besides, samples point at the null row.
+    """
+
+    def __init__(self, tables: RequestTables, caches: Sequence[CacheGroup], limits: Limits, vocab: int) -> None:
+        self._tables = tables
+        self._parts = [part for cache in caches for part in cache.tensors]
+        self._size = limits.page_size
+        self._vocab = vocab
+        self._tokens_per_row = limits.tokens_per_row
+        fits = limits.max_len >= 2 * limits.page_size >= limits.page_size + limits.tokens_per_row
+        self.num_rows = max(0, min(_MAX_ROWS, limits.max_seqs, limits.num_pages - 2)) if fits else 0
+        self.width = -(-limits.num_positions // limits.page_size)
+        """Pages that a row of the tables has."""
+
+    @contextmanager
+    def running(self, batch: Any) -> Iterator[None]:
+        """Put random sequences into the rows; afterwards they hold what they held."""
+        pages = [part[:, : self.num_rows + 2] for part in self._parts]
+        held = [tensor.clone() for tensor in pages]
+        with self._tables.kept(self.num_rows):
+            self._fill(pages)
+            try:
+                yield
+            finally:
+                for tensor, before in zip(pages, held, strict=True):
+                    tensor.copy_(before)
+
+    def _fill(self, pages: Sequence[torch.Tensor]) -> None:
+        noises, values = self._random
+        for part, noise in zip(pages, noises, strict=True):
+            # One random page, shifted by layer and page: as good a check, and a fraction of the work.
+            shifts = torch.arange(part.shape[0] * part.shape[1], device=part.device).view(part.shape[:2]) % 7 + 1
+            part.copy_(noise * shifts[..., None, None, None].to(part.dtype) / 4)
+        for rows, value in values:
+            rows.copy_(value)
+
+    @cached_property
+    def _random(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """(a page of each tensor of the cache; rows of the tables, and what they hold): brought over once, since a copy
+        from the host would wait for the trial before."""
+        numbers = torch.Generator().manual_seed(self.num_rows)
+
+        def page(like: torch.Tensor) -> torch.Tensor:
+            return torch.randn(like.shape[2:], generator=numbers, dtype=torch.float32).to(like.device, like.dtype)
+
+        noises = [page(part) for part in self._parts]
+        if not self.num_rows:
+            return noises, []
+        trial = TrialRows(self.num_rows, self._vocab, self._size, self._tokens_per_row, numbers)
+        return noises, self._tables.trial_values(trial)

@@ -1,0 +1,376 @@
+"""AsyncLLM: an engine core in a process of its own, from text to text, for many at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.client import CoreClient, Restarts
+from phonograph.engine.process.front_text import FrontText
+from phonograph.engine.process.generation import Delta, Generation
+from phonograph.engine.process.messages import Add, Cancel, Check, Checked, Finish, Ready, StepOutput
+from phonograph.engine.process.observer import Observer, Observers
+from phonograph.engine.process.statistics import EngineStats
+from phonograph.engine.requests.request import Request, SamplingParams
+from phonograph.engine.scheduling.admission import refuse_misfits, refuse_unknown_tokens, refuse_unlike_prompts
+from phonograph.engine.text import ChatTemplate
+from phonograph.engine.text.stops import with_special_stops
+from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
+from phonograph.graphs.progress import Progress, silent
+
+_CHOICE_SIZE = 16
+"""What it takes to begin a choice, in tokens."""
+_LONGEST_WAIT = 60.0
+"""Seconds that a client is asked to wait at most."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether requests are taken, and if not, why."""
+
+    state: Literal["starting", "ready", "draining", "down", "stopped"]
+    reason: str = ""
+
+
+class AsyncLLM:
+    """Serves many requests at once; the engine core is a process of its own, started again when it dies.
+
+    `async with AsyncLLM() as llm: async for delta in llm.generate("…", params): …`
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec = EngineSpec(),
+        *,
+        max_queue: int = 1024,
+        chat_template: str | None = None,
+        restarts: Restarts = Restarts(),
+        observers: Sequence[Observer] = (),
+        log_level: int = logging.WARNING,
+    ) -> None:
+        self.spec = spec
+        self.max_queue = max_queue
+        self.checkpoint = spec.checkpoint()
+        self.sampling = self.checkpoint.sampling if spec.options.sampling == "model" else SamplingParams()
+        """What holds for a value that a request leaves open."""
+        self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
+        self.text = FrontText(self.checkpoint.source, self.tokenizer, self._opened_template(chat_template))
+        self.observer = Observers(observers)
+        self.health = Health("starting")
+        self.stats: EngineStats | None = None
+        """The newest that the core has told, in its present life."""
+        self.life = -1
+        """How often a core was started, from 0: counters of `stats` begin again with each."""
+        self._core = CoreClient(spec, self, restarts, log_level)
+        self._ready: Ready | None = None
+        self._live: dict[str, Generation] = {}
+        """By the ids of their requests."""
+        self.num_active = 0
+        """Sequences that run or wait."""
+        self.busy_since: float | None = None
+        self._checks: deque[asyncio.Future[Checked]] = deque()
+        self._lost = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ends: deque[float] = deque(maxlen=64)
+        """When the latest sequences ended."""
+        self._numbers = itertools.count()
+
+    # -- the life of the engine -------------------------------------------------------------------------------------
+
+    async def start(self, progress: Progress = silent) -> Ready:
+        """Start the core; returns when it takes requests."""
+        return await self._core.start(progress)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests, and wait until those that run have ended; False if some did not in that time."""
+        self.health = Health("draining", "the server is shutting down")
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """End the core; what still runs gets an error."""
+        self.health = Health("stopped", "the server was shut down")
+        try:
+            self._fail_all(CoreError("the server was shut down while the request ran"))
+        finally:
+            await self._core.stop()
+            self.text.close()
+
+    async def lost(self) -> str:
+        """Wait until the core is down for good, and say why."""
+        await self._lost.wait()
+        return self.health.reason
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def about(self) -> Ready:
+        """What the core said of itself when it was ready."""
+        if self._ready is None:
+            raise CoreError("the engine core has not been started. Call start() first.")
+        return self._ready
+
+    @property
+    def max_active(self) -> int:
+        """Sequences that may run or wait."""
+        return self.about.limits.max_seqs + self.max_queue
+
+    @property
+    def core_pid(self) -> int | None:
+        return self._core.pid
+
+    async def check(self) -> Checked:
+        """Raise if the core has lost a row, a page or a sequence."""
+        if self.health.state not in ("ready", "draining"):
+            raise CoreError(f"the engine core can't be asked: {self.health.reason or 'it is starting'}.")
+        answer: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
+        self._checks.append(answer)
+        self._core.send(Check())
+        found = await answer
+        if found.problem:
+            raise PhonographError(found.problem)
+        return found
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, timeout: float | None = None
+    ) -> AsyncIterator[Delta]:
+        """Complete one prompt, text or token ids; a caller that stops listening cancels it."""
+        prompts = await self.text.encode([prompt])
+        async with self.submit(prompts, params or SamplingParams(), timeout=timeout, continues=True) as generation:
+            async for delta in generation:
+                yield delta
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> AsyncIterator[Delta]:
+        """Answer a conversation."""
+        tokens = await self.text.render(messages)
+        async with self.submit([tokens], params or SamplingParams(), timeout=timeout) as generation:
+            async for delta in generation:
+                yield delta
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        continues: bool = False,
+    ) -> Generation:
+        """Send prompts to the core, all or none; close the generation when nobody wants the rest.
+
+        With `continues` an answer goes on where its prompt ended: a leading space belongs to it.
+        """
+        self.refuse_unless_ready()
+        with self._refusals_counted():
+            requests = self._requests(prompts, params, request_id, priority, timeout)
+        return self._started(*self._prepared(requests, continues))
+
+    async def submit_long(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        continues: bool = False,
+    ) -> Generation:
+        """Like `submit`; many tokens or choices are made ready in a thread."""
+        self.refuse_unless_ready()
+
+        def work() -> tuple[Generation, list[msgspec.Raw]]:
+            return self._prepared(self._requests(prompts, params, request_id, 0, timeout), continues)
+
+        size = sum(map(len, prompts)) + _CHOICE_SIZE * len(prompts) * params.n
+        with self._refusals_counted():
+            prepared = await self.text.off_loop(size, work)
+        self.refuse_unless_ready()
+        return self._started(*prepared)
+
+    def _requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        timeout: float | None,
+    ) -> list[Request]:
+        """The prompts as requests that the engine can serve; any thread may make them."""
+        now, about = time.monotonic(), self.about
+        params = with_special_stops(params.resolved(self.sampling), self.tokenizer, about.vocab)
+        name = request_id or f"request-{next(self._numbers)}"
+        deadline = None if timeout is None else now + timeout
+        added, most = len(prompts) * params.n, self.max_active
+        if not prompts or added > most:
+            problem = f"the request asks for {added} sequences; 1 to {most} can run or wait here."
+            raise RequestError(problem, field="n" if params.n > 1 else "prompt")
+        for prompt in prompts:
+            refuse_unlike_prompts(prompt)
+        requests = [
+            Request(f"{name}-{place}" if place else name, tuple(prompt), params, priority, deadline, now)
+            for place, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            refuse_unknown_tokens(request, about.vocab)
+            refuse_misfits(request, about.limits)
+        return requests
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestError:
+            self.observer.rejected("invalid")
+            raise
+
+    def _prepared(self, requests: Sequence[Request], continues: bool) -> tuple[Generation, list[msgspec.Raw]]:
+        """The generation, and what the core is told of it; any thread may make them."""
+        generation = Generation(requests, self.tokenizer, self.observer, self._closed, continues=continues)
+        return generation, [self._core.encoded(Add(request)) for request in requests]
+
+    def _started(self, generation: Generation, messages: Sequence[msgspec.Raw]) -> Generation:
+        with self._refusals_counted():
+            self._refuse_taken(generation.requests)
+        self._refuse_overflow(generation.num_choices)
+        for request, message in zip(generation.requests, messages, strict=True):
+            self._live[request.id] = generation
+            self._core.send(message)
+            self.observer.started(request)
+        self.num_active += generation.num_choices
+        self.busy_since = self.busy_since or time.monotonic()
+        self._idle.clear()
+        return generation
+
+    def refuse_unless_ready(self) -> None:
+        """Raise UnavailableError while no request is taken."""
+        if self.health.state != "ready":
+            self.observer.rejected(self.health.state)
+            draining = self.health.state in ("draining", "stopped")
+            raise UnavailableError(
+                f"no request is taken now: {self.health.reason or 'the engine core is starting'}. Try again later.",
+                "draining" if draining else "down",
+                retry_after=5.0,
+            )
+
+    def _refuse_taken(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.id in self._live:
+                problem = "this id is being served already. Give every request its own"
+                raise RequestError(f"request {request.id!r}: {problem}; of several prompts, the second is id-1.")
+
+    def _refuse_overflow(self, added: int) -> None:
+        active, most = self.num_active, self.max_active
+        if active + added > most:
+            self.observer.rejected("queue_full")
+            raise UnavailableError(
+                f"{active} sequences run or wait, and at most {most} may. Try again later.",
+                "queue_full",
+                retry_after=self._wait_for(active + added - most),
+            )
+
+    def _wait_for(self, ends: int) -> float:
+        """Seconds until so many sequences will have ended, going by the latest."""
+        if len(self._ends) < 2:
+            return 1.0
+        seconds = (time.monotonic() - self._ends[0]) / len(self._ends) * ends
+        return float(min(max(1, math.ceil(seconds)), _LONGEST_WAIT))
+
+    def _opened_template(self, given: str | None) -> ChatTemplate | None:
+        if self.tokenizer is None:
+            return None
+        if given is None:
+            return self.checkpoint.chat_template()
+        return ChatTemplate(given, self.tokenizer.special_tokens, "the server's own --chat-template")
+
+    # -- what the core says -----------------------------------------------------------------------------------------
+
+    def ready(self, found: Ready) -> None:
+        self._ready, self.stats = found, None
+        self.life += 1
+        if self.health.state in ("starting", "down"):
+            self.health = Health("ready")
+
+    def stepped(self, output: StepOutput) -> None:
+        now = time.monotonic()
+        self.stats = output.stats or self.stats
+        for one in output.outputs:
+            generation = self._live.get(one.request_id)
+            if generation is None:
+                continue
+            num_left = generation.num_left
+            if one.refused:
+                generation.fail(RequestError(one.error, field=one.field or None), now)
+            elif generation.put(one, now):
+                self._core.send(Finish(one.request_id, one.index))
+            if generation.num_left < num_left:
+                self._ends.append(now)
+                self._ended(generation, num_left)
+
+    def checked(self, found: Checked) -> None:
+        answer = self._checks.popleft()
+        if not answer.done():
+            answer.set_result(found)
+
+    def down(self, reason: str, *, final: bool) -> None:
+        if self.health.state in ("starting", "ready", "down"):
+            hope = "it is not started again" if final else "it is being started again"
+            self.health = Health("down", f"the engine core is down ({reason}); {hope}")
+            if final:
+                self._lost.set()
+        error = CoreError(f"the engine core went down while the request ran: {reason}. Send the request again.")
+        self._fail_all(error)
+        for answer in self._checks:
+            answer.set_exception(error)
+        self._checks.clear()
+
+    def _fail_all(self, error: CoreError) -> None:
+        now = time.monotonic()
+        for generation in set(self._live.values()):
+            num_left = generation.num_left
+            generation.fail(error, now)
+            self._ended(generation, num_left)
+
+    def _closed(self, generation: Generation, num_left: int) -> None:
+        """The reader has left while so many choices had not ended."""
+        for request in generation.requests:
+            self._core.send(Cancel(request.id))
+        self._ended(generation, num_left)
+
+    def _ended(self, generation: Generation, num_left: int) -> None:
+        """Some of the choices that were left have ended."""
+        self.num_active -= num_left - generation.num_left
+        if not generation.num_left:
+            for request in generation.requests:
+                del self._live[request.id]
+            if not self._live:
+                self.busy_since = None
+                self._idle.set()

@@ -1,0 +1,277 @@
+"""The process of the engine core: take what the front asks, step, tell what came; sleep when there is nothing to do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+
+from phonograph.engine.core import EngineCore
+from phonograph.engine.llm import LLM
+from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.channel import Channel
+from phonograph.engine.process.messages import (
+    Add,
+    Cancel,
+    Check,
+    Checked,
+    Failed,
+    Finish,
+    FromCore,
+    Logged,
+    Output,
+    Progress,
+    Ready,
+    Shutdown,
+    StepOutput,
+    ToCore,
+)
+from phonograph.engine.process.statistics import engine_stats
+from phonograph.engine.requests.constraints import Constraint
+from phonograph.engine.requests.request import FinishReason, Request
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Update
+from phonograph.errors import PhonographError, RequestError
+
+log = logging.getLogger("phonograph")
+
+STATS_SECONDS = 0.25
+"""How often figures are sent while there is something to do."""
+HEARTBEAT_SECONDS = 10.0
+"""How long nothing may happen before a heartbeat pass asks the device; then the front hears from this process too."""
+_COMPILING_SECONDS = 0.002
+"""How often is looked whether a grammar is ready while there is nothing else to do."""
+_COMPILERS = 2
+
+
+class CoreLoop:
+    """Runs an engine core for a front at the other end of a channel."""
+
+    def __init__(self, core: EngineCore, channel: Channel) -> None:
+        self._core = core
+        self._channel = channel
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(list[ToCore]).decode
+        self._live: dict[str, dict[int, Sequence]] = {}
+        """The sequences of every request whose end the front does not know."""
+        self._compiling: dict[str, tuple[Request, Future[Many[Constraint]]]] = {}
+        """Requests whose grammars are being compiled, while the others go on."""
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
+        self._outputs: list[Output] = []
+        self._stats_due = 0.0
+        self._is_over = False
+
+    def run(self) -> None:
+        """Serve until the front says that it is over; EOFError if it is gone without a word."""
+        try:
+            while not self._is_over:
+                self._turn()
+        finally:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def _turn(self) -> None:
+        self._report()
+        was_idle = self._core.is_idle
+        resting = _COMPILING_SECONDS if self._compiling else HEARTBEAT_SECONDS
+        found = self._channel.receive(wait=resting if was_idle else 0)
+        for data in found:
+            for message in self._decode(data):
+                self._handle(message)
+        self._add_compiled()
+        if self._is_over:
+            return
+        if was_idle and not found and not self._compiling and self._core.is_idle:
+            self._core.heartbeat()
+        for update in self._core.step():
+            self._note(update)
+
+    def _report(self) -> None:
+        """One message for the step; figures every now and then, and before going to sleep."""
+        now = time.monotonic()
+        outputs, self._outputs = self._outputs, []
+        rests = self._core.is_idle and not self._compiling
+        stats = engine_stats(self._core) if now >= self._stats_due or rests else None
+        if stats is not None:
+            self._stats_due = now + STATS_SECONDS
+        if outputs or stats is not None:
+            self.send(StepOutput(tuple(outputs), stats))
+
+    def send(self, message: FromCore) -> None:
+        self._channel.send(self._encode(message))
+
+    def _handle(self, message: ToCore) -> None:
+        match message:
+            case Add(request) if request.params.grammar is not None:
+                self._compiling[request.id] = request, self._compilers.submit(self._core.constraints, request)
+            case Add(request):
+                self._add(request, list)
+            case Cancel(request_id):
+                if (compiling := self._compiling.pop(request_id, None)) is not None:
+                    compiling[1].cancel()
+                self._live.pop(request_id, None)
+                self._core.cancel(request_id)
+            case Finish(request_id, index):
+                sequence = self._live.get(request_id, {}).get(index)
+                if sequence is not None:
+                    self._core.finish(sequence, FinishReason.STOP)
+                    self._forget(sequence)
+            case Check():
+                self.send(self._checked())
+            case Shutdown():
+                self._is_over = True
+
+    def _add_compiled(self) -> None:
+        now = time.monotonic()
+        for request, compiled in list(self._compiling.values()):
+            late = request.deadline is not None and now >= request.deadline
+            if late or compiled.done():
+                del self._compiling[request.id]
+            if late:
+                compiled.cancel()
+                ends = (Output(request.id, index, (), FinishReason.DEADLINE) for index in range(request.params.n))
+                self._outputs += ends
+            elif compiled.done():
+                self._add(request, compiled.result)
+
+    def _add(self, request: Request, constraints: Callable[[], Many[Constraint]]) -> None:
+        try:
+            self._live[request.id] = dict(enumerate(self._core.add(request, constraints())))
+        except RequestError as error:
+            field = error.field or ""
+            self._outputs.append(Output(request.id, 0, (), FinishReason.ERROR, str(error), refused=True, field=field))
+
+    def _note(self, update: Update) -> None:
+        """Keep what the front has to know; it has forgotten what it cancelled or finished itself."""
+        sequence, tokens, finish = update
+        request_id, index = sequence.request.id, sequence.index
+        if index not in self._live.get(request_id, {}):
+            return
+        logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
+        told = (sequence.error, sequence.num_cached, logprobs)
+        self._outputs.append(Output(request_id, index, tokens, finish, *told, field=sequence.error_field))
+        if finish is not None:
+            self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        siblings = self._live[sequence.request.id]
+        del siblings[sequence.index]
+        if not siblings:
+            del self._live[sequence.request.id]
+
+    def _checked(self) -> Checked:
+        scheduler, problem = self._core.scheduler, ""
+        try:
+            scheduler.integrity()
+        except PhonographError as error:
+            problem = str(error)
+        return Checked(problem, scheduler.counts, scheduler.limits.num_pages - 1)
+
+
+def ready(llm: LLM) -> Ready:
+    """What the front is told of an engine that is loaded."""
+    config = llm.checkpoint.config
+    return Ready(
+        limits=llm.limits,
+        vocab=config.vocab,
+        source=llm.checkpoint.source,
+        architecture=config.architecture,
+        num_layers=config.num_layers,
+        dtype=str(llm.executor.model.dtype).removeprefix("torch."),
+        device=llm.where,
+        plan=llm.plan.explain(),
+        captured=tuple(str(report) for report in llm.reports if report.rows),
+        coverage="\n".join(runner.explain() for runner in llm.executor.runners.values()),
+    )
+
+
+class _ToFront(logging.Handler):
+    """Gives what is logged to the front, whose log and status page have it."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record).encode(errors="backslashreplace").decode()
+            self._channel.send(msgspec.msgpack.encode(Logged(record.levelno, text)))
+        except EOFError:
+            pass  # nobody is left to read it
+        except Exception:
+            self.handleError(record)
+
+
+def _log_to(channel: Channel) -> None:
+    log.addHandler(_ToFront(channel))
+    log.propagate = False
+
+
+def serve(channel: Channel) -> int:
+    """Build the engine that the front orders and run it; returns the exit status."""
+    encode = msgspec.msgpack.Encoder().encode
+    _log_to(channel)
+
+    def progress(doing: str, done: int, total: int) -> None:
+        channel.send(encode(Progress(doing, done, total)))
+
+    try:
+        spec: EngineSpec = pickle.loads(channel.receive_one())
+        try:
+            llm = spec.open(progress)
+        except PhonographError as error:
+            channel.send(encode(Failed(str(error))))
+            return 2
+        llm.core.prepare_grammars()
+        channel.send(encode(ready(llm)))
+        # What was loaded stays: a full collection in the middle of serving need not look at it.
+        gc.collect()
+        gc.freeze()
+        CoreLoop(llm.core, channel).run()
+    except EOFError:
+        return 0
+    except Exception as error:
+        log.exception("the engine core can't go on")
+        channel.send(encode(Failed(f"{type(error).__name__}: {error}")))
+        return 1
+    return 0
+
+
+def end_with(sock: socket.socket) -> None:
+    """End this process as soon as the other end of the socket is closed, whatever it is doing."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(sock, 0)  # a hang-up is told without being asked for
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def main() -> int:
+    """`python -m phonograph.engine.process.core_loop FD LEVEL`: the socket that was inherited, and what is logged."""
+    # A Ctrl-C or a SIGTERM for the whole group is the front's business: it tells this process when it is over.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=int(sys.argv[2]), format="%(asctime)s %(levelname)s core: %(message)s")
+    with socket.socket(fileno=int(sys.argv[1])) as sock:
+        end_with(sock)
+        return serve(Channel(sock))
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # a grammar that is still being compiled holds nobody up

@@ -1,0 +1,110 @@
+"""Text on the front's side: chats rendered, texts encoded and decoded for many, without holding up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from phonograph.engine.scheduling.admission import refuse_unlike_prompts
+from phonograph.engine.text import ChatTemplate, Tokenizer
+from phonograph.errors import RequestError
+
+T = TypeVar("T")
+
+_INLINE = 512
+"""Characters, or tokens, that are handled at once; more go to a thread, so that nobody's tokens wait for them."""
+_THREADS = 2
+_NICE = 10
+"""Of these threads: about a tenth of the time that others get on a busy core."""
+
+
+class FrontText:
+    """The tokenizer and the chat template of one model, where it has them."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._template = template
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts", initializer=_let_others_go_first)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{self._source} has no tokenizer. Send token ids.", field="prompt")
+        return self._tokenizer
+
+    @property
+    def template(self) -> ChatTemplate:
+        """How conversations are written out."""
+        if self._template is None:
+            raise RequestError(f"{self._source} has no chat template. Send a prompt of token ids.", field="messages")
+        return self._template
+
+    async def encode(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        add_special: bool = True,
+        check: Callable[[Sequence[int]], None] = lambda tokens: None,
+    ) -> list[Sequence[int]]:
+        """The token ids of several texts; what is token ids already stays as it is. `check` may refuse each."""
+
+        def encoded(prompt: str | Sequence[int]) -> Sequence[int]:
+            refuse_unlike_prompts(prompt)
+            ids = self.tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+            check(ids)
+            return ids
+
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, Sized))
+        return await self.off_loop(size, lambda: [encoded(prompt) for prompt in prompts])
+
+    async def decode(self, tokens: Sequence[int], vocab: int, *, skip_special: bool = True) -> str:
+        """The text of token ids, each below `vocab`."""
+
+        def decoded() -> str:
+            if (highest := max(tokens, default=0)) >= vocab:
+                raise RequestError(f"tokens: {highest} is not in the vocabulary of {vocab}.", field="tokens")
+            return self.tokenizer.decode(tokens, skip_special=skip_special)
+
+        return await self.off_loop(len(tokens), decoded)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+        size: int = _INLINE,
+    ) -> list[int]:
+        """The token ids of a conversation; `size` is about how many characters it has."""
+        tokenizer, template = self.tokenizer, self.template
+
+        def rendered() -> list[int]:
+            text = template.render(
+                messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
+            )
+            return tokenizer.encode(text, add_special=False)
+
+        return await self.off_loop(size, rendered)
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Do the work at once if it is small, else in a thread; `size` is about its number of characters or tokens."""
+        if size < _INLINE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """End the threads; what waits for them is cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _let_others_go_first() -> None:
+    """On Linux threads have priorities of their own: a long text must not take a core from the engine's steps."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

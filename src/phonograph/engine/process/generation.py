@@ -1,0 +1,225 @@
+"""A request as the front sees it: text comes in with every step, and goes out whenever somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from phonograph.engine.process import messages
+from phonograph.engine.process.observer import Observer
+from phonograph.engine.requests.request import FinishReason, Request
+from phonograph.engine.requests.sequence import TokenLogprob
+from phonograph.engine.text import StopStrings, TextReader, Tokenizer
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one choice since somebody looked last."""
+
+    choice: int
+    """Which prompt and which of its n sequences: `prompt * n + index`."""
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str = ""
+    """What went wrong, for FinishReason.ERROR."""
+    error_field: str = ""
+    """The field of the request that is at fault, where one is."""
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """One sequence, from the front's side."""
+
+    number: int
+    request: Request
+    reader: TextReader
+    num_tokens: int = 0
+    cached: int = 0
+    last: float = 0.0
+    """When its latest tokens came."""
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request, over all of its prompts and choices."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+class Generation:
+    """All choices of one or several prompts. Iterate, or `take` all that is new; leaving early cancels the rest.
+
+    What nobody has looked at yet is kept as one delta for each choice, so a slow reader costs at most its own answer.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer | None,
+        observer: Observer,
+        on_close: Callable[[Generation, int], None],
+        *,
+        continues: bool = False,
+    ) -> None:
+        self.requests = tuple(requests)
+        self._first = {request.id: place * request.params.n for place, request in enumerate(requests)}
+        """The number of each request's first choice."""
+        eos_ids = () if tokenizer is None else tokenizer.eos_ids
+        stops = StopStrings(requests[0].params.stop if requests else ())
+        self._choices = [
+            _Choice(
+                first + index,
+                request,
+                TextReader(
+                    tokenizer,
+                    stops.again(),
+                    stop_ids=request.params.stop_ids(eos_ids),
+                    after=request.prompt if continues else (),
+                    verbatim=request.params.grammar is not None,
+                ),
+            )
+            for request, first in zip(requests, self._first.values(), strict=True)
+            for index in range(request.params.n)
+        ]
+        self._left = len(self._choices)
+        self._pending: dict[int, Delta] = {}
+        self._wants_all = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._observer = observer
+        self._on_close = on_close
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def num_left(self) -> int:
+        """Choices that have not ended."""
+        return self._left
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        n = len(self._choices) // len(self.requests)
+        return Usage(
+            sum(len(request.prompt) for request in self.requests),
+            sum(choice.num_tokens for choice in self._choices),
+            sum(choice.cached for choice in self._choices[::n]),
+        )
+
+    # -- for the reader ---------------------------------------------------------------------------------------------
+
+    async def take(self) -> list[Delta]:
+        """Everything new, at least one delta; nothing once all choices have ended and were looked at."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._left:
+                return []
+            await self._news()
+        found = list(self._pending.values())
+        self._pending.clear()
+        return found
+
+    async def whole(self) -> list[Delta]:
+        """Every choice as one delta, once all have ended; without those that were closed before a token came."""
+        self._wants_all = True
+        while self._left:
+            await self._news()
+        if self._error is not None:
+            raise self._error
+        return [self._pending[number] for number in sorted(self._pending)]
+
+    async def _news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def close(self) -> None:
+        """Give up what has not ended; whoever waits gets nothing more."""
+        num_left = self._left
+        if num_left:
+            for choice in self._choices:
+                self._end(choice, FinishReason.CANCELLED)
+            self._on_close(self, num_left)
+            self._wake()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Delta:
+        found = await self.take()
+        if not found:
+            raise StopAsyncIteration
+        for delta in found[1:]:
+            self._pending[delta.choice] = delta
+        return found[0]
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- for the one who brings the news ----------------------------------------------------------------------------
+
+    def put(self, output: messages.Output, now: float) -> bool:
+        """Take in what the core says of one sequence; True if its text has just reached a stop string."""
+        choice = self._choices[self._first[output.request_id] + output.index]
+        if choice.finish is not None:
+            return False
+        if output.tokens:
+            self._time(choice, now)
+        text, count, hit = choice.reader.take(output.tokens, is_last=output.finish is not None)
+        choice.num_tokens += count
+        choice.cached = output.cached
+        finish = FinishReason.STOP if hit else output.finish
+        delta = self._pending.get(choice.number)
+        if delta is None:
+            delta = self._pending[choice.number] = Delta(choice.number)
+        delta.text += text
+        delta.tokens += output.tokens[:count]
+        delta.logprobs += output.logprobs[:count]
+        if finish is not None:
+            delta.finish, delta.error, delta.error_field = finish, output.error, output.field
+            self._end(choice, finish, now)
+        if not self._wants_all or not self._left:
+            self._wake()
+        return hit and output.finish is None
+
+    def fail(self, error: Exception, now: float) -> None:
+        """End everything: whoever waits, or looks next, gets the error, once what came before is taken."""
+        self._error = error
+        for choice in self._choices:
+            self._end(choice, FinishReason.ERROR, now)
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _time(self, choice: _Choice, now: float) -> None:
+        if choice.last:
+            self._observer.token_gap(now - choice.last)
+        else:
+            self._observer.first_token(now - choice.request.arrival)
+        choice.last = now
+
+    def _end(self, choice: _Choice, finish: FinishReason, now: float | None = None) -> None:
+        if choice.finish is not None:
+            return
+        choice.finish = finish
+        self._left -= 1
+        seconds = (time.monotonic() if now is None else now) - choice.request.arrival
+        self._observer.finished(finish, len(choice.request.prompt), choice.num_tokens, choice.cached, seconds)

@@ -1,0 +1,128 @@
+"""What the front and the engine core tell each other: at most one frame each way per step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from phonograph.engine.process.statistics import EngineStats
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import FinishReason, Request
+from phonograph.engine.requests.sequence import TokenLogprob
+from phonograph.engine.scheduling.scheduler import Counts
+
+
+class _ToCore(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the front to the core; a frame is a list of them."""
+
+
+class Add(_ToCore, frozen=True):
+    """Serve a request; one that can't be served brings an output with `refused`."""
+
+    request: Request
+
+
+class Cancel(_ToCore, frozen=True):
+    """Nobody waits for this request any more; no output has to follow."""
+
+    request_id: str
+
+
+class Finish(_ToCore, frozen=True):
+    """End one sequence: the text that came of it has reached a stop string."""
+
+    request_id: str
+    index: int
+
+
+class Check(_ToCore, frozen=True):
+    """Look for lost rows, pages and sequences; answered by `Checked`."""
+
+
+class Shutdown(_ToCore, frozen=True):
+    """End the process; what still runs is dropped."""
+
+
+ToCore = Add | Cancel | Finish | Check | Shutdown
+
+
+class _FromCore(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the core to the front; a frame is one of them."""
+
+
+class Progress(_FromCore, frozen=True):
+    """How far loading and capture are."""
+
+    doing: str
+    done: int
+    total: int
+
+
+class Ready(_FromCore, frozen=True):
+    """The core takes requests; what it turned out to be."""
+
+    limits: Limits
+    vocab: int
+    source: str
+    architecture: str
+    num_layers: int
+    dtype: str
+    device: str
+    plan: str
+    """The plan with the reason of each value."""
+    captured: tuple[str, ...]
+    """What capture reports, a text for each phase."""
+    coverage: str
+    """What every phase has captured and counted."""
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence."""
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
+    finish: FinishReason | None = None
+    error: str = ""
+    """What went wrong, for FinishReason.ERROR."""
+    cached: int = 0
+    """Prompt tokens that were not computed, since their pages were cached."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token, where the request asked for them."""
+    refused: bool = False
+    """The whole request was not taken, for `error`."""
+    field: str = ""
+    """The field of the request that is at fault for `error`, where one is."""
+
+
+class StepOutput(_FromCore, frozen=True):
+    """What one step brought."""
+
+    outputs: tuple[Output, ...]
+    stats: EngineStats | None = None
+    """Now and then, and when there is nothing to do."""
+
+
+class Checked(_FromCore, frozen=True):
+    """The answer to `Check`."""
+
+    problem: str
+    """Empty where nothing is lost."""
+    counts: Counts
+    num_pages: int
+    """Pages that can be given out."""
+
+
+class Logged(_FromCore, frozen=True):
+    """What the core has to say to whoever reads the log."""
+
+    level: int
+    text: str
+
+
+class Failed(_FromCore, frozen=True):
+    """The last words of a core that can't go on."""
+
+    reason: str
+
+
+FromCore = Progress | Ready | StepOutput | Checked | Logged | Failed

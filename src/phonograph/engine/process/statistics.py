@@ -1,0 +1,160 @@
+"""What the engine knows about itself, as plain values that can be sent to another process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from phonograph.engine.core import EngineCore
+from phonograph.engine.scheduling.scheduler import Counts
+from phonograph.graphs.phases.decisions import ShapeKey, Stats
+from phonograph.graphs.running.runner import Runner
+
+
+class RecordingStats(msgspec.Struct, frozen=True):
+    """One recording of a phase, or the capture of one that failed."""
+
+    label: str
+    """The shape key, e.g. `decode[seqs=8, sampling=sampled]`."""
+    size: int
+    axes: str
+    """The values of the axes that are not plain, and which inputs its batches lack; empty for the plain ones."""
+    num_graphs: int
+    num_bytes: int
+    replays: int
+    used_rows: int
+    error: str = ""
+    """Why the capture failed; batches of this bucket then run eagerly."""
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows that replays computed for nobody."""
+        return self.replays * self.size - self.used_rows
+
+
+class EagerStats(msgspec.Struct, frozen=True):
+    """The calls that ran eagerly for one reason."""
+
+    reason: str
+    calls: int
+    detail: str
+    """Of the latest of them."""
+
+
+class PhaseStats(msgspec.Struct, frozen=True):
+    """What a phase has captured, and what became of its calls."""
+
+    name: str
+    backend: str
+    dim: str
+    """What its buckets count: `seqs` or `tokens`."""
+    recordings: tuple[RecordingStats, ...]
+    eager: tuple[EagerStats, ...]
+    device_seconds: dict[str, float]
+    """By path, `replay` or `eager`; empty where the executor does not time its passes."""
+    left_out: tuple[str, ...] = ()
+    """The recordings that the plan's bound has no room for, by product."""
+
+    @property
+    def replays(self) -> int:
+        return sum(recording.replays for recording in self.recordings)
+
+    @property
+    def eager_calls(self) -> int:
+        return sum(eager.calls for eager in self.eager)
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Where the engine stands; counters only grow in the life of a core."""
+
+    clock: float
+    """When it was gathered, in seconds of the core's monotonic clock."""
+    running: int
+    """Sequences that hold a row."""
+    waiting: int
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
+    page_size: int
+    steps: int
+    prompt_tokens: int
+    prefill_tokens: int
+    generated_tokens: int
+    preemptions: int
+    prefix_lookup_tokens: int
+    prefix_hit_tokens: int
+    phases: tuple[PhaseStats, ...]
+
+    @property
+    def kv_use(self) -> float:
+        """The share of pages that sequences hold."""
+        return self.used_pages / self.total_pages if self.total_pages else 0.0
+
+
+@runtime_checkable
+class TimesPasses(Protocol):
+    """An executor that knows how long the device worked."""
+
+    @property
+    def device_seconds(self) -> Mapping[tuple[str, str], float]:
+        """By (phase, path)."""
+        ...
+
+
+def engine_stats(core: EngineCore) -> EngineStats:
+    """Gather all figures; reads counters only, so it can be called between any two steps."""
+    counts, limits, executor = core.scheduler.counts, core.scheduler.limits, core.executor
+    timed: Mapping[tuple[str, str], float] = executor.device_seconds if isinstance(executor, TimesPasses) else {}
+    return EngineStats(
+        clock=time.monotonic(),
+        total_pages=limits.num_pages - 1,
+        page_size=limits.page_size,
+        phases=tuple(phase_stats(name, runner, timed) for name, runner in executor.runners.items()),
+        **_counted(counts),
+    )
+
+
+def _counted(counts: Counts) -> dict[str, int]:
+    return {
+        "running": counts.running,
+        "waiting": counts.waiting,
+        "free_pages": counts.free_pages,
+        "cached_pages": counts.cached_pages,
+        "used_pages": counts.used_pages,
+        "steps": counts.steps,
+        "prompt_tokens": counts.prompt_tokens,
+        "prefill_tokens": counts.prefill_tokens,
+        "generated_tokens": counts.generated_tokens,
+        "preemptions": counts.preemptions,
+        "prefix_lookup_tokens": counts.prefix_lookup_tokens,
+        "prefix_hit_tokens": counts.prefix_hit_tokens,
+    }
+
+
+def phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], float]) -> PhaseStats:
+    """The figures of one phase."""
+    stats = runner.stats
+    rows = {row.key: row for row in runner.report.rows} if runner.report is not None else {}
+    captured = frozenset(runner.captured)
+    shown = sorted({*captured, *rows}, key=lambda key: key.in_table_order)
+    recordings = []
+    for key in shown:
+        row = rows.get(key)
+        if key in captured:
+            num_graphs, error = len(runner.recording(key).graphs), ""
+        else:
+            num_graphs, error = 0, str(row.error) if row is not None and row.error is not None else "released"
+        recordings.append(_recording_stats(key, stats, num_graphs, row.num_bytes if row else 0, error))
+    eager = tuple(EagerStats(r.value, calls, stats.details[r]) for r, calls in stats.eager.most_common())
+    seconds = {path: value for (phase, path), value in timed.items() if phase == name}
+    left_out = tuple(map(str, runner.selection.left_out)) if runner.selection is not None else ()
+    return PhaseStats(name, runner.plan.backend, runner.phase.bucketed, tuple(recordings), eager, seconds, left_out)
+
+
+def _recording_stats(key: ShapeKey, stats: Stats, num_graphs: int, num_bytes: int, error: str) -> RecordingStats:
+    replays, used = stats.replays[key], stats.used_rows[key]
+    return RecordingStats(str(key), key.size, key.axes, num_graphs, num_bytes, replays, used, error)

@@ -1,0 +1,155 @@
+"""One generation of a request, followed by counts while its steps are in flight."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from phonograph.engine.requests.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from phonograph.engine.requests.constraints import Constraint
+
+
+class State(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    """For a row and pages; also after a preemption."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+Rank = tuple[int, int, float, int]
+"""(0 once it is older than the scheduler's patience, -priority, arrival, serial): the lower goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was to the model, before temperature and penalties, and its likeliest alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token, logprob), the likeliest first; as many as the request asks for."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One generation of a request; a request with n > 1 makes n of them.
+
+    Counts run ahead of values: launching a step advances `num_computed` and `num_launched_outputs` at once; the tokens
+    themselves are appended to `outputs` when that step is committed, up to `max_ahead` steps later. Where a step may
+    bring several tokens or none, its commit corrects the counts.
+    """
+
+    request: Request
+    index: int
+    """Which of the request's n sequences it is."""
+    max_outputs: int
+    """`max_tokens`, clipped to the context."""
+    stop_ids: frozenset[int]
+    rank: Rank
+    state: State = State.WAITING
+    row: int = 0
+    """Its row in the device tables, from 1; 0 is the null row: it has none."""
+    pages: list[int] = field(default_factory=list)
+    num_tabled: int = 0
+    """How many of its pages the device tables know."""
+    capacity: int = 0
+    """Tokens that its pages hold."""
+    num_computed: int = 0
+    """Tokens whose KV is written by launched steps, or was found in the prefix cache; the most that can be, while a
+    step is in flight."""
+    num_launched_outputs: int = 0
+    """Outputs that launched steps sample; the fewest that can be, while a step is in flight."""
+    prefill_end: int = 0
+    """Up to here tokens come from the host: the prompt, and after a preemption the outputs so far too."""
+    num_cached: int = 0
+    """Prompt tokens that the prefix cache had when it was first admitted."""
+    last_step: int = 0
+    """The latest step that was launched with it; its row and pages stay until that one is committed."""
+    outputs: list[int] = field(default_factory=list)
+    """Committed tokens."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each output, where the request asks for them."""
+    constraint: Constraint | None = None
+    """Where it is in its grammar, if it has one."""
+    finish: FinishReason | None = None
+    error: str = ""
+    """What went wrong, for FinishReason.ERROR."""
+    error_field: str = ""
+    """The field of the request that is at fault, where one is."""
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def max_computed(self) -> int:
+        """Tokens whose KV it can ever need: the last output is never read."""
+        return len(self.request.prompt) + self.max_outputs - 1
+
+    def has_room(self, count: int) -> bool:
+        """Whether its pages hold so many more tokens, or all that it can ever need: what is beyond is not kept."""
+        return self.capacity - self.num_computed >= count or self.capacity >= self.max_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.prefill_end
+
+    @property
+    def noise_seed(self) -> int:
+        """What its noise is made from, in 64 bits: the request's seed for the first of n.
+
+        Those of the others, and of a request that has none, are below 0, and a request's own seed below 0 becomes one
+        that is not: what one user draws second, no other draws first.
+        """
+        given = self.request.params.seed
+        if given is None:
+            bits = hash((self.request.id, self.request.arrival, self.index))
+        elif self.index == 0:
+            return given if given >= 0 else _hashed(b"%d" % given) % (1 << 63)
+        else:
+            bits = _hashed(b"%d/%d" % (given, self.index))
+        return bits % (1 << 63) - (1 << 63)
+
+    def take(self, tokens: Iterable[int]) -> tuple[list[int], FinishReason | None, int]:
+        """Append what a step brought, up to the sequence's end; what comes after that is dropped.
+
+        Returns what was appended, why the sequence ends with it, if it does, and the problem that came in place of
+        the next token, or 0.
+        """
+        outputs, first = self.outputs, len(self.outputs)
+        for token in tokens:
+            if token < 0:
+                return outputs[first:], None, token
+            outputs.append(token)
+            if token in self.stop_ids:
+                return outputs[first:], FinishReason.STOP, 0
+            if len(outputs) >= self.max_outputs:
+                return outputs[first:], FinishReason.LENGTH, 0
+        return outputs[first:], None, 0
+
+    def known(self) -> tuple[int, ...]:
+        """The prompt and the committed outputs."""
+        return (*self.request.prompt, *self.outputs) if self.outputs else self.request.prompt
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known tokens from `start` up to `stop`."""
+        num_prompt = len(self.request.prompt)
+        if stop <= num_prompt:
+            return self.request.prompt[start:stop]
+        return (*self.request.prompt[start:], *self.outputs[max(0, start - num_prompt) : stop - num_prompt])
+
+    def __repr__(self) -> str:
+        where = f"row {self.row}" if self.row else self.state.value
+        return f"<Sequence {self.request.id}[{self.index}] {where}, {self.num_prompt}+{len(self.outputs)} tokens>"
+
+
+def _hashed(text: bytes) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

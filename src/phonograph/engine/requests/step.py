@@ -1,0 +1,132 @@
+"""Step and Sampled: what the scheduler plans, what comes back of it, and the updates that its commit brings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from phonograph.engine.requests.request import FinishReason
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.errors import PhonographError
+
+NOT_FINITE = -1
+"""In place of a token: the logits that it was to be picked from hold NaN or +inf."""
+NOTHING_ALLOWED = -2
+"""In place of a token: all logits are -inf, as under a mask that allows nothing."""
+NO_TOKEN = -3
+"""In place of a token, and of all that follow in its row: the step brought the row no more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Prefill tokens of one sequence: they come from the host and are computed from position `start` on."""
+
+    sequence: Sequence
+    start: int
+    tokens: tuple[int, ...]
+    samples: bool
+    """Whether it reaches the end of what the host knows, so that the step samples the sequence's next token."""
+    enters: bool
+    """Whether the sequence got its row in this step, fresh or after a preemption."""
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+
+PageUpdate = tuple[int, int, int]
+"""(row, index, page): a change of the device tables."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One forward pass, planned by counts.
+
+    A decode computes `tokens_per_row` tokens and samples what follows them; token and position are in the device
+    tables, so it is named by its sequence alone. While nothing changes, consecutive steps carry the *same* tuple
+    `decodes`, so what is derived from it can be kept.
+    """
+
+    number: int
+    decodes: tuple[Sequence, ...]
+    prefills: tuple[Chunk, ...]
+    page_updates: tuple[PageUpdate, ...]
+    """To be written to the device tables before the step runs; names no place twice."""
+    tokens_per_row: int = 1
+    """Tokens that it computes for each decode, and that it can bring each at most."""
+    pass_name: str = field(kw_only=True)
+    """The forward pass that runs it."""
+    sampling: tuple[Sequence, ...] = field(init=False)
+    """Whose token the step samples, in the order of the batch: decodes, then prefills that reach their end."""
+
+    def __post_init__(self) -> None:
+        sampled = tuple(chunk.sequence for chunk in self.prefills if chunk.samples)
+        object.__setattr__(self, "sampling", self.decodes + sampled if sampled else self.decodes)
+
+    @property
+    def new_rows(self) -> tuple[Chunk, ...]:
+        """First chunks in a new row: their `start` is the length that the device tables begin with."""
+        return tuple(chunk for chunk in self.prefills if chunk.enters)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.decodes) + len(self.prefills)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) * self.tokens_per_row + sum(chunk.count for chunk in self.prefills)
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """All that take part, in the order of the batch."""
+        return self.decodes + tuple(chunk.sequence for chunk in self.prefills)
+
+
+TokenDetails = tuple[float, list[int], list[float]]
+"""(log-probability of the token, the likeliest tokens, their log-probabilities)"""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step sampled, on the host: the tokens of each of `step.sampling`, one after the other."""
+
+    tokens: list[int]
+    """Below 0 where there is a problem instead (see above)."""
+    counts: list[int] | None = None
+    """How many of the tokens each has; None where all have one."""
+    logprobs: list[TokenDetails] | None = None
+    """For each token, where somebody asks."""
+
+    def check(self, step: Step) -> None:
+        """Raise if this can't be what the step sampled."""
+        counts, expected = self.counts, len(step.sampling)
+        if counts is not None:
+            decodes, ends, most = counts[: len(step.decodes)], counts[len(step.decodes) :], step.tokens_per_row
+            if len(counts) != expected or not all(0 <= n <= most for n in decodes) or any(n != 1 for n in ends):
+                raise PhonographError(
+                    f"committing step {step.number}: found the counts {counts}, expected {expected}. Give 0 to {most} "
+                    f"for each of {len(step.decodes)} decodes, then 1 for every prompt that ends."
+                )
+            expected = sum(counts)
+        if len(self.tokens) != expected:
+            raise PhonographError(
+                f"committing step {step.number}: found {len(self.tokens)} tokens, expected {expected}. "
+                f"Give those of each of step.sampling, in its order."
+            )
+
+    def by_row(self) -> list[slice]:
+        """Where the tokens of each of `step.sampling` are."""
+        ends = list(accumulate(self.counts)) if self.counts is not None else range(1, len(self.tokens) + 1)
+        return [slice(first, end) for first, end in pairwise([0, *ends])]
+
+
+Update = tuple[Sequence, tuple[int, ...], FinishReason | None]
+"""(sequence, new tokens, why it ended if it did); a plain tuple, since a commit makes one for every sequence."""
+
+
+def problem_at(code: int, sequence: Sequence) -> str:
+    """What was wrong with the logits that the sequence's next token was to be picked from."""
+    position = sequence.num_prompt + len(sequence.outputs)
+    if code == NOTHING_ALLOWED:
+        return f"no token is allowed at position {position}: the grammar, or the model itself, forbids all of them"
+    return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"

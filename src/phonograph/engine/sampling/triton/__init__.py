@@ -1,0 +1,1 @@
+"""The sampler in Triton, for GPUs."""

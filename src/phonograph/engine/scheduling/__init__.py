@@ -1,0 +1,1 @@
+"""Scheduling: which sequences a step computes. No torch."""

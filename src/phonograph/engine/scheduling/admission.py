@@ -1,0 +1,58 @@
+"""Which requests can be served at all, and the sequences that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import Request
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.errors import RequestError
+
+UNORDERED = (bytes, bytearray, memoryview, Mapping, Set)
+"""They can be iterated over, but what comes of it is no text and no list of token ids."""
+
+
+def refuse_unlike_prompts(prompt: object) -> None:
+    """Refuse what is neither a text nor a list of token ids."""
+    if isinstance(prompt, UNORDERED) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) != 1:
+        raise RequestError(
+            "prompts are a text, a list of texts, or a list of prompts that are lists of token ids each, as "
+            f"[[1, 2, 3]]; found {type(prompt).__name__} where a prompt belongs.",
+            field="prompt",
+        )
+
+
+def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence]:
+    """The n sequences of a request, with `max_tokens` clipped to what fits; one that can never fit is refused."""
+    refuse_misfits(request, limits)
+    params, num_prompt = request.params, len(request.prompt)
+    # The last output is never computed, so a sequence may be one token longer than its pages.
+    max_len = min(limits.max_len, limits.capacity + 1)
+    max_outputs = min(params.max_tokens, max_len - num_prompt)
+    stop_ids = params.stop_ids(limits.eos_ids)
+    return [
+        Sequence(request, index, max_outputs, stop_ids, rank=(1, -request.priority, request.arrival, serial + index))
+        for index in range(params.n)
+    ]
+
+
+def refuse_unknown_tokens(request: Request, vocab: int) -> None:
+    """Refuse ids that are no row of the embedding table: on a device they would read whatever lies there, or, as the
+    end of an answer, never come."""
+    params = request.params
+    named = {"prompt": request.prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    for field, tokens in named.items():
+        if (highest := max(tokens, default=0)) >= vocab:
+            what = "" if field == "prompt" else f" of {field}"
+            raise RequestError(
+                f"request {request.id}: token {highest}{what} is not in the vocabulary of {vocab}. "
+                "Encode the text with the model's own tokenizer.",
+                field=field,
+            )
+
+
+def refuse_misfits(request: Request, limits: Limits) -> None:
+    """Refuse a prompt that is empty, or too long for the context or for the KV cache."""
+    if problem := limits.misfit(len(request.prompt)):
+        raise RequestError(f"request {request.id!r}: {problem}", field="prompt")

@@ -1,0 +1,102 @@
+"""The sequences that decode, and for how many steps the same ones can be launched without another look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phonograph.engine.cache.rows import Rows
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.sequence import Sequence, State
+
+
+class DecodeSet:
+    """Every running sequence whose prefill is launched, with pages ahead of need.
+
+    A look at all of them is `provide` (pages), then `settle` (who is ready); between two looks `take` hands out the
+    same tuple again and again, which is what makes a steady step cheap.
+    """
+
+    def __init__(self, limits: Limits, rows: Rows) -> None:
+        self.is_short = False
+        """Somebody has no pages for the next step."""
+        self._rows = rows
+        self._max_len = limits.max_len
+        self._per_step = limits.tokens_per_row
+        self._is_exact = limits.fewest_per_row == limits.tokens_per_row
+        """Whether the counts of launched steps are those of committed ones."""
+        self._low = max(limits.reserve_tokens // 2, self._per_step - 1)
+        self._members: list[Sequence] = []
+        self._ready: tuple[Sequence, ...] = ()
+        self._steps_left = 0
+        self._has_waits = False
+        """Some must not run ahead of their own tokens."""
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+    @property
+    def is_settled(self) -> bool:
+        return self._steps_left > 0
+
+    def join(self, sequence: Sequence) -> None:
+        self._members.append(sequence)
+        self._has_waits |= not sequence.request.run_ahead
+        self._steps_left = 0
+
+    def unsettle(self) -> None:
+        """Somebody has ended: look again before the next step."""
+        self._steps_left = 0
+
+    def take(self) -> tuple[Sequence, ...]:
+        """Those that are ready for the next step."""
+        self._steps_left -= 1
+        return self._ready
+
+    def provide(self, committed: int) -> list[Sequence]:
+        """Let go who is done, give pages to who runs low; returns who needs one and got none, first in rank first."""
+        running, low, per_step, exact = State.RUNNING, self._low, self._per_step, self._is_exact
+        members: list[Sequence] = []
+        needy: list[Sequence] = []
+        steps = [self._max_len]
+        for sequence in self._members:
+            if sequence.state is not running:
+                continue
+            left = sequence.max_outputs - sequence.num_launched_outputs
+            if left <= 0:
+                self._rows.leave(sequence, committed)
+                continue
+            members.append(sequence)
+            headroom = sequence.capacity - sequence.num_computed
+            missing = left if exact else sequence.max_computed - sequence.num_computed
+            if headroom < missing:
+                # Whoever runs low is served together with the first who must be: so most steps change no table.
+                if headroom <= low and not self._rows.extend(sequence):
+                    needy.append(sequence)
+                headroom = sequence.capacity - sequence.num_computed
+            if exact:
+                steps.append(min(left, headroom))
+            elif headroom < missing:
+                steps.append(headroom // per_step)
+        self._members, self._steps_left = members, min(steps)
+        self.is_short = bool(needy)
+        return sorted(needy, key=_rank)
+
+    def settle(self, committed: int) -> None:
+        """Decide who is ready, and for how long that holds."""
+        if self.is_short or self._has_waits:
+            self._settle_each(committed)
+        elif (ready := tuple(self._members)) != self._ready:
+            self._ready = ready
+
+    def _settle_each(self, committed: int) -> None:
+        """Some may be preempted by now, some have no pages, and some wait for the token of their last step."""
+        self._members = [sequence for sequence in self._members if sequence.state is State.RUNNING]
+        placed = [sequence for sequence in self._members if sequence.has_room(self._per_step)]
+        self._ready = tuple(seq for seq in placed if seq.request.run_ahead or seq.last_step <= committed)
+        self.is_short = len(placed) < len(self._members)
+        self._has_waits = not all(sequence.request.run_ahead for sequence in self._members)
+        self._steps_left = 1
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, float, int]:
+    return sequence.rank

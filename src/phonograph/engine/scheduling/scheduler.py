@@ -1,0 +1,397 @@
+"""Decides what each step computes, by counts alone, and what becomes of the tokens when they arrive."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from phonograph.engine.cache.rows import Rows
+from phonograph.engine.passes.registry import StepPasses
+from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import FinishReason, Request
+from phonograph.engine.requests.sequence import Sequence, State
+from phonograph.engine.requests.step import Chunk, Sampled, Step, Update, problem_at
+from phonograph.engine.scheduling.admission import sequences_of
+from phonograph.engine.scheduling.decode_set import DecodeSet
+from phonograph.engine.scheduling.queue import WaitingQueue
+from phonograph.errors import PhonographError, RequestError
+
+_MAX_PREFILL_STREAK = 8
+"""Without mixed steps, so many prefill steps may follow each other while decodes wait."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Where the scheduler stands, for metrics."""
+
+    waiting: int
+    running: int
+    free_pages: int
+    cached_pages: int
+    """Held by the prefix cache, and perhaps by sequences too."""
+    used_pages: int
+    """Held by sequences; every other page is free, or cached and can be evicted."""
+    steps: int
+    """Steps launched."""
+    prompt_tokens: int
+    """Of requests that were admitted, cached or not; n > 1 counts them once."""
+    prefill_tokens: int
+    """Tokens that prefills computed; after a preemption they are computed, and counted, again."""
+    generated_tokens: int
+    preemptions: int
+    prefix_lookup_tokens: int
+    """Tokens that were looked for in the prefix cache."""
+    prefix_hit_tokens: int
+    """Tokens that were not computed, since their pages were cached."""
+
+
+class Scheduler:
+    """Plans steps over rows and pages; `commit` follows `schedule` in the same order, up to `max_ahead` steps later.
+
+    Rank (see `WaitingQueue`) decides who is admitted first and who is preempted last. Admission gives all pages of the
+    known tokens, or waits at the head of the queue; only a decode without a page preempts. Nobody is preempted while
+    one lower in rank runs, and the pool suffices for any one sequence: so the first finishes, and by induction all do.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        prefix_cache: bool = True,
+        mixed: bool = True,
+        passes: StepPasses = StepPasses(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self.rows = Rows(limits, prefix_cache=prefix_cache)
+        self._shares_prompts = prefix_cache
+        self._mixed = mixed
+        self._passes = passes
+        self._clock = clock
+        self._live: dict[str, list[Sequence]] = {}
+        self._followers: dict[Sequence, list[Sequence]] = {}
+        """Siblings that wait until the first of their request has computed the prompt, which they then share."""
+        self._waiting = WaitingQueue(limits.patience)
+        self._prefills: list[Sequence] = []
+        self._decodes = DecodeSet(limits, self.rows)
+        self._blocked: tuple[Sequence, int] | None = None
+        """The head of the queue that did not fit, and the changes of the rows until then."""
+        self._in_flight: deque[Step] = deque()
+        self._launched = self._committed = self._serial = self._prefill_streak = 0
+        self._next_deadline = math.inf
+        self._preemptions = self._prefix_lookup_tokens = self._prefix_hit_tokens = 0
+        self._prompt_tokens = self._prefill_tokens = self._generated_tokens = 0
+
+    # -- the life of a request ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request; one that can never be served is refused."""
+        if request.id in self._live:
+            raise RequestError(f"request {request.id!r}: this id is being served already. Give every request its own.")
+        sequences = sequences_of(request, self.limits, self._serial)
+        self._serial += len(sequences)
+        for sequence in sequences:
+            self._waiting.watch(sequence, self._launched)
+        self._live[request.id] = sequences
+        shares = self._shares_prompts and len(request.prompt) > self.limits.page_size
+        first, followers = (sequences[:1], sequences[1:]) if shares else (sequences, [])
+        if followers:
+            self._followers[sequences[0]] = followers
+        for sequence in first:
+            self._waiting.push(sequence)
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
+        return list(sequences)
+
+    def cancel(self, request_id: str) -> list[Update]:
+        """End all sequences of a request; one that is not being served (any more) brings no update."""
+        return self._end(self._live.get(request_id, ()), FinishReason.CANCELLED)
+
+    def expire(self, now: float | None = None) -> list[Update]:
+        """End what is past its deadline; `commit` does it too."""
+        now = self._clock() if now is None else now
+        if now < self._next_deadline:
+            return []
+        waits = [(s[0].request.deadline, s) for s in self._live.values() if s[0].request.deadline is not None]
+        self._next_deadline = min((deadline for deadline, _ in waits if deadline > now), default=math.inf)
+        late = [sequence for deadline, sequences in waits if deadline <= now for sequence in sequences]
+        return self._end(late, FinishReason.DEADLINE)
+
+    def fail(self, sequence: Sequence, message: str) -> list[Update]:
+        """End a sequence with an error; what its steps in flight wrote is not kept."""
+        if sequence.finish is None:
+            sequence.error = message
+        return self._end((sequence,), FinishReason.ERROR)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> list[Update]:
+        """End a sequence for a reason that lies outside, as a stop text that was found."""
+        return self._end((sequence,), reason)
+
+    def _end(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[Update]:
+        updates: list[Update] = []
+        for sequence in tuple(sequences):
+            if sequence.finish is None:
+                self._close(sequence, reason)
+                updates.append((sequence, (), reason))
+        return updates
+
+    def _close(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish, sequence.state = reason, State.FINISHED
+        self._decodes.unsettle()
+        self._waiting.discard(sequence)
+        self._queue_followers(sequence)
+        if sequence.row:
+            self.rows.leave(sequence, self._committed)
+        siblings = self._live[sequence.request.id]
+        # From the end, each once: to look at all siblings whenever one ends is quadratic in n.
+        while siblings and siblings[-1].finish is not None:
+            siblings.pop()
+        if not siblings:
+            del self._live[sequence.request.id]
+
+    def _queue_followers(self, sequence: Sequence) -> None:
+        for follower in self._followers.pop(sequence, ()):
+            if follower.finish is None:
+                self._waiting.push(follower)
+
+    # -- launch ---------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """The next step to launch, or None if there is nothing to do before a commit or a new request.
+
+        Advances the counts of all that take part, so a step that was handed out must be launched, and then committed.
+        """
+        if len(self._in_flight) > self.limits.max_ahead:
+            return None
+        self._waiting.age(self._launched)
+        if self._mixed:
+            decodes = self._plan_decodes()
+            chunks = self._plan_prefills(self.limits.max_tokens - len(decodes) * self.limits.tokens_per_row)
+        else:
+            decodes, chunks = self._plan_pure()
+        if not decodes and not chunks:
+            return None
+        self._launched += 1
+        number = self._launched
+        most, fewest = self.limits.tokens_per_row, self.limits.fewest_per_row
+        for sequence in decodes:
+            sequence.num_computed += most
+            sequence.num_launched_outputs += fewest
+            sequence.last_step = number
+        pass_name = self._passes.mixed if chunks else self._passes.decodes
+        step = Step(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=pass_name)
+        self._in_flight.append(step)
+        return step
+
+    def _plan_pure(self) -> tuple[tuple[Sequence, ...], list[Chunk]]:
+        """Prefills or decodes, never both: prefills first, but not for ever."""
+        budget = self.limits.max_tokens
+        chunks = self._plan_prefills(budget) if self._prefill_streak < _MAX_PREFILL_STREAK else []
+        decodes = () if chunks else self._plan_decodes()
+        if not chunks and not decodes:
+            # Decodes that were preempted just now have left room.
+            chunks = self._plan_prefills(budget)
+        self._prefill_streak = self._prefill_streak + 1 if chunks else 0
+        return decodes, chunks
+
+    def _plan_decodes(self) -> tuple[Sequence, ...]:
+        if not self._decodes.is_settled:
+            self._make_room(self._decodes.provide(self._committed))
+            self._decodes.settle(self._committed)
+        return self._decodes.take()
+
+    def _make_room(self, needy: list[Sequence]) -> None:
+        """Preempt, last in rank first, until these have the pages that they need, or some are on their way back.
+
+        Not for one that may turn out to need none: the commit of its step in flight will tell.
+        """
+        exact = self.limits.tokens_per_row == self.limits.fewest_per_row
+        for sequence in needy:
+            if not exact and sequence.last_step > self._committed:
+                continue
+            while sequence.state is State.RUNNING and not self.rows.extend(sequence):
+                if self.rows.leaving:
+                    return
+                running = (other for other in (*self._decodes, *self._prefills) if other.state is State.RUNNING)
+                self._preempt(max(running, key=lambda other: other.rank))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Send a sequence back to the queue; it will be computed again from its prompt and its outputs."""
+        self._preemptions += 1
+        sequence.state = State.WAITING
+        if self.rows.leave(sequence, self._committed):
+            self._waiting.push(sequence)
+
+    def _plan_prefills(self, budget: int) -> list[Chunk]:
+        """Go on with prefills that have a row, then admit from the queue, within so many tokens."""
+        chunks: list[Chunk] = []
+        if self._prefills:
+            self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
+            for sequence in self._prefills:
+                if budget <= 0:
+                    break
+                chunks.append(self._next_chunk(sequence, budget))
+                budget -= chunks[-1].count
+        while budget > 0 and (admitted := self._admit()) is not None:
+            chunks.append(self._next_chunk(admitted, budget, enters=True))
+            budget -= chunks[-1].count
+        if chunks:
+            self._prefills = [sequence for sequence in self._prefills if sequence.is_prefilling]
+        return chunks
+
+    def _admit(self) -> Sequence | None:
+        """Seat the head of the queue, if there is a row, and pages once every decode has its own; nobody overtakes."""
+        if self._decodes.is_short or not self.rows.has_free:
+            return None
+        sequence = self._waiting.peek()
+        if sequence is None or self._blocked == (sequence, self.rows.num_changes):
+            return None
+        if not self.rows.seat(sequence):
+            self._blocked = (sequence, self.rows.num_changes)
+            return None
+        self._waiting.discard(sequence)
+        self._prefills.append(sequence)
+        self._prefix_lookup_tokens += sequence.prefill_end
+        self._prefix_hit_tokens += sequence.num_computed
+        if not sequence.last_step:
+            sequence.num_cached = sequence.num_computed
+            self._prompt_tokens += sequence.num_prompt if sequence.index == 0 else 0
+        sequence.state = State.RUNNING
+        return sequence
+
+    def _next_chunk(self, sequence: Sequence, budget: int, *, enters: bool = False) -> Chunk:
+        start = sequence.num_computed
+        stop = min(start + min(budget, self.limits.max_chunk), sequence.prefill_end)
+        sequence.num_computed = stop
+        sequence.last_step = self._launched + 1
+        self._prefill_tokens += stop - start
+        samples = stop == sequence.prefill_end
+        if samples:
+            sequence.num_launched_outputs += 1
+            self._decodes.join(sequence)
+        return Chunk(sequence, start, sequence.tokens(start, stop), samples, enters)
+
+    # -- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, step: Step, sampled: Sampled, now: float | None = None) -> list[Update]:
+        """Take in the tokens that a step sampled for each of `step.sampling`, and free what nobody uses any more.
+
+        Tokens of a sequence that ended meanwhile are dropped, so nobody sees what was launched ahead in vain, and so
+        are those after its end. Where a problem comes instead of a token, the sequence fails.
+        """
+        self._check_order(step)
+        sampled.check(step)
+        self._in_flight.popleft()
+        self._committed = step.number
+        is_plain = sampled.counts is None and step.tokens_per_row == 1
+        updates = self._take_one_each(step, sampled) if is_plain else self._take_several(step, sampled)
+        for chunk in step.prefills:
+            if chunk.samples:
+                self._share_prompt(chunk)
+        updates += self.expire(now)
+        for sequence in self.rows.retire(self._committed):
+            if sequence.finish is None:
+                self._waiting.push(sequence)
+        return updates
+
+    def _take_one_each(self, step: Step, sampled: Sampled) -> list[Update]:
+        """What `_take_several` does, for plain steps: so many of them come that each line counts."""
+        updates: list[Update] = []
+        failed: list[Update] = []
+        for sequence, token in zip(step.sampling, sampled.tokens, strict=True):
+            if sequence.finish is not None:
+                continue
+            if token < 0:
+                failed += self.fail(sequence, problem_at(token, sequence))
+                continue
+            outputs = sequence.outputs
+            outputs.append(token)
+            if token in sequence.stop_ids:
+                self._close(sequence, FinishReason.STOP)
+            elif len(outputs) >= sequence.max_outputs:
+                self._close(sequence, FinishReason.LENGTH)
+            updates.append((sequence, (token,), sequence.finish))
+        self._generated_tokens += len(updates)
+        return updates + failed
+
+    def _take_several(self, step: Step, sampled: Sampled) -> list[Update]:
+        """Correct the counts by what the device took, then append what the sequence takes of it."""
+        updates: list[Update] = []
+        failed: list[Update] = []
+        fewest, num_decodes = self.limits.fewest_per_row, len(step.decodes)
+        for index, (sequence, part) in enumerate(zip(step.sampling, sampled.by_row(), strict=True)):
+            if index < num_decodes:
+                # Before anybody is closed, and of those that are: what the prefix cache keeps goes by this count.
+                count = part.stop - part.start
+                sequence.num_computed -= step.tokens_per_row - count
+                sequence.num_launched_outputs += count - fewest
+            if sequence.finish is not None:
+                continue
+            taken, finish, problem = sequence.take(sampled.tokens[part])
+            if finish is not None:
+                self._close(sequence, finish)
+            if taken:
+                self._generated_tokens += len(taken)
+                updates.append((sequence, tuple(taken), finish))
+            if problem:
+                failed += self.fail(sequence, problem_at(problem, sequence))
+        return updates + failed
+
+    def _check_order(self, step: Step) -> None:
+        if not self._in_flight or self._in_flight[0] is not step:
+            numbers = [launched.number for launched in self._in_flight]
+            raise PhonographError(
+                f"committing step {step.number}: the steps in flight are {numbers}. Commit each once, in launch order."
+            )
+
+    def _share_prompt(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        if sequence.row and sequence.finish is not FinishReason.ERROR:
+            self.rows.keep(sequence, chunk.start + chunk.count)
+        self._queue_followers(sequence)
+
+    # -- what it knows --------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being served and nothing is in flight."""
+        return not self._live and not self._in_flight
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are launched and not committed."""
+        return len(self._in_flight)
+
+    @property
+    def counts(self) -> Counts:
+        states = [sequence.state for sequences in self._live.values() for sequence in sequences]
+        pages = self.rows.reservations
+        return Counts(
+            waiting=states.count(State.WAITING),
+            running=states.count(State.RUNNING),
+            free_pages=pages.pool.num_free,
+            cached_pages=pages.prefixes.num_pages,
+            used_pages=pages.num_used,
+            steps=self._launched,
+            prompt_tokens=self._prompt_tokens,
+            prefill_tokens=self._prefill_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
+            prefix_lookup_tokens=self._prefix_lookup_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+        )
+
+    def integrity(self) -> None:
+        """Raise if a row, page or sequence is lost; when idle, each row must be free and each page free or cached."""
+        self.rows.check()
+        if self.is_idle and not self.rows.is_empty:
+            raise PhonographError("integrity: nothing is being served, and yet rows are taken.")
+        placed = {*self._prefills, *self._decodes, *self.rows.leaving, *self._waiting}
+        placed.update(follower for followers in self._followers.values() for follower in followers)
+        live = [sequence for sequences in self._live.values() for sequence in sequences]
+        lost = [sequence for sequence in live if sequence.finish is None and sequence not in placed]
+        if lost:
+            raise PhonographError(f"integrity: sequences that nobody will schedule again: {lost}.")

@@ -1,0 +1,390 @@
+"""graphed: the graph layer for any PyTorch callable, in a few lines."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from phonograph.devices import Device, open_device
+from phonograph.errors import DeclarationError
+from phonograph.graphs.inputs.extent import Dim, Extent
+from phonograph.graphs.inputs.fields import path_of
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.inputs.slot import Slot
+from phonograph.graphs.inputs.snapshots import snapshots_beside
+from phonograph.graphs.phases.buckets import Buckets
+from phonograph.graphs.phases.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
+from phonograph.graphs.phases.live_arguments import Live
+from phonograph.graphs.phases.phase import Admission, Phase, Preserve, Sampler, sample_from
+from phonograph.graphs.planning.kinds import unknown
+from phonograph.graphs.planning.resolve import Plan, resolve
+from phonograph.graphs.planning.rules import Facts
+from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
+from phonograph.graphs.progress import Progress
+from phonograph.graphs.recording.backends import BACKENDS
+from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.recording.modules import ModuleCall
+from phonograph.graphs.running.runner import Outputs, Runner, RunnerOptions
+from phonograph.graphs.trust.verify import VerifyReport, verify
+
+log = logging.getLogger("phonograph")
+
+
+class Graphed:
+    """A callable whose calls are replays where a recording fits. Made by `graphed`."""
+
+    def __init__(
+        self, function: Callable[..., Any], runner: Runner, plan: Plan, phase: str, signature: inspect.Signature
+    ) -> None:
+        self._function = function
+        self._phase = phase
+        self._signature = signature
+        self._names = [name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._slot_defaults = {
+            slot.path[0]: signature.parameters[slot.path[0]].default
+            for slot in runner.phase.slots
+            if slot.path[0] in signature.parameters and _has_value(signature.parameters[slot.path[0]])
+        }
+        self.runner = runner
+        self.plan = plan
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.runner.run(self._arguments(args, kwargs))
+
+    def capture(self, progress: Progress | None = None) -> CaptureReport:
+        """Record every bucket."""
+        return self.runner.capture(progress)
+
+    def decide(self, *args: Any, **kwargs: Any) -> Decision:
+        """What a call with these arguments would run."""
+        return self.runner.decide(self._arguments(args, kwargs))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name; a slot that is not given has the function's default."""
+        if args:
+            named = dict(zip(self._names, args, strict=False))
+            if len(args) > len(self._names) or not named.keys().isdisjoint(kwargs):
+                self._signature.bind(*args, **kwargs)  # raises as the function would
+            kwargs = named | kwargs
+        return self._slot_defaults | kwargs if self._slot_defaults else kwargs
+
+    def explain(self) -> str:
+        """The plan, what is captured, counts, and the reason of each eager call."""
+        return f"{self.plan.explain()}\n{self.runner.explain()}"
+
+    def verify(self, *, batches: int = 2, seed: int = 0, tolerance: float | None = None) -> VerifyReport:
+        """Check every recording on random valid batches."""
+        return verify(self.runner, batches=batches, seed=seed, tolerance=tolerance)
+
+    @property
+    def stats(self) -> Stats:
+        return self.runner.stats
+
+    def release(self) -> None:
+        """Give the graphs back; calls run eagerly from then on."""
+        self.runner.release()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        name = _name_of(self._function)
+        raise TypeError(
+            f"copying or pickling graphed {name!r}: graphs and their buffers stay where they were made. Copy or pickle "
+            "what was graphed (__wrapped__), and call graphed() and capture() on that. A module that holds a graphed "
+            "one as an attribute can be copied before it gets it."
+        )
+
+    @contextmanager
+    def installed(self) -> Iterator[Graphed]:
+        """Serve calls of the module that was graphed, while the code around it runs eagerly; undone at the end.
+
+        Its hooks are part of what is recorded, and are not run a second time. Calls of its `forward` are not served.
+        Where several are installed on one module, the latest serves; they may be undone in any order.
+        """
+        module = self._function
+        if not isinstance(module, torch.nn.Module):
+            raise DeclarationError(
+                f"installing {_name_of(module)!r}: only a torch.nn.Module can be installed. "
+                "Pass the module to graphed()."
+            )
+        installation = _installations.get(module) or _Installation(module)
+        installation.add(self)
+        try:
+            yield self
+        finally:
+            installation.remove(self)
+
+
+class _Installation:
+    """Stands in the place of a module's call, from the first that is installed there until the last is removed."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._installed: list[Graphed] = []
+        self._place = ExitStack()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._installed[-1](*args, **kwargs)
+
+    def add(self, run: Graphed) -> None:
+        if not self._installed:
+            self._place.enter_context(ModuleCall(self._module).replaced_by(self))
+            _installations[self._module] = self
+        self._installed.append(run)
+
+    def remove(self, run: Graphed) -> None:
+        last = max(index for index, one in enumerate(self._installed) if one is run)
+        del self._installed[last]
+        if not self._installed:
+            del _installations[self._module]
+            self._place.close()
+
+
+_installations: WeakKeyDictionary[torch.nn.Module, _Installation] = WeakKeyDictionary()
+"""What stands in the place of each module's call now."""
+
+
+def graphed(  # noqa: PLR0913 - the front door names every choice
+    function: Callable[..., Any],
+    *,
+    slots: Sequence[Slot],
+    bucketed: str,
+    buckets: Buckets | Sequence[int],
+    dims: Sequence[Dim] = (),
+    live: Collection[str] = (),
+    phase: str = "decode",
+    backend: str | None = None,
+    device: str | torch.device | Device | None = None,
+    outputs: Outputs = "own",
+    sample: Sampler | None = None,
+    tail: Callable[[Any, Any], Any] | None = None,
+    plan: Callable[[Any, Extent], None] | None = None,
+    tail_captured: bool = False,
+    preserve: Preserve | None = None,
+    admission: Sequence[Admission] = (),
+    adopt: Mapping[str, torch.Tensor] | None = None,
+    without: Collection[str] = (),
+    eager_without: Collection[str] = (),
+    pool: BufferPool | None = None,
+    max_padding_ratio: float | None = None,
+    max_padding_rows: int | None = None,
+    strict: bool = False,
+    debug: bool = False,
+    eager_copies: bool = False,
+    collect_garbage: bool = False,
+    barrier: Callable[[], None] | None = None,
+) -> Graphed:
+    """Serve calls of a function or module by recorded graphs.
+
+    A module is called as its users call it, with its hooks. The function is called with its slots by name; other
+    arguments are passed on as they are. In a recording they keep the value that the sample has, so a call with another
+    value runs eagerly, unless the argument is named `live` (`"a"`, or `"a.b"` for a field of one): a gap that is passed
+    it, and a tail that is not recorded, get the value of each call; capture refuses a body that reads it anywhere else.
+    What no capture can see is `is`: don't ask whether a live argument is None outside of a gap. A `tail` takes the used
+    rows of the function's outputs and the live arguments, and is recorded only with `tail_captured`. `phase` picks the
+    defaults of the plan (`full` for decode, `breakable` for prefill). Functions that are given one `pool` share input
+    buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`.
+
+    The other choices are those of `Phase` (preserve, admission, adopt, without, eager_without), of the plan (backend,
+    max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
+    """
+    slots, live = _all_of(Slot, slots, "slots"), _all_of(str, live, "live")
+    on = open_device(device if device is not None else _device_of(function))
+    _say_once_if_emulated(on, asked=device is not None)
+    buckets = _as_buckets(buckets)
+    call = ModuleCall(function) if isinstance(function, torch.nn.Module) else function
+    asked = {
+        f"{phase}.backend": ("backend", backend),
+        f"{phase}.max_padding_ratio": ("max_padding_ratio", max_padding_ratio),
+        f"{phase}.max_padding_rows": ("max_padding_rows", max_padding_rows),
+        "graphs": ("strict", "strict" if strict else None),
+        "debug": ("debug", debug or None),
+        "gc": ("collect_garbage", collect_garbage or None),
+    }
+    if phase not in KNOWN_PHASES:
+        raise unknown("phase", phase, tuple(KNOWN_PHASES), "graphed(phase=)")
+    resolved = resolve(_asks(phase, buckets, asked), facts_of(on), [KNOWN_PHASES[phase]])
+    signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    _check_arguments(signature, slots, _name_of(function))
+    lives = _lives(signature, slots, live, _name_of(function))
+    others = _Others(signature, slots, lives)
+    declared = Phase(
+        name=_name_of(function),
+        slots=tuple(slots),
+        bucketed=bucketed,
+        body=lambda batch: call(**batch),
+        sample=sample if sample is not None else sample_from(slots, on.torch_device),
+        dims=(dims,) if isinstance(dims, Dim) else tuple(dims),
+        tail=tail,
+        tail_captured=tail_captured,
+        plan=plan,
+        preserve=preserve,
+        admission=[others.admit, *([_unchanged_hooks(call)] if isinstance(call, ModuleCall) else ()), *admission],
+        without=frozenset(_all_of(str, without, "without")),
+        eager_without=frozenset(_all_of(str, eager_without, "eager_without")),
+        adopt=adopt or {},
+        live=lives,
+    )
+    options = RunnerOptions(
+        outputs=outputs,
+        strict=strict,
+        debug=resolved.debug,
+        collect_garbage=resolved.gc,
+        eager_copies=eager_copies,
+        barrier=barrier,
+    )
+    runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
+    others.carried = weakref.WeakMethod(runner.carried)
+    return Graphed(function, runner, resolved, phase, signature)
+
+
+def _asks(phase: str, buckets: Buckets, asked: Mapping[str, tuple[str, Any]]) -> list[Ask]:
+    """What the arguments of `graphed` ask of the plan, by setting: the argument's name, and a value if one is given."""
+    given = {f"{phase}.buckets": ("buckets", buckets.sizes), f"{phase}.exact": ("buckets", buckets.exact), **asked}
+    return [ask(name, value, origin=f"graphed({word}=)") for name, (word, value) in given.items() if value is not None]
+
+
+def _as_buckets(buckets: Buckets | Sequence[int]) -> Buckets:
+    if isinstance(buckets, int):
+        raise DeclarationError(
+            f"buckets={buckets} is one number. Write Buckets.up_to({buckets}) for every size up to it, or [{buckets}]."
+        )
+    return buckets if isinstance(buckets, Buckets) else Buckets(tuple(buckets))
+
+
+T = TypeVar("T")
+
+
+def _all_of(kind: type[T], given: Collection[T], argument: str) -> tuple[T, ...]:
+    """Several things of a kind, as `graphed` takes them."""
+    if isinstance(given, kind):
+        raise DeclarationError(f"graphed({argument}=) takes several, found {given!r} alone. Write [{given!r}].")
+    several = tuple(given)
+    wrong = next((one for one in several if not isinstance(one, kind)), None)
+    if wrong is not None:
+        raise DeclarationError(f"graphed({argument}=) has {wrong!r}, which is no {kind.__name__}. Correct it.")
+    return several
+
+
+def _has_value(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not None and parameter.default is not inspect.Parameter.empty
+
+
+class _Others:
+    """The arguments, and what lies in them, that are no slots: a recording has them frozen in, so a call with others
+    runs eagerly.
+
+    Only those named `live`, which a recording can't read, may change.
+    """
+
+    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[Live]) -> None:
+        self._left_out = {slot.path for slot in slots} | {one.path for one in live}
+        self._whole = {path[0] for path in self._left_out if len(path) == 1}
+        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+        given = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
+        self._defaults = snapshots_beside(given, self._left_out)
+        self.carried: Callable[[], Callable[[ShapeKey], Mapping[str, Any]] | None] = lambda: None
+        """A weak reference to the runner's method: the runner holds this."""
+
+    def admit(self, batch: dict[str, Any], key: ShapeKey) -> RunEagerly | None:
+        """Refuse a replay that would not see an argument."""
+        carried_by = self.carried()
+        if carried_by is None:
+            return None
+        carried = carried_by(key)
+        if not carried and batch.keys() <= self._whole:
+            return None  # nothing but defaults, then and now
+        given = self._defaults | snapshots_beside(batch, self._left_out)
+        recorded = {**self._defaults, **carried}
+        for name in given.keys() | recorded.keys():
+            if name not in given or name not in recorded or given[name] != recorded[name]:
+                detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
+                return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
+        return None
+
+
+def _unchanged_hooks(call: ModuleCall) -> Admission:
+    def admit(batch: Any, key: ShapeKey) -> RunEagerly | None:
+        if not call.hooks_changed:
+            return None
+        detail = f"a hook was registered or removed after {key} was captured. Call capture() again"
+        return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
+
+    return admit
+
+
+def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: str) -> None:
+    """Refuse a slot that the function can't be called with."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
+        raise DeclarationError(
+            f"{name}{signature} takes arguments without names, and slots are passed by name. "
+            "Wrap it in a function that names them."
+        )
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return
+    for slot in slots:
+        if slot.field.split(".")[0] not in signature.parameters:
+            raise DeclarationError(
+                f"slot {slot.name!r} is no argument of {name}{signature}. "
+                "Rename it, or give source= the argument's name."
+            )
+
+
+def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[str], name: str) -> tuple[Live, ...]:
+    """The live arguments with their defaults; refused where the function can't be called with one."""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    lives: list[Live] = []
+    for field in live:
+        path = path_of(field)
+        parameter = signature.parameters.get(path[0])
+        if parameter is None and not takes_all:
+            raise DeclarationError(f"live={field!r} is no argument of {name}{signature}. Correct the name.")
+        held = next((slot for slot in slots if slot.path[: len(path)] == path), None)
+        if held is not None:
+            raise DeclarationError(
+                f"live={field!r} is or holds the slot {held.name!r}, which every replay loads. Name what is live "
+                f"in it: live=['{path[0]}.field'], or leave it out."
+            )
+        given = parameter is not None and parameter.default is not parameter.empty and len(path) == 1
+        lives.append(Live(field, parameter.default) if parameter is not None and given else Live(field))
+    return tuple(lives)
+
+
+def facts_of(device: Device) -> Facts:
+    """What rules may know about a device and this build."""
+    return Facts(device.name, device.capabilities.backends, built=frozenset(BACKENDS))
+
+
+def _device_of(function: Callable[..., Any]) -> torch.device | None:
+    """The device of the parameters of a module, or of the module that a method belongs to."""
+    owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        parameter = next(owner.parameters(), None)
+        return parameter.device if parameter is not None else None
+    return None
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name: Mapping[str, Any] | str = getattr(function, "__name__", type(function).__name__)
+    return "graphed" if name == "<lambda>" else str(name)
+
+
+@functools.cache
+def _warn_emulated() -> None:
+    log.warning(
+        "graphed: no accelerator here, so graphs are emulated on the CPU: right for development and tests, not fast. "
+        "Pass device='cuda' on a GPU machine, or device='emulated' to say that this is meant."
+    )
+
+
+def _say_once_if_emulated(device: Device, *, asked: bool) -> None:
+    if device.name == "emulated" and not asked:
+        _warn_emulated()

@@ -1,0 +1,1 @@
+"""Inputs: slots, the pool of their buffers, and the registry that alone writes them."""

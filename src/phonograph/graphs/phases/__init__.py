@@ -1,0 +1,1 @@
+"""Phases: what is recorded and for which sizes and axes, and what runs right now."""

@@ -1,0 +1,1 @@
+"""Planning: settings, rules, and the plan that is made of them; flags."""

@@ -1,0 +1,178 @@
+"""Flags of a plan's settings: one for each, the canonical JSON, and SGLang's names as aliases."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+from phonograph.errors import PlanError
+from phonograph.graphs.planning.kinds import BACKENDS, NAMES, SWITCH, Value, described, nearest, unknown
+from phonograph.graphs.planning.settings import PLAN_FIELDS, Ask, Asked, Level, PhaseDefaults, Setting, Settings
+from phonograph.graphs.planning.sglang_flags import ALIASES, Alias, variable_warning
+
+GRAPH_BACKEND = "--graph-backend"
+
+# The names that don't follow from the setting's: `graphs` says what it is about by itself, and one use of
+# `--ignore-rule` gives one name.
+_OWN_FLAGS = {"graphs": "--graphs", "ignore_rules": "--ignore-rule"}
+
+
+def flag_of(setting: Setting[Value]) -> str:
+    """The flag that asks for a setting."""
+    field = setting.field.replace("_", "-")
+    if setting.phase is None:
+        return _OWN_FLAGS.get(setting.name, f"--graph-{field}")
+    return f"--{setting.phase.replace('_', '-')}-graph-{field}"
+
+
+def _by_flag(phases: Iterable[PhaseDefaults]) -> dict[str, Setting[Value]]:
+    return {flag_of(setting): setting for setting in Settings(tuple(phases)).table.values()}
+
+
+def _aliases(by_flag: Mapping[str, Setting[Value]]) -> list[Alias]:
+    """Those that stand for a flag that there is, or for none at all."""
+    return [alias for alias in ALIASES if not alias.stands_for or alias.stands_for in (GRAPH_BACKEND, *by_flag)]
+
+
+def add_flags(parser: argparse.ArgumentParser, phases: Iterable[PhaseDefaults]) -> None:
+    """Adds every flag of a plan with these phases to a parser; `asked_from` reads what it parsed.
+
+    Make the parser with `allow_abbrev=False`: argparse otherwise takes any unique beginning for the flag, so
+    `--decode-graph-max-padding-ra` works until the day another flag begins like it.
+
+    Values are kept as text and repeats are kept all, so that `resolve` gives every wrong one the same error.
+    """
+    group = parser.add_argument_group("graphs", "How each phase is recorded. Canonical JSON ranks above single flags.")
+    group.add_argument(
+        GRAPH_BACKEND,
+        action="append",
+        metavar="BACKEND|JSON",
+        help=f"a backend for all phases ({', '.join(BACKENDS)}), or JSON such as "
+        '{"decode": "full", "prefill": {"backend": "breakable", "buckets": [256, 512]}}',
+    )
+    by_flag = _by_flag(phases)
+    for flag, setting in by_flag.items():
+        if setting.kind is SWITCH:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=setting.help)
+        else:
+            group.add_argument(flag, action="append", metavar=setting.kind.metavar, help=setting.help)
+    old = parser.add_argument_group("deprecated names of graph flags")
+    for alias in _aliases(by_flag):
+        if alias.value is None:
+            metavar = "|".join(alias.words) or "VALUE"
+            nargs = "+" if alias.many else None
+            old.add_argument(alias.flag, action="append", nargs=nargs, metavar=metavar, help=alias.warning)
+        else:
+            old.add_argument(alias.flag, action="append_const", const=alias.value, help=alias.warning)
+
+
+def asked_from(namespace: argparse.Namespace, phases: Sequence[PhaseDefaults], variables: Iterable[str] = ()) -> Asked:
+    """What the command line asks for, and a warning for each deprecated name in it.
+
+    `variables` are the names of the environment's: one that configures SGLang's graphs gets a warning, since here the
+    environment configures nothing.
+    """
+    given: Mapping[str, object] = vars(namespace)
+    asks: list[Ask] = []
+    warnings: list[str] = []
+    by_flag = _by_flag(phases)
+    for found in _found(given, GRAPH_BACKEND):
+        asks += asks_of_graph_backend(found, phases)
+    for flag, setting in by_flag.items():
+        asks += _asks_of_flag(flag, setting, _found(given, flag))
+    for alias in _aliases(by_flag):
+        for found in _found(given, alias.flag):
+            if alias.stands_for == GRAPH_BACKEND:
+                asks += asks_of_graph_backend(found, phases, alias.flag)
+            else:
+                asks += _asks_of_alias(alias, found, by_flag)
+            warnings.append(alias.warning)
+    warnings += filter(None, map(variable_warning, sorted(variables)))
+    return Asked(tuple(asks), tuple(dict.fromkeys(warnings)))
+
+
+def _found(given: Mapping[str, object], flag: str) -> list[object]:
+    """The values of a flag in the order given; none where it isn't used."""
+    found = given.get(flag.removeprefix("--").replace("-", "_"))
+    if found is None:
+        return []
+    return list(found) if isinstance(found, list) else [found]
+
+
+def _read(setting: Setting[Value], found: object) -> object:
+    return setting.kind.read(found) if isinstance(found, str) else found
+
+
+def _asks_of_flag(flag: str, setting: Setting[Value], found: list[object]) -> Iterable[Ask]:
+    if setting.kind is NAMES:  # each use adds a name to one list
+        return [Ask(setting.name, tuple(found), flag)] if found else []
+    # A switch that is off was written in its negative form.
+    return [
+        Ask(setting.name, _read(setting, value), flag if value is not False else f"--no-{flag[2:]}") for value in found
+    ]
+
+
+def _asks_of_alias(alias: Alias, found: object, by_flag: Mapping[str, Setting[Value]]) -> Iterable[Ask]:
+    if alias.words and found not in alias.words:
+        raise unknown("value", str(found), alias.words, alias.flag)
+    if not alias.stands_for:
+        return []
+    setting = by_flag[alias.stands_for]
+    if isinstance(found, list):
+        found = ",".join(found)
+    return [Ask(setting.name, _read(setting, found), alias.flag, alias.level)]
+
+
+def asks_of_graph_backend(
+    found: object, phases: Iterable[PhaseDefaults], origin: str = GRAPH_BACKEND
+) -> tuple[Ask, ...]:
+    """What a text in `--graph-backend`'s form asks for: a backend for all phases, or the canonical JSON."""
+    if isinstance(found, str) and found.lstrip()[:1] in ("{", "["):
+        return asks_of_json(found, phases, origin)
+    return tuple(Ask(f"{phase.name}.backend", found, origin, Level.JSON) for phase in phases)
+
+
+def asks_of_json(text: str, phases: Iterable[PhaseDefaults], origin: str = GRAPH_BACKEND) -> tuple[Ask, ...]:
+    """What canonical JSON asks for. Keys are plan settings, and phases with a backend or an object each."""
+    document = _object(_parsed(text, origin), "an object of phases", origin)
+    asks: list[Ask] = []
+    names = [phase.name for phase in phases]
+    for key, value in document.items():
+        if key in PLAN_FIELDS:
+            asks.append(Ask(key, value, origin, Level.JSON))
+        elif key not in names:
+            valid = (*names, *PLAN_FIELDS)
+            raise unknown("setting" if nearest(key, valid) in PLAN_FIELDS else "phase", key, valid, origin)
+        elif isinstance(value, str):
+            asks.append(Ask(f"{key}.backend", value, origin, Level.JSON))
+        else:
+            fields = _object(value, f"a backend or an object for {key}", origin)
+            asks += [Ask(f"{key}.{name}", inner, origin, Level.JSON) for name, inner in fields.items()]
+    return tuple(asks)
+
+
+def _object(found: object, expected: str, origin: str) -> dict[str, object]:
+    if not isinstance(found, dict):
+        raise PlanError(f"reading the JSON of {origin}: expected {expected}, found {described(found)}")
+    return found
+
+
+def _parsed(text: str, origin: str) -> object:
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        # json alone keeps the last of two equal keys and says nothing.
+        twice = {key for key, _ in items if [k for k, _ in items].count(key) > 1}
+        if twice:
+            raise PlanError(f"reading the JSON of {origin}: the key {min(twice)!r} is there twice; keep one")
+        return dict(items)
+
+    try:
+        parsed: object = json.loads(text, object_pairs_hook=pairs)
+    except PlanError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise PlanError(
+            f"reading the JSON of {origin}: {error}, in {described(text)}. "
+            f"Expected a backend ({', '.join(BACKENDS)}) or an object of phases"
+        ) from error
+    return parsed

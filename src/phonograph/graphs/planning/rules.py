@@ -1,0 +1,137 @@
+"""Which values can't stand together, or on this device: a table of named rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from phonograph.graphs.planning.kinds import Value, shown
+from phonograph.graphs.planning.settings import Resolved
+
+View = Mapping[str, Resolved]
+"""The values as the rules before this one left them, by setting."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is true of the device and of this build, whatever anybody asks."""
+
+    device: str
+    backends: frozenset[str]
+    """The backends that the device supports."""
+    built: frozenset[str]
+    """The backends that this build has."""
+
+    def can(self, backend: str) -> bool:
+        """Whether a phase can have this backend here; `disabled` records nothing, so it always can."""
+        return backend == "disabled" or backend in (self.backends & self.built)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A rule's verdict: this setting must have this value, because of this."""
+
+    setting: str
+    value: Value
+    because: str
+    cause: str = ""
+    """The setting that makes the change necessary: asked for more specifically than what it changes, it prevails."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named compatibility rule."""
+
+    name: str
+    says: str
+    """What holds once the rule is applied."""
+    changes: Callable[[Facts, View], Iterable[Change]]
+    """Pure; a change to the value that is already there counts as none."""
+    ignorable: bool = True
+    """False where going past the rule could only fail later."""
+
+
+def phases_of(view: View) -> list[str]:
+    """The phases of the plan, by name."""
+    return [name.removesuffix(".backend") for name in view if name.endswith(".backend")]
+
+
+def stated(setting: str, view: View) -> str:
+    """A value with its reason, for sentences: `graphs=off (asked by --graphs)`."""
+    resolved = view[setting]
+    return f"{setting}={shown(resolved.value)} ({resolved.reason})"
+
+
+def _backend_not_built(facts: Facts, view: View) -> Iterator[Change]:
+    for phase in phases_of(view):
+        backend = view[f"{phase}.backend"].value
+        if backend != "disabled" and backend not in facts.built:
+            fallback = "full" if facts.can("full") else "disabled"
+            yield Change(f"{phase}.backend", fallback, f"this build doesn't have {shown(backend)}")
+
+
+def _device_lacks_backend(facts: Facts, view: View) -> Iterator[Change]:
+    for phase in phases_of(view):
+        backend = view[f"{phase}.backend"].value
+        if backend != "disabled" and backend not in facts.backends:
+            because = f"the device {facts.device} doesn't support {shown(backend)}"
+            yield Change(f"{phase}.backend", "disabled", because)
+
+
+def _graphs_off(_facts: Facts, view: View) -> Iterator[Change]:
+    graphs, backends = view["graphs"], [f"{phase}.backend" for phase in phases_of(view)]
+    if graphs.value != "off":
+        return
+    above = [name for name in backends if view[name].value != "disabled" and view[name].outranks(graphs)]
+    if above:
+        yield Change("graphs", "on", f"{stated(above[0], view)} is asked for more specifically", above[0])
+    for name in backends:
+        if name not in above:
+            yield Change(name, "disabled", f"{stated('graphs', view)} leaves it no graph", "graphs")
+
+
+def _limit_is_top_bucket(_facts: Facts, view: View) -> Iterator[Change]:
+    for phase in phases_of(view):
+        limit, buckets = view[f"{phase}.limit"], view[f"{phase}.buckets"]
+        if limit.value is None or not isinstance(buckets.value, tuple) or buckets.value[-1] == limit.value:
+            continue
+        if (limit.source == "asked" and buckets.source != "asked") or limit.outranks(buckets):
+            because = f"{stated(f'{phase}.limit', view)} is not their top, so they are generated up to it"
+            yield Change(f"{phase}.buckets", None, because, f"{phase}.limit")
+        else:
+            top = buckets.value[-1]
+            because = f"{stated(f'{phase}.buckets', view)} ends at {top}"
+            yield Change(f"{phase}.limit", int(top), because, f"{phase}.buckets")
+
+
+def _strict_needs_graphs(_facts: Facts, view: View) -> Iterator[Change]:
+    backends = [f"{phase}.backend" for phase in phases_of(view)]
+    if view["graphs"].value == "strict" and all(view[name].value == "disabled" for name in backends):
+        above = all(view[name].outranks(view["graphs"]) for name in backends)
+        because = "every phase's backend is disabled, so no batch would have a graph"
+        yield Change("graphs", "on", because, backends[0] if above else "")
+
+
+# Each rule sees what the ones above it changed, and none brings back what one above it forbids.
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "backend-not-built",
+        "a phase's backend is one that this build has",
+        _backend_not_built,
+        ignorable=False,
+    ),
+    Rule(
+        "device-lacks-backend",
+        "a phase's backend is one that the device supports",
+        _device_lacks_backend,
+        ignorable=False,
+    ),
+    Rule("graphs-off", "without graphs every phase's backend is disabled", _graphs_off),
+    Rule(
+        "limit-is-top-bucket",
+        "where a phase has both a limit and buckets, the limit is the largest bucket",
+        _limit_is_top_bucket,
+        ignorable=False,
+    ),
+    Rule("strict-needs-graphs", "strict needs a phase whose backend isn't disabled", _strict_needs_graphs),
+)

@@ -1,0 +1,74 @@
+"""SGLang's graph flags as aliases of ours, so that launch lines carry over; each says what to write instead."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phonograph.graphs.planning.settings import Level
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A flag of SGLang's that is accepted, and says what to write in its place."""
+
+    flag: str
+    stands_for: str = ""
+    """The flag to write in its place; empty where nothing takes it."""
+    level: Level = Level.SWITCH
+    value: str | bool | None = None
+    """What a switch asks for; None where the alias takes its value from the command line."""
+    words: tuple[str, ...] = ()
+    """The values that it accepts, where no setting checks them."""
+    many: bool = False
+    """Whether it takes several values in a row, which our flag takes with commas."""
+    note: str = ""
+
+    @property
+    def instead(self) -> str:
+        """What to write in its place, value included."""
+        if self.value is True:
+            return self.stands_for
+        return f"{self.stands_for} {self.value or 'VALUE'}"
+
+    @property
+    def warning(self) -> str:
+        """What the user is told."""
+        if self.stands_for:
+            return f"{self.flag} is deprecated; use {self.instead}"
+        return f"{self.flag} is accepted and changes nothing: {self.note}"
+
+
+ALIASES: tuple[Alias, ...] = (
+    Alias("--cuda-graph-mode", "--graph-backend", Level.JSON),
+    Alias("--decode-cuda-graph-backend", "--decode-graph-backend", Level.FLAG),
+    Alias("--prefill-cuda-graph-backend", "--prefill-graph-backend", Level.FLAG),
+    Alias("--decode-disable-cuda-graph", "--decode-graph-backend", value="disabled"),
+    Alias("--prefill-disable-cuda-graph", "--prefill-graph-backend", value="disabled"),
+    Alias("--disable-cuda-graph", "--graphs", value="off"),
+    Alias("--disable-piecewise-cuda-graph", "--prefill-graph-backend", value="disabled"),
+    Alias("--enable-breakable-cuda-graph", "--prefill-graph-backend", value="breakable"),
+    Alias("--enforce-piecewise-cuda-graph", "--prefill-graph-backend", value="tc_piecewise"),
+    Alias(
+        "--piecewise-cuda-graph-compiler",
+        words=("eager", "inductor"),
+        note="it takes effect only with tc_piecewise, which this build doesn't have",
+    ),
+    Alias("--enable-cudagraph-gc", "--graph-gc", value=True),
+    Alias("--debug-cuda-graph", "--graph-debug", value=True),
+    Alias("--enable-profile-cuda-graph", "--graph-profile", value="phonograph-profile"),
+    Alias("--cuda-graph-max-bs", "--decode-graph-limit", Level.FLAG),
+    Alias("--cuda-graph-bs", "--decode-graph-buckets", Level.FLAG, many=True),
+    Alias("--disable-cuda-graph-padding", "--decode-graph-exact", value=True),
+)
+
+_FOREIGN_VARIABLE = re.compile("SGLANG_.*GRAPH")
+_INSTEAD_OF_VARIABLES = {"SGLANG_USE_BREAKABLE_CUDA_GRAPH": "--graph-backend breakable"}
+
+
+def variable_warning(name: str) -> str | None:
+    """What is said of an environment variable that configures SGLang's graphs; None for any other."""
+    if not _FOREIGN_VARIABLE.match(name):
+        return None
+    instead = _INSTEAD_OF_VARIABLES.get(name, "--graph-backend or another flag of its group, if one does what it did")
+    return f"the environment variable {name} is not read, and changes nothing; use {instead}"

@@ -1,0 +1,70 @@
+"""What a backend is: it makes a recording of a zero-argument body, and knows neither runner nor batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from phonograph.devices import DeviceGraph
+from phonograph.graphs.phases.decisions import ShapeKey
+
+Body = Callable[[], Any]
+Step = Callable[[], None]
+
+
+@dataclass(eq=False)
+class Recording:
+    """What a backend made of one shape: graphs and gaps in order, and the outputs they write."""
+
+    steps: Sequence[Step]
+    outputs: Any
+    graphs: Sequence[DeviceGraph] = ()
+    has_gaps: bool = False
+    holds: Sequence[Any] = ()
+    """What the graphs read and nobody else may keep alive."""
+    replay: Step = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replay = self.steps[0] if len(self.steps) == 1 else _all(self.steps)
+
+    def release(self) -> None:
+        """Give the graphs back; the recording can't be replayed any more."""
+        for graph in self.graphs:
+            graph.release()
+
+
+def _all(steps: Sequence[Step]) -> Step:
+    # No method of the recording: that would hold the recording, and its graphs, until a garbage collection.
+    def replay() -> None:
+        for step in steps:
+            step()
+
+    return replay
+
+
+class WarmUp(Enum):
+    """How a body is run before it is captured."""
+
+    FREE = "free"
+    """Anything goes: libraries make their workspaces."""
+    REHEARSAL = "rehearsal"
+    """What capture would refuse raises now, as cheaply as the device can tell."""
+    DIAGNOSIS = "diagnosis"
+    """The same, with every op watched, so that the error names op and line."""
+
+
+class Backend(Protocol):
+    """How a phase is recorded."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
+        """Run the body once as a warm-up and return what it returned."""
+        ...
+
+    def capture(self, key: ShapeKey, body: Body) -> Recording:
+        """Record the body; `prepare` has run for every key of the phase before."""
+        ...

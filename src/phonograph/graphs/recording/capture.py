@@ -1,0 +1,377 @@
+"""Records a phase: every shape is warmed before any is captured, largest first, into one memory pool."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from phonograph.devices import Device
+from phonograph.errors import CaptureError, InputWriteError
+from phonograph.graphs.inputs.extent import Extent
+from phonograph.graphs.inputs.fields import fields_of
+from phonograph.graphs.inputs.registry import LoadMode, Registry, View
+from phonograph.graphs.inputs.snapshots import snapshots_beside
+from phonograph.graphs.phases.context import Current, Stage, entering
+from phonograph.graphs.phases.decisions import Group, ShapeKey
+from phonograph.graphs.phases.phase import Phase, Sample
+from phonograph.graphs.progress import Progress
+from phonograph.graphs.recording.backends import Backend, Body, Recording, WarmUp
+from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
+from phonograph.graphs.recording.outputs import OutputBuffers, Run
+from phonograph.graphs.recording.probing import Trimming, find_trimming
+from phonograph.graphs.recording.python_state import Moves, PythonState
+from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
+from phonograph.graphs.recording.warmups import Settled, Warmups
+from phonograph.graphs.recording.weight_caches import weights_uncached
+from phonograph.graphs.recording.written_inputs import refusing_input_writes
+
+log = logging.getLogger("phonograph")
+
+_CAPTURE_SEED = 0
+_MAX_STATE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A body on the buffers' views, what is current while it runs, and the sample that was loaded."""
+
+    body: Body
+    now: Current
+    batch: Any
+    inputs: dict[str, torch.Tensor]
+    """What was loaded for each slot that the batch fills."""
+    beside: Mapping[str, Any]
+
+    @property
+    def others(self) -> list[Any]:
+        """What the body is called with, besides the batch itself, which is new for every call."""
+        return [*fields_of(self.now.batch), *self.beside.values()]
+
+
+@dataclass(eq=False)
+class Captured:
+    """The recordings of a phase, and how to trim what they put out."""
+
+    recordings: dict[ShapeKey, Recording]
+    carried: dict[ShapeKey, dict[str, Any]]
+    """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
+    trimmings: dict[Group, Trimming]
+    report: CaptureReport
+
+
+@dataclass(eq=False)
+class Capture:
+    """One capture of all shapes of a phase."""
+
+    phase: Phase
+    device: Device
+    registry: Registry
+    backend: Backend
+    outputs: OutputBuffers
+    progress: Progress
+    collect_garbage: bool = False
+    barrier: Callable[[], None] | None = None
+    """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
+    trims: bool = True
+    """Whether used and padded sizes may differ."""
+    _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
+    _warmups: Warmups | None = None
+    _settled: dict[ShapeKey, Settled] = field(default_factory=dict)
+    _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
+    _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
+    _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
+    _input_write: InputWriteError | None = None
+    _trims: dict[Group, Trimming] = field(default_factory=dict)
+    _warm_seconds: float = 0.0
+    _views: list[View] = field(default_factory=list)
+
+    @contextmanager
+    def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
+        """Inside, every shape has run; afterwards the model's state and the random numbers are what they were."""
+        start = time.perf_counter()
+        with torch.no_grad(), gc_frozen(self.collect_garbage), self._state_restored(), generators_restored(self.device):
+            self._warm_all(keys)
+            self._trims = self._trimmings(keys)
+            for runs in self._runs.values():
+                self.outputs.expect(runs[0].outputs)
+            self.outputs.allocate()
+            self._warm_seconds = time.perf_counter() - start
+            yield
+
+    def record(self, keys: Sequence[ShapeKey]) -> Captured:
+        """Capture all that could be warmed."""
+        start = time.perf_counter()
+        # Warm-ups may still run on the device, and their memory is wanted now.
+        self.device.synchronize()
+        self.device.free_unused()
+        self._warm_seconds += time.perf_counter() - start
+        rows, recordings = self._capture_all(keys)
+        if not recordings and self._warmups is not None:
+            self._warmups.forget()
+        seconds = self._warm_seconds + sum(row.seconds for row in rows)
+        report = CaptureReport(tuple(rows), self._warm_seconds, seconds)
+        for row in report.failures:
+            log.warning("%s", row.error)
+        return Captured(recordings, self._carried, self._trims, report)
+
+    @contextmanager
+    def _state_restored(self) -> Iterator[None]:
+        """Warm-ups run for real: afterwards the model's own state is what it was before."""
+        try:
+            yield
+        except BaseException:
+            if self._warmups is not None:
+                self._warmups.forget()
+            raise
+        finally:
+            self._state.restore()
+            if self._state.skipped_bytes:
+                log.warning(
+                    "capturing %s: warm-ups wrote to %s bytes of tensors that are too large to save. "
+                    "Have sample() point at rows that nobody uses, and say so with Phase(preserve=…).",
+                    self.phase.name,
+                    f"{self._state.skipped_bytes:,}",
+                )
+
+    def _bind(self, key: ShapeKey, stage: Stage) -> _Bound:
+        """Load a sample for the key."""
+        padded = self.phase.padded(key.size)
+        extent = Extent(padded, padded)
+        sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
+        view = self._load(sample, extent)
+        if self.phase.plan is not None:
+            self.phase.plan(view.batch, extent)
+        now = Current(self.phase.name, self.backend.name, stage, view.batch)
+        inputs = self.phase.inputs(view.batch, view.beside, self.phase.without)
+        return _Bound(lambda: self._forward(view), now, sample.batch, inputs, view.beside)
+
+    def _forward(self, view: View) -> Any:
+        with weights_uncached():
+            return self.phase.forward(view.batch, view.beside)
+
+    def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
+        """Views that no run before had: kept, so that no later one has their identity."""
+        without = self.phase.without
+        view = self.registry.load(sample.batch, extent, mode=mode, beside=sample.beside, without=without, anew=True)
+        self._views.append(view)
+        return view
+
+    # -- warm-ups -----------------------------------------------------------------------------------------
+
+    def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
+        if self.phase.preserve is None:
+            self._warmups = Warmups(PythonState(self.phase.code), self._state, may_rerun=self.barrier is None)
+            for key in keys:
+                self._attempt(key, self._first_run)
+                self._attempt(key, self._second_run)
+            self._refuse_moved(keys)
+            if self._warmups.python.now.is_cut_short:
+                log.warning(
+                    "capturing %s: the body reaches too many Python objects to watch all of them for changes. "
+                    "Say what it writes with Phase(preserve=…).",
+                    self.phase.name,
+                )
+        else:
+            # The phase says what its body writes, so nobody need look; the largest brings workspaces to their size.
+            for key in keys:
+                if key.size in (keys[0].size, keys[-1].size):
+                    self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
+        for index, key in enumerate(keys):
+            self._attempt(key, self._rehearse)
+            self.progress(f"warming {key}", index + 1, len(keys))
+
+    def _attempt(self, key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
+        """One step of a key that has not failed yet; ranks meet after it, whether it ran or not."""
+        if key not in self._errors:
+            try:
+                self._refuse_input_write()
+                step(key)
+            except Exception as error:
+                self._errors[key] = found = as_capture_error(error, key)
+                if isinstance(found, InputWriteError):
+                    self._input_write = found
+        if self.barrier is not None:
+            self.barrier()
+
+    def _refuse_input_write(self) -> None:
+        """What one size shows holds for all."""
+        found = self._input_write
+        if found is not None:
+            raise InputWriteError(found.problem, found.remedy, frame=found.frame)
+
+    def _first_run(self, key: ShapeKey) -> None:
+        assert self._warmups is not None
+        self._warmups.first(lambda: self._bind_freely(key))
+
+    def _second_run(self, key: ShapeKey) -> None:
+        assert self._warmups is not None
+        self._settled[key] = self._warmups.second(lambda: self._bind_freely(key))
+
+    def _bind_freely(self, key: ShapeKey) -> Callable[[Moves | None], Any]:
+        assert self._warmups is not None
+        bound = self._bind(key, Stage.WARMING)
+        self._warmups.python.reach(bound.others)
+
+        def run(moves: Moves | None) -> Any:
+            now = bound.now if moves is None else replace(bound.now, around_gap=moves.around_gap)
+            unwritten = refusing_input_writes(bound.inputs) if moves is None else nullcontext()
+            with entering(now), generators_restored(self.device), unwritten:
+                result = self.backend.prepare(key, bound.body, WarmUp.FREE)
+            self.outputs.standing.note(result)
+            return result
+
+        return run
+
+    def _refuse_moved(self, keys: Sequence[ShapeKey]) -> None:
+        """What one shape moves in Python, the others may have read."""
+        moved = self._warmups.moved if self._warmups is not None else None
+        if moved is not None:
+            for key in keys:
+                error = CaptureError(moved.problem, moved.remedy, frame=moved.frame, shape=str(key))
+                self._errors.setdefault(key, error)
+
+    def _rehearse(self, key: ShapeKey) -> None:
+        try:
+            self._run_warm_up(key, WarmUp.REHEARSAL)
+        except Exception as error:
+            if self.barrier is not None:
+                raise  # a run more than on other ranks would wait for them for ever
+            self._rehearse_again(key, error)
+
+    def _rehearse_again(self, key: ShapeKey, error: Exception) -> None:
+        """Once more with every op watched, to name op and line; after a free run where the key has had none.
+
+        What the free run made may be all that was missing.
+        """
+        found, is_new = as_capture_error(error, key), self.phase.preserve is not None
+        if is_new or not isinstance(error, CaptureError):
+            try:
+                if is_new:
+                    self._run_warm_up(key, WarmUp.FREE)
+                self._run_warm_up(key, WarmUp.DIAGNOSIS)
+            except Exception as second:
+                found = as_capture_error(second, key)
+            else:
+                if is_new:
+                    return
+        raise found
+
+    def _run_warm_up(self, key: ShapeKey, warm_up: WarmUp) -> None:
+        with self._kept(key):
+            bound = self._bind(key, Stage.WARMING)
+            free = warm_up is WarmUp.FREE
+            unwritten = refusing_input_writes(bound.inputs) if free else nullcontext()
+            with entering(bound.now), self._preserved(bound.batch), unwritten:
+                result = self.backend.prepare(key, bound.body, warm_up)
+            if free:
+                self.outputs.standing.note(result)
+            else:
+                self._runs[key] = [Run(self.phase.padded(key.size), self.outputs.specs_of(result))]
+
+    def _kept(self, key: ShapeKey) -> AbstractContextManager[None]:
+        """Python values are what the key's warm-ups made, and afterwards what they were."""
+        if self._warmups is None:
+            return nullcontext()
+        return self._warmups.rehearsed(self._settled.get(key, Settled()))
+
+    def _preserved(self, batch: Any) -> AbstractContextManager[None]:
+        return self.phase.preserve(batch) if self.phase.preserve is not None else nullcontext()
+
+    def _trimmings(self, keys: Sequence[ShapeKey]) -> dict[Group, Trimming]:
+        grouped: dict[Group, list[ShapeKey]] = {}
+        for key in keys:
+            if key not in self._errors:
+                grouped.setdefault(key.group, []).append(key)
+        return {group: found for group, members in grouped.items() if (found := self._trimming(members)) is not None}
+
+    def _trimming(self, members: Sequence[ShapeKey]) -> Trimming | None:
+        """How the outputs of a group are trimmed; None where that can't be told, and its keys have failed."""
+        runs, key = [run for key in members for run in self._runs[key]], members[-1]
+        has_limits = any(dim.limit is not None for dim in self.phase.all_dims.values())
+        if not self.trims and not has_limits:
+            return Trimming()
+        try:
+            return find_trimming(
+                self.phase, key.size, runs, lambda sizes: self._probe(key, sizes), exact=not self.trims
+            )
+        except CaptureError as error:
+            for one in members:
+                self._errors[one] = CaptureError(error.problem, error.remedy, shape=str(one))
+        except Exception as error:
+            self._errors[key] = failed = as_capture_error(error, key)
+            failed.remedy = (
+                f"The body must run at other sizes than {key.size}, or use Buckets.of({key.size}, exact=True)"
+            )
+        return None
+
+    def _probe(self, key: ShapeKey, sizes: Mapping[str, int]) -> Run:
+        """An eager run at other sizes."""
+        extent = Extent(sizes, sizes)
+        with self._kept(key):
+            sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
+            view = self._load(sample, extent, LoadMode.EAGER)
+            if self.phase.plan is not None:
+                self.phase.plan(view.batch, extent)
+            now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
+            watching = self._state.watching() if self.phase.preserve is None else nullcontext()
+            with entering(now), self._preserved(sample.batch), watching:
+                result = self._forward(view)
+            return Run(sizes, self.outputs.specs_of(result))
+
+    def _capture_all(self, keys: Sequence[ShapeKey]) -> tuple[list[CaptureRow], dict[ShapeKey, Recording]]:
+        rows: list[CaptureRow] = []
+        recordings: dict[ShapeKey, Recording] = {}
+        used = self.device.memory().used
+        for index, key in enumerate(keys):
+            begin, before = time.perf_counter(), used
+            recording = self._capture(key)
+            used = self.device.memory().used
+            seconds = time.perf_counter() - begin
+            num_graphs = len(recording.graphs) if recording else 0
+            rows.append(CaptureRow(key, seconds, max(0, used - before), num_graphs, self._errors.get(key)))
+            if recording is not None:
+                recordings[key] = recording
+            self.progress(f"capturing {key}", index + 1, len(keys))
+        return rows, recordings
+
+    def _capture(self, key: ShapeKey) -> Recording | None:
+        recordings: list[Recording] = []
+        self._attempt(key, lambda key: recordings.append(self._recorded(key)))
+        return recordings[0] if recordings else None
+
+    def _recorded(self, key: ShapeKey) -> Recording:
+        with self._kept(key):
+            bound = self._bind(key, Stage.CAPTURING)
+            if isinstance(bound.batch, dict):
+                left_out = {slot.path for slot in self.phase.slots} | {one.path for one in self.phase.live}
+                self._carried[key] = snapshots_beside(bound.batch, left_out)
+            with entering(bound.now), self._preserved(bound.batch):
+                recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
+        recording.holds = self._settled.get(key, Settled()).holds
+        return recording
+
+
+@contextmanager
+def gc_frozen(collect: bool) -> Iterator[None]:
+    """Keep the garbage collector from running: a collection in the middle of a capture may free device memory.
+
+    Where it is off already, that is somebody's who also collects.
+    """
+    if collect or not gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.enable()

@@ -1,0 +1,205 @@
+"""The two free warm-ups of a shape: what the first makes is a constant, what the second changes too is state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from phonograph.errors import CaptureError
+from phonograph.graphs.inputs.tree import leaves
+from phonograph.graphs.recording.outputs import is_near, own
+from phonograph.graphs.recording.places import Place, Whole
+from phonograph.graphs.recording.python_state import Moves, PythonState, line_of
+from phonograph.graphs.recording.reachable import Change, Snapshot
+from phonograph.graphs.recording.tensor_state import MemoryRun, SavedState
+
+_AS_TENSOR = "Keep it in a tensor that the body writes in place, pass it in a slot, or change it in a @graph_break"
+_ONLY_IN_GAPS = (
+    "If only gaps read it, keep it in a tensor that they write in place, or save it and put it back with preserve=; "
+    "else pass it in a slot"
+)
+
+Body = Callable[[Moves | None], Any]
+"""Runs the body once, and tells the moves where its gaps are."""
+Bind = Callable[[], Body]
+"""Loads a sample: the body on it."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the warm-ups of one shape left behind for good."""
+
+    made: Sequence[Change] = ()
+    """Python values that the first run made: constants."""
+    holds: Sequence[torch.Tensor] = ()
+    """Memory that warm-ups made and the body reads: a recording keeps it alive."""
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first of the two runs."""
+
+    before: Snapshot
+    memory: MemoryRun
+    made: Sequence[Change]
+    outputs: Any
+
+
+@dataclass(eq=False)
+class Warmups:
+    """Runs bodies for real, tells constants from state, and puts state back.
+
+    Tensors that runs write are saved, and put back by `state.restore`. Python values that both runs change can't be
+    recorded: the shape is refused, and they are put back at once.
+    """
+
+    python: PythonState
+    state: SavedState
+    may_rerun: bool
+    """Whether a body may be run more often than on other ranks."""
+    moved: CaptureError | None = None
+    """The first refusal for Python state: what one shape moves, the others may read."""
+    _first: _First | None = None
+    _all_made: list[Change] = field(default_factory=list)
+
+    def first(self, bind: Bind) -> None:
+        """The first run: whatever is made lazily is made here."""
+        self.python.refuse_iterators()
+        before, self._first = self.python.now, None
+        with self._undone_on_failure(before):
+            with self.python.followed():
+                result, memory = self._run(bind)
+            made = before.changes()
+            if made:
+                self.python.now = self.python.taken()
+            self._first = _First(before, memory, made, own(result) if made else None)
+
+    def second(self, bind: Bind) -> Settled:
+        """The second run: what changes now changes always."""
+        first = self._first
+        assert first is not None
+        with self._undone_on_failure(first.before):
+            moves = Moves(self.python.now)
+            _, memory = self._run(bind, moves)
+            self.state.settle(first.memory, memory)
+            if moves.by_body:
+                self._refuse(list(moves.by_body.values()), bind)
+            if first.made and self.may_rerun:
+                self._compare(first, bind, list(moves.elsewhere.values()))
+            made = self._without(first, list(moves.elsewhere.values()))
+            self._all_made += made
+            return Settled(made, list(memory.uses.values()))
+
+    def _compare(self, first: _First, bind: Bind, elsewhere: Sequence[Change]) -> None:
+        """Refuse if what the first run made changes the outputs: then it is no constant.
+
+        What gaps change counts too, since the body may read it: if it does not, only the user can know.
+        """
+        self.state.restore()
+        with self.python.kept():
+            result, _ = self._run(bind)
+        if not near(first.outputs, result):
+            origins = {self._origin(first.before, change) for change in elsewhere}
+            by_body = [change for change in first.made if _identity(change.place, change.key) not in origins]
+            self._refuse_made(by_body or first.made, in_gaps=not by_body)
+
+    def _run(self, bind: Bind, moves: Moves | None = None) -> tuple[Any, MemoryRun]:
+        body = bind()
+        if moves is not None:
+            # Samples, computed slots and the plan are made anew for every call.
+            moves.note(moves.elsewhere)
+        with self.state.watching(self.python.now.tensors.values()) as memory:
+            result = body(moves)
+        if moves is not None:
+            moves.note(moves.by_body)
+        return result, memory
+
+    @contextmanager
+    def rehearsed(self, settled: Settled) -> Iterator[None]:
+        """Inside, Python values are what the shape's warm-ups made; afterwards what they were before."""
+        with self.python.kept():
+            for change in settled.made:
+                change.redo()
+            yield
+
+    def forget(self) -> None:
+        """Undo all that was made: nobody will use it."""
+        for change in reversed(self._all_made):
+            change.undo()
+
+    @contextmanager
+    def _undone_on_failure(self, before: Snapshot) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.python.now.restore()
+            before.restore()
+            self.python.now = before
+            raise
+
+    def _without(self, first: _First, moved: Sequence[Change]) -> list[Change]:
+        """What was made, less what is moved outside of the body, which is put back to what it was before."""
+        if not moved:
+            return list(first.made)
+        origins = {self._origin(first.before, change) for change in moved}
+        for change in first.made:
+            if _identity(change.place, change.key) in origins:
+                change.undo()
+        undone = {_identity(change.place, change.key) for change in first.made} & origins
+        for change in moved:
+            if first.before.known(change.place) and _identity(change.place, change.key) not in undone:
+                change.undo()
+        self.python.now = self.python.taken()
+        return [change for change in first.made if _identity(change.place, change.key) not in undone]
+
+    def _origin(self, before: Snapshot, change: Change) -> tuple[int, Any]:
+        """The place on the way to a change that was there before the first run, and the key that was taken there."""
+        way = (_identity(place, key) for place, key in self.python.now.way_to(change) if before.known(place))
+        return next(way, (0, None))
+
+    def _refuse(self, changes: Sequence[Change], bind: Bind) -> None:
+        change = min(changes, key=lambda one: len(one.name))
+        frame = None
+        if self.may_rerun:
+            body = bind()
+            with self.state.watching():
+                frame = line_of(change, lambda: body(None))
+        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+        problem = f"the body changes {change.name}{more} in every run, and a replay runs no Python"
+        self.moved = self.moved or CaptureError(problem, _AS_TENSOR, frame=frame)
+        raise CaptureError(problem, _AS_TENSOR, frame=frame)
+
+    def _refuse_made(self, made: Sequence[Change], *, in_gaps: bool) -> None:
+        change = min(made, key=lambda one: len(one.name))
+        if in_gaps:
+            problem = (
+                f"the outputs are others once a @graph_break, the plan or the sample has changed {change.name}, and "
+                "trial runs can't tell whether the body reads it too, which a replay would not"
+            )
+        else:
+            problem = (
+                f"the body gives other outputs once it has changed {change.name}, and a recording has only one of both"
+            )
+        remedy = _ONLY_IN_GAPS if in_gaps else _AS_TENSOR
+        self.moved = self.moved or CaptureError(problem, remedy)
+        raise CaptureError(problem, remedy)
+
+
+def _identity(place: Place, key: Any) -> tuple[int, Any]:
+    return id(place.holder), None if isinstance(place, Whole) else key
+
+
+def near(one: Any, other: Any) -> bool:
+    """Whether two outputs are the same but for rounding."""
+    found, wanted = dict(leaves(one)), dict(leaves(other))
+    return found.keys() == wanted.keys() and all(_is_near(found[path], wanted[path]) for path in wanted)
+
+
+def _is_near(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) == isinstance(other, torch.Tensor)
+    return one.shape == other.shape and one.dtype == other.dtype and is_near(one, other)

@@ -1,0 +1,1 @@
+"""Running: the runner, and the recordings that serve it."""

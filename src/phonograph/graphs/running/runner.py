@@ -1,0 +1,382 @@
+"""The runner: decides, loads, replays and trims for one phase."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from phonograph.devices import Device, MemoryPool
+from phonograph.errors import CoverageError, DeclarationError, LoadError, OutputError
+from phonograph.graphs.inputs.extent import Extent
+from phonograph.graphs.inputs.pool import BufferPool
+from phonograph.graphs.inputs.registry import LoadMode, Registry
+from phonograph.graphs.inputs.tree import Keep, Path, is_object, leaves
+from phonograph.graphs.phases.context import Current, Stage, entering
+from phonograph.graphs.phases.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
+from phonograph.graphs.phases.phase import Phase
+from phonograph.graphs.phases.selection import Selection, select
+from phonograph.graphs.planning.resolve import PhasePlan
+from phonograph.graphs.progress import Progress, bar
+from phonograph.graphs.recording.backends import BACKENDS, DebugBackend, Recording
+from phonograph.graphs.recording.capture import Capture, Captured
+from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
+from phonograph.graphs.recording.profiling import profiled
+from phonograph.graphs.recording.written_inputs import EagerWrites
+from phonograph.graphs.running.entries import Entry, Loaded
+from phonograph.graphs.running.routes import Routes
+from phonograph.graphs.running.runner_options import Outputs, RunnerOptions, buckets_for
+
+__all__ = ["Outputs", "Runner", "RunnerOptions", "buckets_for"]
+
+log = logging.getLogger("phonograph")
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+class Runner:
+    """Serves the batches of one phase by replay where a recording fits, and eagerly, with a reason, where none does."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        device: Device,
+        plan: PhasePlan,
+        *,
+        pool: BufferPool | None = None,
+        memory: MemoryPool | None = None,
+        options: RunnerOptions = RunnerOptions(),
+    ) -> None:
+        self.phase = phase
+        self.device = device
+        self.plan = plan
+        self.options = options
+        self.buckets = buckets_for(plan, phase.bucketed)
+        self.pool = pool if pool is not None else BufferPool(device)
+        self.memory = memory if memory is not None else self.pool.memory
+        self.registry = Registry(device, phase.slots, phase.all_dims, owner=phase.name, adopt=phase.adopt)
+        backend = BACKENDS[plan.backend](device, self.memory)
+        self.backend = DebugBackend(backend) if options.debug else backend
+        self.stats = Stats()
+        self.report: CaptureReport | None = None
+        self.last: Decision | None = None
+        """What the latest call ran."""
+        self._outputs = OutputBuffers(device.torch_device)
+        self._entries: dict[ShapeKey, Entry] = {}
+        self._limits = {name: dim.limit for name, dim in phase.all_dims.items() if dim.limit is not None}
+        self.selection: Selection | None = None
+        """The recordings that a capture makes; None where nothing is recorded."""
+        self._routes: Routes | None = None
+        self._loaded: Loaded | None = None
+        self._entry_now = Current(phase.name, plan.backend, Stage.REPLAYING)
+        if plan.backend != "disabled":
+            if self.buckets is None:
+                raise DeclarationError(f"phase {phase.name!r} has neither buckets nor a limit. Give one of them.")
+            self.registry.declare(self.pool, phase.bucketed, self.buckets.largest)
+            self.selection = select(phase, self.buckets, plan.max_recordings)
+            self._routes = Routes(self.selection)
+            self._route()
+
+    # -- capture ------------------------------------------------------------------------------------------
+
+    def capture(self, progress: Progress | None = None) -> CaptureReport:
+        """Record every bucket; one that fails stays eager, says why, and leaves the others captured."""
+        with self._using("capturing"), self._warmed(progress if progress is not None else bar(), nullcontext) as record:
+            return record()
+
+    def new_capture(self, progress: Progress) -> Capture:
+        """A capture over this runner's parts."""
+        return Capture(
+            self.phase,
+            self.device,
+            self.registry,
+            self.backend,
+            self._outputs,
+            progress,
+            self.options.collect_garbage,
+            self.options.barrier,
+            trims=self.buckets is not None and not self.buckets.exact,
+        )
+
+    @contextmanager
+    def warmed(self, progress: Progress) -> Iterator[Callable[[], CaptureReport]]:
+        """Old recordings are given back and all shapes have run; call what comes out to record them.
+
+        Several runners may be warmed before the first records: the device is busy with one while the host begins the
+        next. What is raised meanwhile leaves none of them with recordings.
+        """
+        with self._warmed(progress, lambda: self._using("capturing")) as record:
+            yield record
+
+    def _using(self, doing: str) -> AbstractContextManager[None]:
+        return self.pool.using(f"{doing} {self.phase.name}")
+
+    @contextmanager
+    def _warmed(
+        self, progress: Progress, using: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[Callable[[], CaptureReport]]:
+        """As `warmed`; `using` holds the pool while shapes are warmed, and again while they are recorded."""
+        if self.selection is None:
+            nothing = self.report = CaptureReport((), 0.0, 0.0)
+            yield lambda: nothing
+            return
+        capture, keys = self.new_capture(progress), self.selection.keys
+
+        def record() -> CaptureReport:
+            with using(), profiled(self.options.profile, f"{self.phase.name}-capture"):
+                return self._admit(capture.record(keys))
+
+        with ExitStack() as stack:
+            with using():
+                self.pool.seal()
+                self._release()
+                with profiled(self.options.profile, f"{self.phase.name}-warm-up"):
+                    stack.enter_context(capture.warmed(keys))
+            yield record
+
+    def _admit(self, captured: Captured) -> CaptureReport:
+        report = self.report = replace(captured.report, left_out=self.selection.left_out if self.selection else ())
+        for key, recording in captured.recordings.items():
+            trimming = captured.trimmings[key.group]
+            padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
+            self._entries[key] = Entry(recording, padded, trimming, carried, self._outputs.standing.kept)
+        self._route(frozenset(row.key for row in report.failures))
+        if report.left_out:
+            missing = sum(one.num_recordings for one in report.left_out)
+            log.warning("capturing %s: %d recordings left out: %s", self.phase.name, missing, report.left_out[0])
+        if self.options.strict and report.failures:
+            raise CoverageError(
+                f"strict: {len(report.failures)} of {len(report.rows)} recordings failed; "
+                f"the first: {report.failures[0].error}"
+            )
+        return report
+
+    def release(self) -> None:
+        """Give all graphs back; calls are served eagerly until the next capture."""
+        with self._using("releasing"):
+            self._release()
+
+    def _release(self) -> None:
+        for entry in self._entries.values():
+            entry.recording.release()
+        self._entries.clear()
+        self._loaded = None
+        self.report = None
+        self._route()
+
+    def recording(self, key: ShapeKey) -> Recording:
+        """The recording of a key that has one."""
+        return self._entries[key].recording
+
+    def carried(self, key: ShapeKey) -> Mapping[str, Any]:
+        """Snapshots of what the sample of a recording had besides slots; a replay keeps these values."""
+        return self._entries[key].carried
+
+    def trimmed(self, key: ShapeKey, used: Mapping[str, int]) -> Any:
+        """The used rows of a recording's outputs, as views."""
+        return self._entries[key].fitted(used, self.registry, self.phase.without).outputs
+
+    def tried(self, key: ShapeKey) -> Mapping[str, Sequence[int]]:
+        """By dim with a limit, the sizes below it that the body ran at; where there are none, batches must fill it."""
+        return self._entries[key].tried
+
+    def trim(self, key: ShapeKey, outputs: Any, used: Mapping[str, int]) -> Any:
+        """The used rows of outputs that the body gave for the key's padded view."""
+        return trim(outputs, self._entries[key].axes, used, self._outputs.standing.kept)
+
+    def parts(self, outputs: Any) -> dict[Path, Any]:
+        """Copies of the tensors in a body's outputs, and its plain values, by path."""
+        kept = self._outputs.standing.kept
+        return dict(leaves(own(outputs, kept), kept))
+
+    @property
+    def standing_in(self) -> Mapping[ShapeKey, ShapeKey]:
+        """By a key that has no recording of its own, the one whose recording serves its batches."""
+        return self._routes.standing_in if self._routes is not None else {}
+
+    @property
+    def captured(self) -> tuple[ShapeKey, ...]:
+        """The keys that have a recording."""
+        return tuple(self._entries)
+
+    # -- decide -------------------------------------------------------------------------------------------
+
+    def decide(self, batch: Any, beside: Mapping[str, Any] = _NOTHING) -> Decision:
+        """What `run` does with this batch; changes nothing, and refuses what `run` refuses to measure."""
+        return self._decide(batch, beside, self.registry.measure(batch, beside))
+
+    def _decide(self, batch: Any, beside: Mapping[str, Any], sizes: Mapping[str, int]) -> Decision:
+        used = sizes[self.phase.bucketed]
+        if self._routes is None:
+            return RunEagerly(Reason.DISABLED, f"the backend of {self.phase.name} is disabled")
+        route = self._routes.only or self._routes.of(batch, beside)
+        if route is None:
+            return self._routes.refusal(batch)
+        if used >= len(route):
+            return RunEagerly(Reason.TOO_LARGE, f"{used} {self.phase.bucketed}, the largest bucket is {len(route) - 1}")
+        decision = route[used]
+        return (self._refusal(batch, decision.key, sizes) if isinstance(decision, Replay) else None) or decision
+
+    def _refusal(self, batch: Any, key: ShapeKey, sizes: Mapping[str, int]) -> RunEagerly | None:
+        """Why the recording of its size can't serve a batch, or None if it can."""
+        for name, limit in self._limits.items():
+            if sizes[name] > limit:
+                return RunEagerly(Reason.TOO_LARGE, f"{sizes[name]} {name}, graphs hold {limit}")
+        unfilled = self._entries[key].unfilled(sizes)
+        if unfilled:
+            detail = f"{sizes[unfilled]} {unfilled}: the body could be tried with {self._limits[unfilled]} only"
+            return RunEagerly(Reason.NOT_TRIMMED, detail)
+        for admit in self.phase.admission:
+            refusal = admit(batch, key)
+            if refusal is not None:
+                return refusal
+        return None
+
+    def _route(self, failed: Collection[ShapeKey] = ()) -> None:
+        if self._routes is not None:
+            self._routes.settle(self.plan, self._entries, failed)
+
+    # -- run ----------------------------------------------------------------------------------------------
+
+    def run(self, batch: Any, **beside: Any) -> Any:
+        """Serve one batch; gradients are off, whatever the caller's state."""
+        if not torch.is_grad_enabled():
+            return self._run(batch, beside)
+        torch._C._set_grad_enabled(False)  # torch.no_grad() costs a tenth of a step's host time
+        try:
+            return self._run(batch, beside)
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    def _run(self, batch: Any, beside: Mapping[str, Any]) -> Any:
+        if not self.pool.in_use.acquire(blocking=False):
+            raise self.pool.busy(f"running {self.phase.name}")
+        try:
+            used = self.registry.measure(batch, beside)
+            decision = self.last = self._decide(batch, beside, used)
+            if isinstance(decision, Replay):
+                return self._replay(decision.key, batch, beside, used)
+            return self._eager(decision, batch, beside, used)
+        finally:
+            self.pool.in_use.release()
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether the buffers still hold the last batch, and its recording needs nothing else of it."""
+        return self._loaded is not None and self._loaded.num_loads == self.registry.num_loads
+
+    def repeat(self) -> Any:
+        """Replay the last batch once more: one launch, nothing is loaded. For a body that advances its own state."""
+        if not self.pool.in_use.acquire(blocking=False):
+            raise self.pool.busy(f"repeating {self.phase.name}")
+        try:
+            loaded = self._loaded
+            if loaded is None or loaded.num_loads != self.registry.num_loads:
+                raise LoadError(
+                    f"repeating {self.phase.name}: the buffers don't hold its last batch any more. "
+                    "Ask can_repeat first, and call run() where it says no."
+                )
+            loaded.recording.replay()
+            self.stats.count_replay(loaded.key, loaded.used)
+            return self._owned(loaded.outputs, self._outputs.standing.kept)
+        finally:
+            self.pool.in_use.release()
+
+    def _replay(self, key: ShapeKey, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
+        entry, phase = self._entries[key], self.phase
+        fitted = entry.fitted(used, self.registry, phase.without)
+        extent, result = fitted.extent, fitted.outputs
+        if phase.plan is None:
+            self.registry.fill_prepared(batch, extent, beside, fitted.prepared)
+        else:
+            view = self.registry.load(batch, extent, beside=beside, without=phase.without)
+            phase.plan(view.batch, extent)
+        tail = phase.tail if not phase.tail_captured else None
+        self._loaded = None
+        if tail is None and not entry.recording.has_gaps:
+            entry.recording.replay()
+            if phase.plan is None:
+                self._loaded = Loaded(key, entry.recording, result, used[phase.bucketed], self.registry.num_loads)
+        else:
+            live = self.registry.live(batch, extent, beside=beside, without=phase.without)
+            with entering(replace(self._entry_now, batch=live.batch)):
+                entry.recording.replay()
+                if tail is not None:
+                    result = tail(result, live.batch)
+        if self.options.debug:
+            self.stats.count_eager(RunEagerly(Reason.DEBUG, f"the body runs in the place of {key}"))
+        else:
+            self.stats.count_replay(key, used[phase.bucketed])
+        return self._owned(result, self._outputs.standing.kept if tail is None else self._kept_eagerly)
+
+    def _eager(self, decision: RunEagerly, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
+        if self.options.strict:
+            raise CoverageError(f"strict: {self.phase.name} has no graph for this batch: {decision.detail}.")
+        self._loaded = None
+        phase = self.phase
+        extent = Extent(used, used)
+        mode = LoadMode.EAGER if self.options.eager_copies else LoadMode.NO_COPY
+        view = self.registry.load(batch, extent, mode=mode, beside=beside, without=phase.eager_without)
+        if phase.plan is not None:
+            phase.plan(view.batch, extent)
+        given = phase.inputs(batch, beside, phase.eager_without)
+        views = phase.inputs(view.batch, view.beside, phase.eager_without)
+        copied = {name: (value, views[name]) for name, value in given.items() if views[name] is not value}
+        writes = EagerWrites(copied, phase.name)
+        with entering(Current(phase.name, self.plan.backend, Stage.EAGER, view.batch)):
+            result = phase.forward(view.batch, view.beside)
+            writes.write_back()
+            if phase.tail is not None and not phase.tail_captured:
+                result = phase.tail(result, view.batch)
+        self.stats.count_eager(decision)
+        # An eager body may hand back an input or its own state, which the next call changes.
+        return self._owned(result, self._kept_eagerly)
+
+    def _owned(self, result: Any, kept: Keep) -> Any:
+        """What a call returns: copies, unless views were asked for."""
+        if self.options.outputs == "view":
+            return result
+        try:
+            return own(result, kept)
+        except OutputError as error:
+            raise OutputError(f"running {self.phase.name}: {error.problem}", error.remedy) from None
+
+    def _kept_eagerly(self, path: Path, found: Any) -> Any:
+        """An object that eager code returned, unless it holds memory that the next call overwrites."""
+        if not is_object(found):
+            return None
+        tensors = (leaf for _, leaf in leaves(found, path=path) if isinstance(leaf, torch.Tensor))
+        return None if any(self._outputs.holds(t) or self.registry.holds(t) for t in tensors) else found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"copying or pickling the runner of {self.phase.name}: graphs and their buffers stay where they were made. "
+            "Copy what they were made from, and make and capture another runner there."
+        )
+
+    # -- explain ------------------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """What is captured, how often each recording was replayed, and why calls ran eagerly."""
+        stats = self.stats
+        on = self.device.torch_device.type if self.plan.backend == "disabled" else self.device.name
+        lines = [f"{self.phase.name}: backend {self.plan.backend} on {on}, {len(self._entries)} recordings"]
+        if self._entries:
+            lines.append(f"  {'recording':<28} {'graphs':>6} {'replays':>9} {'padding':>8}")
+            for key, entry in sorted(self._entries.items(), key=lambda item: item[0].in_table_order):
+                num_graphs = len(entry.recording.graphs)
+                lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
+        for row in self.report.failures if self.report else ():
+            lines.append(f"  {row.key} stays eager: {row.error}")
+        lines += [f"  left out: {one}" for one in (self.selection.left_out if self.selection else ())]
+        lines += [f"  {key} is served by {other}" for key, other in self.standing_in.items()]
+        lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")
+        for reason, count in stats.eager.most_common():
+            lines.append(f"    {count} {reason.value}: {stats.details[reason]}")
+        lines.append(f"  buffers: {self.pool.report()}")
+        return "\n".join(lines)

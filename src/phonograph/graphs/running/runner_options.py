@@ -1,0 +1,48 @@
+"""RunnerOptions: what a runner does beyond its phase and plan; and the buckets that a plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from phonograph.errors import DeclarationError
+from phonograph.graphs.phases.buckets import Buckets
+from phonograph.graphs.planning.resolve import PhasePlan
+
+Outputs = Literal["own", "view"]
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """What a runner does beyond its phase and plan."""
+
+    outputs: Outputs = "own"
+    """`own`: a call returns objects and tensors of its own; `view`: the graph's, valid until the next call."""
+    strict: bool = False
+    """A call that no graph can serve is an error."""
+    debug: bool = False
+    """Run everything eagerly through the capture path."""
+    collect_garbage: bool = False
+    """Let the garbage collector run during capture."""
+    eager_copies: bool = False
+    """Whether the eager path copies its inputs into buffers that the next call overwrites; without, a body has the
+    caller's own device tensors, and what must be made of other values is made anew for each call."""
+    barrier: Callable[[], None] | None = None
+    """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
+    profile: str | None = None
+    """A folder for traces of warm-ups and captures."""
+
+    def __post_init__(self) -> None:
+        if self.outputs not in ("own", "view"):
+            raise DeclarationError(f"outputs is {self.outputs!r}; expected 'own' or 'view'.")
+
+
+def buckets_for(plan: PhasePlan, bucketed: str) -> Buckets | None:
+    """The buckets that a plan asks for; generated up to its limit where it names none."""
+    if plan.buckets is not None:
+        return Buckets(plan.buckets, plan.exact)
+    if plan.limit is None:
+        return None
+    ladder = Buckets.tokens_up_to if bucketed == "tokens" else Buckets.up_to
+    return Buckets(ladder(plan.limit).sizes, plan.exact)

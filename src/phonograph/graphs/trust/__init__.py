@@ -1,0 +1,1 @@
+"""Trust: checks that a replay is right."""

@@ -1,0 +1,1 @@
+"""Observation: metrics, status page, and what they are fed with."""

@@ -1,0 +1,97 @@
+"""Adds up the lives of a core that was started again, so that no counter goes backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats
+
+_COUNTERS = (
+    "steps",
+    "prompt_tokens",
+    "prefill_tokens",
+    "generated_tokens",
+    "preemptions",
+    "prefix_lookup_tokens",
+    "prefix_hit_tokens",
+)
+_Part = TypeVar("_Part")
+
+
+class Lives:
+    """Takes the stats of one core after the other; `total` has this life's gauges and all lives' counters."""
+
+    def __init__(self) -> None:
+        self._life: int | None = None
+        self._earlier: EngineStats | None = None
+        self._total: EngineStats | None = None
+
+    @property
+    def total(self) -> EngineStats | None:
+        """None before the first core has said anything."""
+        return self._total
+
+    @property
+    def restarts(self) -> int:
+        """How often a core was followed by another one."""
+        return self._life or 0
+
+    def take(self, stats: EngineStats, life: int) -> None:
+        """The newest stats of the core of this life, numbered from 0; what an older one says late is dropped."""
+        if self._life is not None and life < self._life:
+            return
+        if self._life is not None and life > self._life:
+            self._earlier = self._total
+        self._life = life
+        self._total = stats if self._earlier is None else added(self._earlier, stats)
+
+    def ended(self, life: int) -> None:
+        """The core of this life is gone, and so is what it was serving."""
+        if self._life == life and self._total is not None:
+            pages = self._total.total_pages
+            self._total = msgspec.structs.replace(
+                self._total, running=0, waiting=0, free_pages=pages, cached_pages=0, used_pages=0
+            )
+
+
+def added(earlier: EngineStats, now: EngineStats) -> EngineStats:
+    """The stats of now, with the counters of earlier lives added."""
+    counters = {name: getattr(earlier, name) + getattr(now, name) for name in _COUNTERS}
+    phases = _matched(earlier.phases, now.phases, lambda phase: phase.name, _add_phases)
+    return msgspec.structs.replace(now, phases=phases, **counters)
+
+
+def _add_phases(old: PhaseStats, new: PhaseStats) -> PhaseStats:
+    seconds = {
+        path: old.device_seconds.get(path, 0.0) + new.device_seconds.get(path, 0.0)
+        for path in {**old.device_seconds, **new.device_seconds}
+    }
+    return msgspec.structs.replace(
+        new,
+        recordings=_matched(old.recordings, new.recordings, lambda recording: recording.label, _add_recordings),
+        eager=_matched(old.eager, new.eager, lambda eager: eager.reason, _add_eager),
+        device_seconds=seconds,
+    )
+
+
+def _add_recordings(old: RecordingStats, new: RecordingStats) -> RecordingStats:
+    return msgspec.structs.replace(new, replays=old.replays + new.replays, used_rows=old.used_rows + new.used_rows)
+
+
+def _add_eager(old: EagerStats, new: EagerStats) -> EagerStats:
+    return msgspec.structs.replace(new, calls=old.calls + new.calls)
+
+
+def _matched(
+    old: Iterable[_Part],
+    new: Iterable[_Part],
+    name: Callable[[_Part], Hashable],
+    add: Callable[[_Part, _Part], _Part],
+) -> tuple[_Part, ...]:
+    """The parts of now, each with its counterpart added, and behind them earlier parts that are gone."""
+    before = {name(part): part for part in old}
+    found = [add(before.pop(name(part)), part) if name(part) in before else part for part in new]
+    return (*found, *before.values())

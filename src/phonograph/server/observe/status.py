@@ -1,0 +1,150 @@
+"""The status of the server as one document: what is served, how it goes, what ran eagerly and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from phonograph.engine.process.async_llm import Health
+from phonograph.engine.process.statistics import EngineStats, PhaseStats
+from phonograph.server.observe.history import History, Samples, Spread
+from phonograph.server.observe.incidents import Incident, Incidents
+from phonograph.server.observe.metrics import Metrics
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What does not change while the server runs."""
+
+    version: str
+    model: str
+    source: str
+    """Where the weights come from."""
+    architecture: str
+    num_layers: int
+    dtype: str
+    device: str
+    max_seqs: int
+    max_tokens: int
+    """Tokens of one step."""
+    max_len: int
+
+
+class Latencies(msgspec.Struct, frozen=True):
+    """Over the last minute, in seconds."""
+
+    first_token: Spread
+    token_gap: Spread
+    request: Spread
+
+
+class Cache(msgspec.Struct, frozen=True):
+    """The KV cache, in pages; `cached` ones are held by the prefix cache alone and can be evicted."""
+
+    page_size: int
+    total: int
+    used: int
+    cached: int
+    free: int
+    lookup_tokens: int
+    hit_tokens: int
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """Since the server started, over all lives of the core."""
+
+    requests: int
+    finished: dict[str, int]
+    rejected: dict[str, int]
+    prompt_tokens: int
+    generated_tokens: int
+    steps: int
+    preemptions: int
+    core_restarts: int
+
+
+class Status(msgspec.Struct, frozen=True):
+    """All that the status page shows."""
+
+    facts: Facts | None
+    """None until the engine core is ready for the first time."""
+    health: Health
+    started: float
+    """Unix time; another one means that another server answers, and samples are numbered from 0 again."""
+    uptime: float
+    running: int
+    waiting: int
+    latencies: Latencies
+    cache: Cache | None
+    totals: Totals
+    phases: tuple[PhaseStats, ...]
+    incidents: tuple[Incident, ...]
+    history: Samples
+
+
+class StatusKeeper:
+    """Puts the document together; `tick` is called once a second."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        facts: Callable[[], Facts | None],
+        health: Callable[[], Health],
+        incidents: Incidents,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._metrics = metrics
+        self._facts = facts
+        self._health = health
+        self._incidents = incidents
+        self._clock = clock
+        self._history = History(metrics)
+        self._started = clock()
+
+    def tick(self) -> None:
+        """Take a sample for the history."""
+        self._history.tick(self._clock())
+
+    def status(self, since: int = 0) -> Status:
+        """The status, with samples from this number on."""
+        stats = self._metrics.stats
+        return Status(
+            facts=self._facts(),
+            health=self._health(),
+            started=round(self._started, 3),
+            uptime=round(self._clock() - self._started, 1),
+            running=stats.running if stats else 0,
+            waiting=stats.waiting if stats else 0,
+            latencies=Latencies(*self._history.latencies()),
+            cache=_cache(stats) if stats else None,
+            totals=self._totals(stats),
+            phases=stats.phases if stats else (),
+            incidents=self._incidents.newest(),
+            history=self._history.since(since),
+        )
+
+    def _totals(self, stats: EngineStats | None) -> Totals:
+        metrics = self._metrics
+        return Totals(
+            requests=metrics.num_started,
+            finished=dict(metrics.num_finished),
+            rejected=dict(metrics.num_rejected),
+            prompt_tokens=stats.prompt_tokens if stats else 0,
+            generated_tokens=stats.generated_tokens if stats else 0,
+            steps=stats.steps if stats else 0,
+            preemptions=stats.preemptions if stats else 0,
+            core_restarts=metrics.lives.restarts,
+        )
+
+
+def _cache(stats: EngineStats) -> Cache:
+    return Cache(
+        page_size=stats.page_size,
+        total=stats.total_pages,
+        used=stats.used_pages,
+        cached=stats.total_pages - stats.free_pages - stats.used_pages,
+        free=stats.free_pages,
+        lookup_tokens=stats.prefix_lookup_tokens,
+        hit_tokens=stats.prefix_hit_tokens,
+    )

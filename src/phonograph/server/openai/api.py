@@ -1,0 +1,283 @@
+"""The routes of the OpenAI API: from a body to a generation, and from a generation to an answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from phonograph.engine.process.async_llm import AsyncLLM
+from phonograph.engine.process.messages import Ready
+from phonograph.engine.requests.request import NEUTRAL, SamplingParams
+from phonograph.errors import RequestError
+from phonograph.server.http.bodies import Arrivals, BodyReader
+from phonograph.server.http.failures import SERVER, ApiError, Error
+from phonograph.server.http.request_limits import ModelBounds
+from phonograph.server.http.request_log import RequestLog
+from phonograph.server.openai.checks import (
+    check_chat,
+    check_completion,
+    check_detokenize,
+    check_logprobs,
+    check_message_fields,
+    check_tokenize,
+)
+from phonograph.server.openai.delivery import Delivery
+from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
+from phonograph.server.openai.requests import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
+from phonograph.server.openai.responses import Detokenized, HealthBody, Model, Models, Tokenized
+from phonograph.server.openai.sampling_params import chat_params, completion_params
+from phonograph.server.openai.tool_calls import for_template
+from phonograph.server.openai.writers import ChatWriter, CompletionWriter, Head
+from phonograph.server.options import ServerOptions
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_BODIES = 32
+"""Bodies of the largest size that may be on their way at a time."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Api:
+    """Serves one AsyncLLM."""
+
+    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+        self.names = options.names or (llm.spec.name,)
+        self._llm = llm
+        self._options = options
+        self._created = int(time.time())
+        self._logprobs = LogprobWriter(llm.tokenizer)
+        self._arrivals = Arrivals(_BODIES * options.max_body_bytes)
+        self._bounds: tuple[Ready, ModelBounds] | None = None
+        self._completion_bodies = self._reader(CompletionAsk)
+        self._chat_bodies = self._reader(ChatAsk)
+        self._tokenize_bodies = self._reader(TokenizeAsk)
+        self._detokenize_bodies = self._reader(DetokenizeAsk)
+
+    def _reader(self, kind: type[T]) -> BodyReader[T]:
+        options = self._options
+        return BodyReader(kind, options.max_body_bytes, options.body_timeout, self._arrivals, self.bounds)
+
+    def bounds(self) -> ModelBounds:
+        """What a request may have, with the model that is served."""
+        about = self._llm.about
+        if self._bounds is None or self._bounds[0] is not about:
+            tokenizer = self._llm.tokenizer
+            longest = tokenizer.longest_token if tokenizer is not None else 1
+            most = self._options.max_prompt_chars
+            self._bounds = about, ModelBounds.of(about.limits.max_len, longest, self._llm.max_active, most)
+        return self._bounds[1]
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """Complete one or several prompts."""
+        self._llm.refuse_unless_ready()
+
+        def checked(ask: CompletionAsk) -> tuple[CompletionAsk, Head, SamplingParams, list[str] | list[list[int]]]:
+            check_completion(ask, self.bounds())
+            return ask, self._head("cmpl", ask), completion_params(ask), _prompts_of(ask.prompt)
+
+        with self._refusals_counted():
+            found, _ = await self._completion_bodies.read(request, self._llm.text.off_loop, checked)
+            ask, head, params, given = found
+            prompts = await self._llm.text.encode(given, check=self._fitting())
+            check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
+
+        def offsets(choice: int) -> TextOffsets:
+            return self._logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
+
+        writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None, offsets)
+        return await self._answer(request, ask, prompts, params, writer)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        self._llm.refuse_unless_ready()
+        max_len = self._llm.about.limits.max_len
+
+        def checked(ask: ChatAsk) -> tuple[ChatAsk, Head, SamplingParams, list[str] | None, list[dict[str, Any]]]:
+            check_chat(ask, self.bounds())
+            check_message_fields(ask.messages, self._llm.text.template.message_fields)
+            tools = None if ask.tool_choice == "none" or not ask.tools else self._checked_tools(ask.tools)
+            return ask, self._head("chatcmpl", ask), chat_params(ask, max_len), tools, for_template(ask.messages)
+
+        with self._refusals_counted():
+            found, size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
+            ask, head, params, tools, messages = found
+            check_logprobs(params, 1, max_len)
+            prompt = await self._llm.text.render(
+                messages,
+                tools=ask.tools if tools else None,
+                variables=ask.chat_template_kwargs,
+                size=size,
+            )
+            self._check_context(prompt, "messages")
+        max_calls = 1 if ask.parallel_tool_calls is False else None
+        callable_tools = tools if params.grammar is None else None  # what follows a grammar is what was asked for
+        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, callable_tools, max_calls)
+        return await self._answer(request, ask, [prompt], params, writer)
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        """Tell the observer of requests that don't get as far as the engine; it tells of the others itself."""
+        try:
+            yield
+        except (ApiError, RequestError):
+            self._llm.observer.rejected("invalid")
+            raise
+
+    def _head(self, kind: str, ask: Sampling) -> Head:
+        with_usage = bool(ask.stream and ask.stream_options and ask.stream_options.include_usage)
+        return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._checked_model(ask.model), with_usage)
+
+    def _fitting(self) -> Callable[[Sequence[int]], None]:
+        """Refuses prompts, one after the other: each one that is too long, and all together."""
+        total, most = 0, self.bounds().prompt_tokens
+
+        def check(prompt: Sequence[int]) -> None:
+            nonlocal total
+            self._check_context(prompt, "prompt")
+            total += len(prompt)
+            most.check(total)
+
+        return check
+
+    def _check_context(self, prompt: Sequence[int], param: str) -> None:
+        if prompt and (problem := self._llm.about.limits.misfit(len(prompt))):
+            raise ApiError(400, problem, param=param, code="context_length_exceeded")
+
+    def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
+        """The names of the functions."""
+        names = [_function_name(place, tool) for place, tool in enumerate(tools)]
+        if not self._llm.text.template.takes_tools:
+            message = "`tools` can't be served: this model's chat template has no place for them. Leave them out."
+            raise ApiError(400, message, param="tools", code="unsupported")
+        return names
+
+    async def _answer(
+        self,
+        request: Request,
+        ask: Sampling,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        writer: ChatWriter | CompletionWriter,
+    ) -> Response:
+        """Run the prompts and deliver what comes of them."""
+        log = RequestLog(writer.id, with_texts=self._options.log_prompts)
+        if self._options.log_prompts:
+            for prompt in prompts:
+                log.prompt(await self._text_of(prompt) if self._llm.tokenizer is not None else prompt)
+        timeout = self._options.request_timeout
+        generation = await self._llm.submit_long(
+            prompts,
+            params,
+            request_id=writer.id,
+            timeout=timeout,
+            continues=isinstance(writer, CompletionWriter),
+        )
+        with_usage = bool(ask.stream_options and ask.stream_options.include_usage)
+        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, with_usage)
+        return await (delivery.stream(request) if ask.stream else delivery.whole(request))
+
+    # -- text -------------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a prompt or of messages."""
+
+        def checked(ask: TokenizeAsk) -> TokenizeAsk:
+            check_tokenize(ask, self.bounds())
+            check_message_fields(ask.messages or (), self._llm.text.template.message_fields)
+            self._checked_model(ask.model)
+            if (ask.prompt is None) == (ask.messages is None):
+                raise ApiError(400, "send either `prompt` or `messages`.", param="prompt", code="invalid_value")
+            return ask
+
+        ask, size = await self._tokenize_bodies.read(request, self._llm.text.off_loop, checked)
+        tokens: Sequence[int]
+        if ask.messages is not None:
+            tokens = await self._llm.text.render(
+                for_template(ask.messages),
+                tools=ask.tools if ask.tools and self._checked_tools(ask.tools) else None,
+                variables=ask.chat_template_kwargs,
+                add_generation_prompt=ask.add_generation_prompt,
+                size=size,
+            )
+        else:
+            (tokens,) = await self._llm.text.encode([ask.prompt or ""], add_special=ask.add_special_tokens)
+        return _json(Tokenized(len(tokens), self._llm.about.limits.max_len, tokens))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+
+        def checked(ask: DetokenizeAsk) -> DetokenizeAsk:
+            check_detokenize(ask, self.bounds())
+            self._checked_model(ask.model)
+            return ask
+
+        ask, _ = await self._detokenize_bodies.read(request, self._llm.text.off_loop, checked)
+        return _json(Detokenized(await self._text_of(ask.tokens)))
+
+    async def _text_of(self, tokens: Sequence[int]) -> str:
+        return await self._llm.text.decode(tokens, self._llm.about.vocab, skip_special=False)
+
+    # -- what is served ---------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """All names of the model."""
+        return _json(Models([self._model(name) for name in self.names]))
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        return _json(self._model(self._checked_model(request.path_params["model"])))
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken, and if not, why."""
+        health = self._llm.health
+        if health.state == "ready":
+            return _json(HealthBody(health.state))
+        reason = health.reason or "the engine core is starting"
+        error = Error(f"no request is taken now: {reason}.", SERVER, None, health.state)
+        return _json(HealthBody(health.state, reason, error), 503)
+
+    def _model(self, name: str) -> Model:
+        resolved = SamplingParams().resolved(self._llm.sampling)
+        sampling = {field: getattr(resolved, field) for field in NEUTRAL}
+        return Model(name, self._created, self._llm.about.limits.max_len, sampling)
+
+    def _checked_model(self, name: str | None) -> str:
+        """The name that an answer bears."""
+        if name is not None and name not in self.names:
+            message = f"the model {name[:100]!r} is not served here; there is {', '.join(map(repr, self.names))}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name or self.names[0]
+
+
+def _prompts_of(prompt: str | Sequence[Any]) -> list[str] | list[list[int]]:
+    """Every form that a prompt may have, as texts or as lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
+        message = "`prompt` mixes texts, token ids and lists of token ids. Send one kind."
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    return [list(prompt)] if kinds == {int} else list(prompt)
+
+
+def _function_name(place: int, tool: dict[str, Any]) -> str:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if tool.get("type") != "function" or not isinstance(name, str) or not name:
+        message = f'`tools[{place}]` must be {{"type": "function", "function": {{"name": …}}}}.'
+        raise ApiError(400, message, param=f"tools[{place}]", code="invalid_value")
+    return name
+
+
+def _json(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(_encode(body), status, media_type="application/json")

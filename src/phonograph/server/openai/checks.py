@@ -1,0 +1,133 @@
+"""Requests against their bounds: lists are counted and texts measured before anything is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from phonograph.engine.requests.request import SamplingParams
+from phonograph.server.http import request_limits as limits
+from phonograph.server.http.failures import unknown_field
+from phonograph.server.http.json_shape import Shape, shape_of
+from phonograph.server.http.request_limits import ModelBounds
+from phonograph.server.openai.requests import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
+from phonograph.server.openai.tool_calls import argument_texts
+
+MESSAGE_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id"))
+"""What messages may have with every template; of OpenAI's others, a template may read some."""
+_PART_FIELDS = frozenset(("type", "text"))
+_CALL_FIELDS = frozenset(("id", "type", "function"))
+_FUNCTION_FIELDS = frozenset(("name", "arguments"))
+
+
+def check_completion(ask: CompletionAsk, bounds: ModelBounds) -> None:
+    """Of /v1/completions."""
+    _check_sampling(ask)
+    limits.LABEL_CHARS.check(len(ask.suffix or ""), "suffix")
+    if isinstance(ask.prompt, str):
+        bounds.prompt_chars.check(len(ask.prompt))
+        return
+    if not isinstance(ask.prompt[0], int):
+        bounds.prompts.check(len(ask.prompt))
+    tokens = 0
+    for place, prompt in enumerate(ask.prompt):
+        if isinstance(prompt, str):
+            bounds.prompt_chars.check(len(prompt), f"prompt[{place}]")
+        else:
+            tokens += len(prompt) if isinstance(prompt, list) else 1
+    bounds.prompt_tokens.check(tokens)
+
+
+def check_chat(ask: ChatAsk, bounds: ModelBounds) -> None:
+    """Of /v1/chat/completions."""
+    _check_sampling(ask)
+    _check_conversation(ask.messages, ask.tools, ask.chat_template_kwargs, bounds)
+    limits.LABEL_CHARS.check_size(ask.tool_choice, "tool_choice")
+    limits.LABEL_CHARS.check(len(ask.modalities or ()), "modalities")
+
+
+def check_tokenize(ask: TokenizeAsk, bounds: ModelBounds) -> None:
+    """Of /tokenize."""
+    limits.LABEL_CHARS.check(len(ask.model or ""), "model")
+    bounds.prompt_chars.check(len(ask.prompt or ""))
+    _check_conversation(ask.messages or [], ask.tools, ask.chat_template_kwargs, bounds)
+
+
+def check_detokenize(ask: DetokenizeAsk, bounds: ModelBounds) -> None:
+    """Of /detokenize."""
+    limits.LABEL_CHARS.check(len(ask.model or ""), "model")
+    bounds.tokens.check(len(ask.tokens))
+
+
+def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[str]) -> None:
+    """Refuse what is in messages and has no effect: it is neither known nor `read` by the chat template.
+
+    Null and what is empty say nothing: clients send back answers, with all fields of OpenAI's.
+    """
+    for place, message in enumerate(messages):
+        where = f"messages[{place}]."
+        _refuse_unread(message, MESSAGE_FIELDS, read, where)
+        for number, part in enumerate(_objects(message.get("content"))):
+            _refuse_unread(part, _PART_FIELDS, (), f"{where}content[{number}].")
+        for number, call in enumerate(_objects(message.get("tool_calls"))):
+            _refuse_unread(call, _CALL_FIELDS, read, f"{where}tool_calls[{number}].")
+            for function in _objects([call.get("function")]):
+                _refuse_unread(function, _FUNCTION_FIELDS, read, f"{where}tool_calls[{number}].function.")
+
+
+def _objects(found: object) -> list[dict[str, Any]]:
+    """Those of a list, each in its place; what is none has no fields."""
+    return [part if isinstance(part, dict) else {} for part in found] if isinstance(found, list) else []
+
+
+def _refuse_unread(found: dict[str, Any], known: Collection[str], read: Collection[str], where: str) -> None:
+    for name, value in found.items():
+        if value not in (None, "", [], {}) and name not in known and name not in read:
+            raise unknown_field(name, known, where)
+
+
+def check_logprobs(params: SamplingParams, num_prompts: int, max_len: int) -> None:
+    """What an answer with logprobs takes grows with all of these together."""
+    if params.logprobs is not None:
+        entries = num_prompts * params.n * min(params.max_tokens, max_len) * (1 + params.logprobs)
+        limits.LOGPROBS.check(entries)
+
+
+def _check_sampling(ask: Sampling) -> None:
+    for name in ("model", "user", "service_tier", "safety_identifier", "prompt_cache_key"):
+        limits.LABEL_CHARS.check(len(getattr(ask, name) or ""), name)
+    limits.METADATA_SIZE.check_size(ask.metadata)
+    stops = [ask.stop] if isinstance(ask.stop, str) else ask.stop or []
+    limits.STOPS.check(len(stops))
+    for place, stop in enumerate(stops):
+        limits.STOP_CHARS.check(len(stop), "stop" if isinstance(ask.stop, str) else f"stop[{place}]")
+    limits.STOP_TOKENS.check(len(ask.stop_token_ids or ()))
+    limits.BIASED.check(len(ask.logit_bias or ()))
+    limits.SCHEMA_SIZE.check_size(ask.response_format, "response_format")
+    limits.SCHEMA_SIZE.check_size(ask.guided_json, "guided_json")
+    limits.GRAMMAR_CHARS.check(len(ask.guided_regex or ""), "guided_regex")
+    limits.GRAMMAR_CHARS.check(len(ask.guided_grammar or ""), "guided_grammar")
+    limits.GUIDED_CHOICES.check(len(ask.guided_choice or ()))
+    limits.GUIDED_CHOICE_SIZE.check_size(ask.guided_choice)
+
+
+def _check_arguments(messages: Sequence[dict[str, Any]], bounds: ModelBounds) -> None:
+    """Arguments of earlier calls are JSON inside the body's JSON, decoded for the template: together as one body."""
+    total = Shape(0, 0, 0, 0, 0, 0)
+    for text in argument_texts(messages):
+        total += shape_of(text.encode("utf-8", "surrogatepass"), bounds.values.most)
+        bounds.check_shape(total, "messages[].tool_calls[].function.arguments")
+
+
+def _check_conversation(
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    variables: dict[str, Any] | None,
+    bounds: ModelBounds,
+) -> None:
+    limits.MESSAGES.check(len(messages))
+    bounds.prompt_chars.check_size(messages, "messages")
+    _check_arguments(messages, bounds)
+    limits.TOOLS.check(len(tools or ()))
+    limits.TOOLS_SIZE.check_size(tools)
+    limits.TEMPLATE_SIZE.check_size(variables)

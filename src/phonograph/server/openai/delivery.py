@@ -1,0 +1,165 @@
+"""Brings an answer to its client, whole or as a stream, and stops the work when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from phonograph.engine.process.generation import Delta, Generation
+from phonograph.server.http.bodies import OffLoop
+from phonograph.server.http.failures import failure_of, failure_of_finish
+from phonograph.server.http.request_log import RequestLog
+from phonograph.server.openai.writers import Writer, split
+
+DONE = b"data: [DONE]\n\n"
+_CHARS_OF_AN_ENTRY = 256
+"""Characters of text that are written in the time of one logprob."""
+GONE = 499
+"""The status of an answer that nobody waits for any more, and nobody sees."""
+
+
+class Departure:
+    """Waits for the client to leave, and then closes its generation."""
+
+    def __init__(self, receive: Receive, generation: Generation) -> None:
+        self._receive = receive
+        self._generation = generation
+        self.is_gone = False
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Departure:
+        self._task = asyncio.create_task(self._wait())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        self._generation.close()
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One answer on its way."""
+
+    generation: Generation
+    writer: Writer
+    log: RequestLog
+    timeout: float | None
+    """What the request's deadline was, for the message when it is missed."""
+    off_loop: OffLoop
+    """For answers that are long to write."""
+    with_usage: bool = False
+
+    async def whole(self, request: Request) -> Response:
+        """The answer in one body."""
+        async with self.generation as generation:
+            with Departure(request.receive, generation) as client, self._failures_logged():
+                choices = await generation.whole()
+                self.check(choices)
+            if client.is_gone:
+                self.log.end(generation, "left by its client")
+                return Response(status_code=GONE)
+            self.log.end(generation, "done")
+            body = await self.off_loop(_weight(choices), lambda: self.writer.body(choices, generation.usage))
+            return WholeAnswer(body)
+
+    async def events(self, deltas: Sequence[Delta]) -> bytes:
+        """Server-sent events for what is new."""
+        return await self.off_loop(_weight(deltas), lambda: self.writer.events(deltas))
+
+    async def stream(self, request: Request) -> Response:
+        """The answer as server-sent events; what fails before the first token has a status of its own."""
+        try:
+            with Departure(request.receive, self.generation) as client, self._failures_logged():
+                first = await self.generation.take()
+                self.check(first)
+        except BaseException:
+            self.generation.close()
+            raise
+        if client.is_gone:
+            self.log.end(self.generation, "left by its client")
+            return Response(status_code=GONE)
+        return EventStream(self, first)
+
+    def check(self, deltas: Sequence[Delta]) -> None:
+        """Raise if a choice did not end well."""
+        self.log.answers(deltas)
+        for delta in deltas:
+            if (failure := failure_of_finish(delta, self.timeout)) is not None:
+                raise failure
+
+    @contextmanager
+    def _failures_logged(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.log.end(self.generation, self.log.failed(error))
+            raise
+
+
+def _weight(deltas: Sequence[Delta]) -> int:
+    """About how long it takes to write these, in the unit of `off_loop`; all tokens have as many alternatives."""
+    entries = sum(len(delta.logprobs) * (1 + len(delta.logprobs[0].top)) for delta in deltas if delta.logprobs)
+    return entries + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
+
+
+class WholeAnswer(Response):
+    """A body in pieces, of which a slow reader is sent one after the other."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        super().__init__(headers={"Content-Length": str(sum(map(len, pieces)))}, media_type="application/json")
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        last = len(self._pieces) - 1
+        for place, piece in enumerate(self._pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": place < last})
+
+
+class EventStream(Response):
+    """Sends all that is new at once, whenever the client can take more: one chunk for many tokens if it is slow."""
+
+    def __init__(self, delivery: Delivery, first: list[Delta]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._delivery = delivery
+        self._first = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        delivery = self._delivery
+        async with delivery.generation as generation:
+            with Departure(receive, generation) as client:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                end, outcome = b"", "streamed"
+                try:
+                    await self._send_all(send)
+                    end = delivery.writer.usage_event(generation.usage) if delivery.with_usage else b""
+                except Exception as error:
+                    end, outcome = failure_of(error).event(), delivery.log.failed(error)
+                await send({"type": "http.response.body", "body": end + DONE, "more_body": False})
+            delivery.log.end(generation, "left by its client" if client.is_gone else outcome)
+
+    async def _send_all(self, send: Send) -> None:
+        delivery, deltas = self._delivery, self._first
+        while deltas:
+            for group in split(deltas):
+                if found := await delivery.events(group):
+                    await send({"type": "http.response.body", "body": found, "more_body": True})
+            deltas = await delivery.generation.take()
+            delivery.check(deltas)

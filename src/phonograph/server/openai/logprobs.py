@@ -1,0 +1,111 @@
+"""Logprobs of tokens as the two kinds of answers show them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import count
+
+from phonograph.engine.requests.sequence import TokenLogprob as Told
+from phonograph.engine.text import Tokenizer
+from phonograph.engine.text.detokenizer import LeadingSpaces
+from phonograph.server.openai.responses import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
+
+_CACHED = 1 << 16
+"""Tokens whose texts and bytes are kept."""
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TextOffsets:
+    """Where the tokens of one answer begin in its text: those that make up one character all where it is."""
+
+    def __init__(self, spaces: LeadingSpaces | None = None) -> None:
+        """`spaces` are those in front of the answer that its text does not have."""
+        self._decoder = _utf8_decoder("replace")
+        self._spaces = spaces
+        self._end = 0
+
+    def after(self, token: bytes) -> int:
+        """Take in the bytes of the next token; where it begins."""
+        if token and token[0] & 0xC0 != 0x80:  # it begins a character: one that is not whole stays so, as U+FFFD
+            self._take(self._decoder.decode(b"", final=True))
+        begin = self._end
+        self._take(self._decoder.decode(token))
+        return begin
+
+    def _take(self, text: str) -> None:
+        self._end += len(text if self._spaces is None else self._spaces.cut(text))
+
+
+class LogprobWriter:
+    """Writes tokens as texts; without a tokenizer, as `token_id:7`."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._entry = lru_cache(_CACHED)(self._looked_up)
+
+    def offsets(self, prompt: Sequence[int], *, verbatim: bool) -> TextOffsets:
+        """Those of an answer that goes on where a prompt ended."""
+        spaces = None if self._tokenizer is None else LeadingSpaces(self._tokenizer, prompt, verbatim=verbatim)
+        return TextOffsets(spaces)
+
+    def chat(self, found: Sequence[Told]) -> ChatLogprobs:
+        """For /v1/chat/completions."""
+        return ChatLogprobs([self._token(one) for one in self._said(found)])
+
+    def text(self, found: Sequence[Told], offsets: TextOffsets) -> TextLogprobs:
+        """For /v1/completions; `offsets` are those of the answer, which these tokens continue."""
+        found = self._said(found)
+        names = [self._names(one) for one in found]
+        return TextLogprobs(
+            [of[one.token] for of, one in zip(names, found, strict=True)],
+            [one.logprob for one in found],
+            [{of[token]: logprob for token, logprob in one.top} for of, one in zip(names, found, strict=True)],
+            [offsets.after(self._bytes(one.token)) for one in found],
+        )
+
+    def _names(self, found: Told) -> dict[int, str]:
+        """A name of its own for each token: its text, or OpenAI's way to write bytes that are none.
+
+        Where tokens have the same text, as `x` and `<0x78>`, the likeliest has it as its name.
+        """
+        names: dict[int, str] = {}
+        taken: set[str] = set()
+        for token in dict.fromkeys([*(token for token, _ in found.top), found.token]):
+            name = next(name for name in self._possible_names(token) if name not in taken)
+            names[token] = name
+            taken.add(name)
+        return names
+
+    def _possible_names(self, token: int) -> Iterator[str]:
+        written = self._bytes(token)
+        with suppress(UnicodeDecodeError):
+            yield written.decode()
+        yield "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+        yield f"token_id:{token}"
+        yield from (f"token_id:{token}#{number}" for number in count())
+
+    def _said(self, found: Sequence[Told]) -> list[Told]:
+        """Without the tokens that are no text, as the one that ends an answer: they are not in it."""
+        special = self._tokenizer.special_ids if self._tokenizer is not None else frozenset[int]()
+        return [one for one in found if one.token not in special]
+
+    def _token(self, found: Told) -> TokenLogprob:
+        top = []
+        for token, logprob in found.top:
+            shown, written = self._entry(token)
+            top.append(TopLogprob(shown, logprob, written))
+        shown, written = self._entry(found.token)
+        return TokenLogprob(shown, found.logprob, written, top)
+
+    def _bytes(self, token: int) -> bytes:
+        if self._tokenizer is None:
+            return f"token_id:{token}".encode()
+        return self._tokenizer.token_bytes(token)
+
+    def _looked_up(self, token: int) -> tuple[str, list[int]]:
+        """Its text and its bytes; a list for each entry would keep the collector of garbage busy."""
+        written = self._bytes(token)
+        return written.decode("utf-8", "replace"), list(written)

@@ -1,0 +1,131 @@
+"""What clients may ask for: the bodies of requests, in the OpenAI API's words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from phonograph.server.http import request_limits as limits
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Tokens = Annotated[list[TokenId], Meta(min_length=1)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Stop = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.STOP_CHARS.most})]
+Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": limits.STOPS.most})]
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to stream."""
+
+    include_usage: bool = False
+    """Send the numbers of tokens in a last event."""
+    include_obfuscation: bool = False
+    """Accepted; nothing is obfuscated here."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of request share. A field that is not known is refused: it would do nothing.
+
+    Where temperature, top_p, top_k, min_p or repetition_penalty is left out, the model's own holds (/v1/models).
+    """
+
+    model: str | None = None
+    """A name from /v1/models; may be left out."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=limits.CHOICES.most)] | None = None
+    """How many answers to one prompt."""
+    temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    """0 always takes the likeliest token. Default: the model's own, else 1."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | Stops | None = None
+    """Texts that end the answer, and are not part of it."""
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    """Token id → what is added to its logit."""
+
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    """Sample among this many likeliest tokens; 0 and -1 are off. Not in OpenAI's API."""
+    min_p: Probability | None = None
+    """Leave out tokens less likely than this share of the likeliest. Not in OpenAI's API."""
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    """Not in OpenAI's API."""
+    ignore_eos: bool | None = None
+    """Go on after the token that ends an answer. Not in OpenAI's API."""
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    """Not in OpenAI's API."""
+
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    # Accepted, since clients send them, and without effect: they concern OpenAI's own service.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/completions."""
+
+    prompt: str | Annotated[list[str | TokenId | Tokens], Meta(min_length=1)]
+    """A text, several texts, token ids, or several lists of token ids."""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Default: 16."""
+    logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
+    """How many alternatives to report for each token."""
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ChatAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    """Each with a role (system, developer, user, assistant, tool) and content: a text or text parts."""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Default: up to the end of the context."""
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """OpenAI's newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
+    tools: list[Tool] | None = None
+    """Functions that the model may call; they reach the chat template."""
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further names that the chat template knows. Not in OpenAI's API."""
+    modalities: list[Literal["text"]] | None = None
+
+
+class TokenizeAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    """Put what the tokenizer puts around a text; not for messages, whose template writes it out."""
+    add_generation_prompt: bool = True
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,215 @@
+"""What clients are answered: the bodies of responses and events, in the OpenAI API's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from phonograph.server.http.failures import Error
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """Of the prompt's tokens, those that the prefix cache had."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Numbers of tokens, over all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+# -- /v1/completions ------------------------------------------------------------------------------------------------
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """One entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TextChoice(msgspec.Struct, frozen=True):
+    """One completion, or in a stream a piece of it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """Body of /v1/completions; in a stream, one event."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+# -- /v1/chat/completions -------------------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
+    """A token that could have been."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+    """A token that is."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """One entry for each token."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    """Which function the model wants to be called, and with what."""
+
+    name: str
+    arguments: str
+    """JSON, as the model wrote it: it may be wrong."""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the client is asked to make."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A whole call, in a stream."""
+
+    index: int
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The answer."""
+
+    content: str | None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: Finish
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    """Body of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What is new of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatDeltaChoice(msgspec.Struct, frozen=True):
+    """What is new of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    """One event of a streamed /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatDeltaChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+# -- the rest -------------------------------------------------------------------------------------------------------
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A model that is served."""
+
+    id: str
+    created: int
+    max_model_len: int
+    """Tokens of a prompt and its answer together."""
+    sampling: dict[str, float]
+    """What holds where a request leaves it out: temperature, top_k, top_p, min_p, repetition_penalty."""
+    owned_by: str = "phonograph"
+    object: Literal["model"] = "model"
+
+
+class Models(msgspec.Struct, frozen=True):
+    """Body of /v1/models."""
+
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """Body of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: Sequence[int]
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """Body of /detokenize."""
+
+    prompt: str
+
+
+class HealthBody(msgspec.Struct, frozen=True):
+    """Body of /health."""
+
+    status: str
+    reason: str = ""
+    error: Error | UnsetType = UNSET
+    """Where no request is taken."""

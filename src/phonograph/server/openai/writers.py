@@ -1,0 +1,295 @@
+"""Turns what the engine says into the bodies and events of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from phonograph.engine.process.generation import Delta
+from phonograph.engine.process.generation import Usage as Counted
+from phonograph.engine.requests.request import FinishReason
+from phonograph.engine.requests.sequence import TokenLogprob as Told
+from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
+from phonograph.server.openai.responses import (
+    CachedTokens,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatDelta,
+    ChatDeltaChoice,
+    ChatLogprobs,
+    ChatMessage,
+    Completion,
+    Finish,
+    FunctionCall,
+    TextChoice,
+    TextLogprobs,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
+from phonograph.server.openai.tool_calls import ToolCallReader
+
+_encode = msgspec.json.Encoder().encode
+
+BLOCK = 128
+"""Tokens whose logprobs are encoded in one go: others wait for no more than 2,688 entries."""
+_SMALL = 256 << 10
+
+_FINISH: dict[FinishReason | None, Finish | None] = {
+    None: None,
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+}
+
+
+class Writer(Protocol):
+    """How one request is answered; it has a state, so there is one for each request."""
+
+    id: str
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """Server-sent events for what is new."""
+
+    def usage_event(self, counted: Counted) -> bytes:
+        """The last event, for a client that asked for numbers."""
+
+    def body(self, choices: Sequence[Delta], counted: Counted) -> list[bytes]:
+        """The whole answer, in pieces of limited size; takes the logprobs out of the choices."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What every event and body of one answer begins with."""
+
+    id: str
+    created: int
+    model: str
+    streams_usage: bool = False
+    """Whether events say that their usage is not known yet."""
+
+    @property
+    def no_usage(self) -> UnsetType | None:
+        return None if self.streams_usage else UNSET
+
+
+class CompletionWriter:
+    """For /v1/completions."""
+
+    def __init__(
+        self,
+        head: Head,
+        logprobs: LogprobWriter | None,
+        offsets: Callable[[int], TextOffsets] = lambda choice: TextOffsets(),
+    ) -> None:
+        """`offsets` makes those of a choice."""
+        self.id = head.id
+        self._head = head
+        self._logprobs = logprobs
+        self._new_offsets = offsets
+        self._offsets: dict[int, TextOffsets] = {}
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        shown = (delta for delta in deltas if delta.text or delta.finish is not None or delta.logprobs)
+        return b"".join(self._event([self._choice(delta)], self._head.no_usage) for delta in shown)
+
+    def usage_event(self, counted: Counted) -> bytes:
+        return self._event([], _usage(counted))
+
+    def body(self, choices: Sequence[Delta], counted: Counted) -> list[bytes]:
+        whole = _encode(self._answer([], _usage(counted)))
+        return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
+
+    def _pieces(self, delta: Delta) -> Iterator[bytes]:
+        """A choice, with its logprobs encoded block by block."""
+        blocks = _blocks(delta.logprobs)
+        rest = _encode(self._choice(delta))
+        if self._logprobs is None:
+            yield rest
+            return
+        columns: dict[str, list[bytes]] = {name: [] for name in TextLogprobs.__struct_fields__}
+        for block in blocks:
+            found = self._logprobs.text(block, self._offsets[delta.choice])
+            for name, pieces in columns.items():
+                pieces.append(_encode(getattr(found, name))[1:-1])
+        for name, pieces in columns.items():
+            begin, _, rest = rest.partition(b'"%s":[]' % name.encode())
+            yield begin
+            yield from _filled(b'"%s":[]' % name.encode(), name, ([piece] for piece in pieces))
+        yield rest
+
+    def _choice(self, delta: Delta) -> TextChoice:
+        logprobs: TextLogprobs | None = None
+        if self._logprobs is not None:
+            if delta.choice not in self._offsets:
+                self._offsets[delta.choice] = self._new_offsets(delta.choice)
+            logprobs = self._logprobs.text(delta.logprobs, self._offsets[delta.choice])
+        return TextChoice(delta.choice, delta.text, logprobs, _FINISH[delta.finish])
+
+    def _answer(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(self._head.id, self._head.created, self._head.model, choices, usage)
+
+    def _event(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> bytes:
+        return event(_encode(self._answer(choices, usage)))
+
+
+class ChatWriter:
+    """For /v1/chat/completions; with `tools`, calls of these names are looked for, at most `max_calls`."""
+
+    def __init__(
+        self,
+        head: Head,
+        logprobs: LogprobWriter | None,
+        tools: Collection[str] | None,
+        max_calls: int | None = None,
+    ) -> None:
+        self.id = head.id
+        self._head = head
+        self._logprobs = logprobs
+        self._tools = tools
+        self._max_calls = max_calls
+        self._readers: dict[int, ToolCallReader] = {}
+        self._num_calls: dict[int, int] = {}
+        """By choice; who is not in it has not begun."""
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        return b"".join(
+            event(_encode(self._chunk([choice], self._head.no_usage)))
+            for delta in deltas
+            for choice in self._delta_choices(delta)
+        )
+
+    def usage_event(self, counted: Counted) -> bytes:
+        return event(_encode(self._chunk([], _usage(counted))))
+
+    def body(self, choices: Sequence[Delta], counted: Counted) -> list[bytes]:
+        whole = _encode(ChatCompletion(self._head.id, self._head.created, self._head.model, [], _usage(counted)))
+        return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
+
+    def _pieces(self, delta: Delta) -> Iterator[bytes]:
+        """A choice, with its logprobs encoded block by block."""
+        logprobs, blocks = self._logprobs, _blocks(delta.logprobs)
+        whole = _encode(self._choice(delta))
+        if logprobs is None:
+            yield whole
+        else:
+            yield from _filled(whole, "content", ([_encode(logprobs.chat(block).content)[1:-1]] for block in blocks))
+
+    def _choice(self, delta: Delta) -> ChatChoice:
+        text, calls = self._read(delta)
+        logprobs = ChatLogprobs([]) if self._logprobs is not None else None
+        made = [ToolCall(self._call_id(delta.choice, place), call) for place, call in enumerate(calls)]
+        message = ChatMessage(text, made) if made else ChatMessage(text)
+        if made and not text:
+            message = ChatMessage(None, made)
+        return ChatChoice(delta.choice, message, self._finish(delta, len(made)) or "stop", logprobs)
+
+    def _delta_choices(self, delta: Delta) -> Iterator[ChatDeltaChoice]:
+        """An event with what is new, and one of its own for the end."""
+        index = delta.choice
+        text, calls = self._read(delta)
+        logprobs: ChatLogprobs | None = None
+        if self._logprobs is not None and delta.logprobs:
+            logprobs = self._logprobs.chat(delta.logprobs)
+        is_first = index not in self._num_calls
+        first_call = self._num_calls.setdefault(index, 0)
+        self._num_calls[index] += len(calls)
+        if text or is_first or logprobs is not None or calls:
+            made = [
+                ToolCallDelta(place, self._call_id(index, place), call) for place, call in enumerate(calls, first_call)
+            ]
+            new = ChatDelta("assistant" if is_first else UNSET, UNSET if made and not text else text, made or UNSET)
+            yield ChatDeltaChoice(index, new, logprobs)
+        if delta.finish is not None:
+            yield ChatDeltaChoice(index, ChatDelta(), finish_reason=self._finish(delta, self._num_calls[index]))
+
+    def _read(self, delta: Delta) -> tuple[str, list[FunctionCall]]:
+        if self._tools is None:
+            return delta.text, []
+        reader = self._readers.get(delta.choice)
+        if reader is None:
+            reader = self._readers[delta.choice] = ToolCallReader(self._tools, self._max_calls)
+        text, calls = reader.add(delta.text)
+        if delta.finish is not None:
+            rest, more = reader.finish()
+            text, calls = text + rest, calls + more
+        return text, calls
+
+    def _finish(self, delta: Delta, num_calls: int) -> Finish | None:
+        found = _FINISH[delta.finish]
+        return "tool_calls" if num_calls and found == "stop" else found
+
+    def _call_id(self, choice: int, place: int) -> str:
+        return f"call_{self._head.id.rpartition('-')[2]}_{choice}_{place}"
+
+    def _chunk(self, choices: list[ChatDeltaChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage)
+
+
+def split(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
+    """Groups of deltas with at most a block of logprobs each; one with more becomes several, the last with its text."""
+    group: list[Delta] = []
+    size = 0
+    for delta in deltas:
+        while size + len(delta.logprobs) > BLOCK:
+            part, delta.logprobs[: BLOCK - size] = delta.logprobs[: BLOCK - size], []
+            yield [*group, Delta(delta.choice, logprobs=part)] if part else group
+            group, size = [], 0
+        group.append(delta)
+        size += len(delta.logprobs)
+    if group:
+        yield group
+
+
+def _blocks(found: list[Told]) -> Iterator[list[Told]]:
+    """Empties a list, for a block after the other: what was written is given back at once, not all in the end."""
+    taken, found[:] = found[::-1], []
+
+    def blocks() -> Iterator[list[Told]]:
+        while taken:
+            block, taken[-BLOCK:] = taken[-BLOCK:][::-1], []
+            yield block
+
+    return blocks()
+
+
+def _filled(whole: bytes, name: str, items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """JSON whose list of this name is empty, with items in it; each comes in pieces.
+
+    A text can't be taken for the list: quotes are escaped in it.
+    """
+    begin, place, end = whole.partition(b'"%s":[]' % name.encode())
+    yield begin + place[:-1]
+    separator = b""
+    for item in items:
+        for piece in filter(None, item):
+            yield separator + piece if separator else piece
+            separator = b""
+        separator = b","
+    yield b"]" + end
+
+
+def _few(pieces: Iterable[bytes]) -> list[bytes]:
+    """Pieces of some size."""
+    found: list[bytes] = []
+    held: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= _SMALL:
+            found.append(b"".join(held))
+            held, size = [], 0
+    return [*found, b"".join(held)]
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def _usage(counted: Counted) -> Usage:
+    total = counted.prompt_tokens + counted.output_tokens
+    return Usage(counted.prompt_tokens, counted.output_tokens, total, CachedTokens(counted.cached_tokens))
