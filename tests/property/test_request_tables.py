@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phonograph import EmulatedDevice
 from phonograph.engine.requests.request import Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Chunk, Step
+from phonograph.engine.requests.step import Chunk, ScheduledStep
 from phonograph.engine.sampling.penalties import count_tokens
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import CONSTRAINED, MASKS, PENALISED, PENALTIES, PLACE, SAMPLING
@@ -98,7 +98,7 @@ class House:
                     dtype=np.int32,
                 )
         updates = tuple((row, index, page) for (row, index), page in changed.items())
-        self.run(Step(self.number, self.decodes, tuple(chunks), updates, pass_name="any"), data)
+        self.run(ScheduledStep(self.number, self.decodes, tuple(chunks), updates, pass_name="any"), data)
 
     def entering(self, row: int, data: st.DataObject) -> Chunk:
         comes_back = data.draw(st.booleans())
@@ -112,7 +112,7 @@ class House:
         start = data.draw(st.integers(0, len(sequence.known()) - 1))
         return Chunk(sequence, start, sequence.known()[start:], data.draw(st.booleans()), True)
 
-    def run(self, step: Step, data: st.DataObject) -> None:
+    def run(self, step: ScheduledStep, data: st.DataObject) -> None:
         updates, before = self.builder.build(step), self.tables.counts.transfers
         masked = any(sequence.constraint is not None for sequence in step.sampling)
         assert (updates is not None) == bool(step.prefills or step.page_updates or masked)
@@ -131,7 +131,7 @@ class House:
         self.check()
         self.pick(step, data)
 
-    def pick(self, step: Step, data: st.DataObject) -> None:
+    def pick(self, step: ScheduledStep, data: st.DataObject) -> None:
         """What the graph does at the end: tokens are noted, in rows that don't ask too, where there are counts."""
         tokens = [data.draw(st.integers(0, VOCAB - 1)) for _ in step.sampling]
         for sequence, token in zip(step.sampling, tokens, strict=True):

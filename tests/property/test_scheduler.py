@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Sampled, Step, Update
+from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
 from phonograph.engine.scheduling.scheduler import Scheduler
 
 VOCAB = 11
@@ -54,7 +54,7 @@ class Row:
 class Flight:
     """A launched step, the tokens that it will give, and the pages that it touches."""
 
-    step: Step
+    step: ScheduledStep
     tokens: list[int]
     counts: list[int]
     written: dict[int, Sequence]
@@ -76,7 +76,7 @@ class SimulatedDevice:
         self.pages: dict[int, dict[int, tuple[int, int]]] = {page: {} for page in range(limits.num_pages)}
         self.in_flight: deque[Flight] = deque()
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: ScheduledStep) -> None:
         flight = Flight(step, [], [], {}, {})
         for chunk in step.new_rows:
             self.rows[chunk.sequence.row] = Row(chunk.start)
@@ -225,7 +225,7 @@ class Simulation:
         self.device.launch(step)
         return True
 
-    def _check_step(self, step: Step) -> None:
+    def _check_step(self, step: ScheduledStep) -> None:
         limits = self.limits
         assert 0 < step.num_tokens <= limits.max_tokens
         assert step.num_seqs <= limits.max_seqs

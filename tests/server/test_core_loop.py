@@ -18,9 +18,10 @@ import pytest
 
 from phonograph import CoreError, RequestError
 from phonograph.engine.core import EngineCore
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.process import core_loop as core_process
+from phonograph.engine.process import core_loop
 from phonograph.engine.process.arguments import EngineSpec
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.process.channel import Channel, frame
@@ -83,7 +84,7 @@ class SlowGrammars:
 class Front:
     """The other end of a core loop that runs in a thread."""
 
-    def __init__(self, core: EngineCore, ours: socket.socket, theirs: socket.socket) -> None:
+    def __init__(self, core: EngineCore[Executor], ours: socket.socket, theirs: socket.socket) -> None:
         self._channel = Channel(ours)
         self._thread = threading.Thread(target=CoreLoop(core, Channel(theirs)).run)
         self._thread.start()
@@ -238,14 +239,14 @@ def test_more_descriptors_than_select_takes(llm: LLM) -> None:
 def test_the_log_takes_what_is_no_text() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        handler = core_process._ToFront(Channel(theirs))
+        handler = core_loop._ToFront(Channel(theirs))
         handler.handle(logging.LogRecord("x", logging.WARNING, "", 0, "a path: %s", ("\udcff",), None))
         found = msgspec.msgpack.decode(Channel(ours).receive_one(), type=FromCore)
     assert found == Logged(logging.WARNING, "a path: \\udcff")
 
 
 def test_an_idle_device_is_asked_whether_it_is_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_process, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(core_loop, "HEARTBEAT_SECONDS", 0.01)
     stats = llm.executor.runners["idle"].stats
     before = stats.eager.total()
     ours, theirs = socket.socketpair()

@@ -30,10 +30,11 @@ from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PREFILL, PassDeclaration, StepPasses
 from phonograph.engine.passes.rounds import as_block
-from phonograph.engine.passes.sampling_tail import SAMPLING, SamplingNeeds
+from phonograph.engine.passes.sampling_tail import SAMPLING
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request
-from phonograph.engine.requests.step import Step
+from phonograph.engine.requests.step import ScheduledStep
+from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.state.column import Column, Form, Writer
@@ -172,7 +173,7 @@ def plain() -> Plain:
     return Plain()
 
 
-def speculating(plain: Plain, backend: str = "full", *, mixed: bool = True, **changes: Any) -> EngineCore:
+def speculating(plain: Plain, backend: str = "full", *, mixed: bool = True, **changes: Any) -> EngineCore[Executor]:
     usual: dict[str, Any] = {"max_seqs": 4, "max_tokens": 32, "max_len": MAX_LEN, "page_size": 8, "num_pages": 60}
     limits = Limits(**{**usual, "max_ahead": 2, "tokens_per_row": WIDTH, **changes})
     device = EmulatedDevice(poison=True)
@@ -184,7 +185,9 @@ def speculating(plain: Plain, backend: str = "full", *, mixed: bool = True, **ch
     return EngineCore(scheduler, executor)
 
 
-def run(core: EngineCore, prompts: Sequence[tuple[int, ...]], params: SamplingParams = GREEDY) -> list[list[int]]:
+def run(
+    core: EngineCore[Executor], prompts: Sequence[tuple[int, ...]], params: SamplingParams = GREEDY
+) -> list[list[int]]:
     """Requests come one after the other, so that rounds and prompts share steps."""
     sequences, waiting = [], list(enumerate(prompts))
     for moment in range(2000):
@@ -234,7 +237,7 @@ def test_counts_from_none_to_all_are_met(
 ) -> None:
     core, counts, among_prompts, commit = speculating(plain), list[int](), list[int](), Scheduler.commit
 
-    def noting(scheduler: Scheduler, step: Step, sampled: Any, now: float | None = None) -> Any:
+    def noting(scheduler: Scheduler, step: ScheduledStep, sampled: Any, now: float | None = None) -> Any:
         (among_prompts if step.prefills else counts).extend(sampled.counts[: len(step.decodes)])
         return commit(scheduler, step, sampled, now)
 

@@ -19,8 +19,8 @@ from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.ops.queries import Queries, Span
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
-from phonograph.engine.requests.step import Step
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.text import TextReader
 from phonograph.graphs.planning.settings import ask

@@ -14,15 +14,17 @@ import phonograph
 from phonograph import LLM, DeclarationError, EmulatedDevice, EngineOptions
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.step_builder import StepBuilder, StepTables
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.ops.queries import Span
 from phonograph.engine.passes.prefill import PrefillBatches
 from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PASSES, PHASES, PREFILL
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request, SamplingParams
-from phonograph.engine.requests.step import Sampled, Step
+from phonograph.engine.requests.step import Sampled, ScheduledStep
 from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.state.column import TableSizes
 from phonograph.graphs.graphed import facts_of
 from phonograph.graphs.planning.resolve import resolve
 
@@ -75,7 +77,7 @@ def test_a_pass_of_another_width_than_the_scheduler_counts_is_refused() -> None:
         Executor(model, TorchSampler(), device, plan, limits, passes=(DECODE,))
 
 
-def launched(scheduler: Scheduler) -> Step:
+def launched(scheduler: Scheduler) -> ScheduledStep:
     step = scheduler.schedule()
     assert step is not None
     return step
@@ -90,8 +92,8 @@ def test_a_mixed_batch_says_what_the_host_knows(width: int) -> None:
         scheduler.add(Request(name, (1, 2, 3, 4, 5), SamplingParams(max_tokens=20)))
     scheduler.commit(launched(scheduler), Sampled([7, 7]))
     scheduler.add(Request("c", (9, 8, 7, 6), SamplingParams(max_tokens=20)))
-    step = launched(scheduler)
-    batch = batches.batch(step)
+    tables = StepTables((), TableSizes(3, 100, 16))
+    batch = batches.batch(StepBuilder(tables).build(launched(scheduler)))
     assert batch.rows.tolist() == [1] * width + [2] * width + [3] * 4
     assert batch.decoding.tolist() == [True] * 2 * width + [False] * 4
     assert batch.tokens.tolist() == [0] * 2 * width + [9, 8, 7, 6]

@@ -13,7 +13,7 @@ import torch
 from phonograph import DeclarationError, Device, EmulatedDevice
 from phonograph.engine.requests.request import MAX_BIASED, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Chunk, Step
+from phonograph.engine.requests.step import Chunk, ScheduledStep
 from phonograph.engine.sampling.masks import mask
 from phonograph.engine.state.column import Access, Column, Form, Group, TableSizes, TrialRows, Width, Writer
 from phonograph.engine.state.columns import CONSTRAINED, MASKS, PENALISED, PENALTIES, PLACE, SAMPLING
@@ -29,8 +29,9 @@ def sequence(row: int, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Se
     return Sequence(request, 0, 8, frozenset(), (0, 0, 0.0, 0), row=row)
 
 
-def entry(*sequences: Sequence, pages: tuple[tuple[int, int, int], ...] = ()) -> Step:
-    return Step(1, (), tuple(Chunk(one, 0, one.known(), True, True) for one in sequences), pages, pass_name="prefill")
+def entry(*sequences: Sequence, pages: tuple[tuple[int, int, int], ...] = ()) -> ScheduledStep:
+    chunks = tuple(Chunk(one, 0, one.known(), True, True) for one in sequences)
+    return ScheduledStep(1, (), chunks, pages, pass_name="prefill")
 
 
 class Engine:
@@ -40,7 +41,7 @@ class Engine:
         self.tables = RequestTables(device, columns, sizes)
         self.builder = UpdateBuilder(columns, sizes)
 
-    def run(self, step: Step) -> int:
+    def run(self, step: ScheduledStep) -> int:
         """How many transfers the step's updates took."""
         before, updates = self.tables.counts.transfers, self.builder.build(step)
         if updates is not None:
@@ -73,8 +74,8 @@ def test_everything_that_the_host_writes_goes_over_in_one_transfer(device: Devic
     assert engine.tables.pages[4, 7] == 9
     assert engine.tables["bias_ids"][1, :3].tolist() == [7, 8, 0]
     assert engine.tables["allowed"][1:4, 0].tolist() == [-1, -1, 5]
-    assert engine.run(Step(2, tuple(others), (), (), pass_name="decode")) == 1  # the mask
-    assert engine.run(Step(3, tuple(others[:2]), (), (), pass_name="decode")) == 0
+    assert engine.run(ScheduledStep(2, tuple(others), (), (), pass_name="decode")) == 1  # the mask
+    assert engine.run(ScheduledStep(3, tuple(others[:2]), (), (), pass_name="decode")) == 0
 
 
 def test_who_asks_for_nothing_pays_nothing_for_wide_columns(device: Device) -> None:

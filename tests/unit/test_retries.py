@@ -17,12 +17,14 @@ import torch
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.step_builder import StepBuilder
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.request import Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Step
+from phonograph.engine.requests.step import ScheduledStep
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.graphs.planning.settings import ask
 
@@ -65,24 +67,37 @@ class Engine:
 
 
 @contextmanager
-def watched(executor: Executor, at: int, seen: list[Step], trace: Any) -> Iterator[None]:
-    """Notes the steps that are launched; in one of them every call is traced."""
-    launch = executor.launch
+def watched(executor: Executor, at: int, seen: list[ScheduledStep], trace: Any) -> Iterator[None]:
+    """Notes the steps that are built and launched; in one of them every call is traced."""
+    build, launch, now = StepBuilder.build, executor.launch, False
 
-    def launched(step: Step) -> Any:
-        seen.append(step)
-        if len(seen) - 1 != at:
-            return launch(step)
+    def traced(call: Any, *args: Any) -> Any:
         sys.settrace(trace)
         try:
-            return launch(step)
+            return call(*args)
         finally:
             sys.settrace(None)
 
+    def built(builder: StepBuilder, planned: ScheduledStep) -> Any:
+        nonlocal now
+        seen.append(planned)
+        if len(seen) - 1 != at:
+            return build(builder, planned)
+        step = traced(build, builder, planned)
+        now = True
+        return step
+
+    def launched(step: Step) -> Any:
+        nonlocal now
+        is_now, now = now, False
+        return traced(launch, step) if is_now else launch(step)
+
+    StepBuilder.build = built  # type: ignore[method-assign,assignment]
     executor.launch = launched  # type: ignore[method-assign]
     try:
         yield
     finally:
+        StepBuilder.build = build  # type: ignore[method-assign]
         executor.launch = launch  # type: ignore[method-assign]
 
 
@@ -113,7 +128,7 @@ class Trip:
         return self
 
 
-def first(steps: list[Step], kind: str) -> int:
+def first(steps: list[ScheduledStep], kind: str) -> int:
     """The number of the first step of a kind."""
     is_of_kind = {
         "mixed": lambda step: step.decodes and any(chunk.samples and not chunk.enters for chunk in step.prefills),
@@ -132,7 +147,7 @@ def first(steps: list[Step], kind: str) -> int:
 )
 def test_a_failure_of_any_call_of_a_step_changes_nothing(device: str, backend: str, kind: str) -> None:
     engine = Engine(device, backend)
-    executor, seen = engine.llm.executor, list[Step]()
+    executor, seen = engine.llm.executor, list[ScheduledStep]()
     with watched(executor, -1, seen, None):
         right = engine.generate()
     at, calls = first(seen, kind), Trip()

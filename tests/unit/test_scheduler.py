@@ -13,7 +13,7 @@ import pytest
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence, State
-from phonograph.engine.requests.step import Sampled, Step, Update
+from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.errors import PhonographError, PlanError, RequestError
 
@@ -32,17 +32,17 @@ def request(name: str, num_prompt: int = 5, max_tokens: int = 4, **fields: Any) 
     return Request(name, fields.pop("prompt", tuple(range(start, start + num_prompt))), params, **fields)
 
 
-def launched(scheduler: Scheduler) -> Step:
+def launched(scheduler: Scheduler) -> ScheduledStep:
     step = scheduler.schedule()
     assert step is not None
     return step
 
 
-def committed(scheduler: Scheduler, step: Step, token: int = 7, now: float = 0.0) -> list[Update]:
+def committed(scheduler: Scheduler, step: ScheduledStep, token: int = 7, now: float = 0.0) -> list[Update]:
     return scheduler.commit(step, Sampled([token] * len(step.sampling)), now)
 
 
-def run(scheduler: Scheduler, steps: int) -> list[Step]:
+def run(scheduler: Scheduler, steps: int) -> list[ScheduledStep]:
     """So many steps without lag."""
     done = []
     for _ in range(steps):
@@ -61,7 +61,7 @@ def drained(scheduler: Scheduler, bound: int = 1000) -> int:
     raise AssertionError(f"still running after {bound} steps: {scheduler.counts}")
 
 
-def shape(step: Step) -> tuple[list[str], list[tuple[str, int, int]]]:
+def shape(step: ScheduledStep) -> tuple[list[str], list[tuple[str, int, int]]]:
     """Who decodes, and who prefills which tokens."""
     return (
         [sequence.request.id for sequence in step.decodes],
@@ -378,7 +378,7 @@ def short_of_pages(*, mixed: bool = True, **changes: Any) -> tuple[Scheduler, Se
     return scheduler, first, second
 
 
-def until_preempted(scheduler: Scheduler, sequence: Sequence) -> list[Step]:
+def until_preempted(scheduler: Scheduler, sequence: Sequence) -> list[ScheduledStep]:
     """Run with a step of lag until the sequence is preempted; returns what is in flight then."""
     flying = [launched(scheduler)]
     while True:

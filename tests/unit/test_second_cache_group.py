@@ -83,7 +83,7 @@ def llm() -> LLM:
     return LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
 
 
-def engine(llm: LLM, backend: str, num_pages: int) -> EngineCore:
+def engine(llm: LLM, backend: str, num_pages: int) -> EngineCore[Executor]:
     limits = Limits(max_seqs=4, max_tokens=32, max_len=96, page_size=8, num_pages=num_pages, reserve_tokens=0)
     device = EmulatedDevice(poison=True)
     asked = [ask(f"{one.name}.backend", backend, origin="test") for one in TWICE]
@@ -94,7 +94,7 @@ def engine(llm: LLM, backend: str, num_pages: int) -> EngineCore:
     return EngineCore(Scheduler(limits), executor)
 
 
-def run(core: EngineCore) -> list[list[int]]:
+def run(core: EngineCore[Executor]) -> list[list[int]]:
     sequences = [core.add(Request(str(prompt), prompt, GREEDY))[0] for prompt in PROMPTS]
     while not core.is_idle:
         core.step()

@@ -13,7 +13,7 @@ from phonograph.engine.passes.readback import Picked, Readback
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import NO_TOKEN, NOT_FINITE, Sampled, Step
+from phonograph.engine.requests.step import NO_TOKEN, NOT_FINITE, Sampled, ScheduledStep
 from phonograph.engine.sampling.sampler import TopLogprobs
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.text import StopStrings, TextReader
@@ -27,7 +27,7 @@ def limits(**changes: Any) -> Limits:
     return Limits(**{**usual, "reserve_tokens": 0, "max_ahead": 1, "tokens_per_row": WIDTH, **changes})
 
 
-def decoding(scheduler: Scheduler, num_prompt: int = 5, **params: Any) -> tuple[Sequence, Step]:
+def decoding(scheduler: Scheduler, num_prompt: int = 5, **params: Any) -> tuple[Sequence, ScheduledStep]:
     """A sequence whose first token is 50, and its first decode, launched."""
     (sequence,) = scheduler.add(Request("a", tuple(range(num_prompt)), SamplingParams(**params)))
     first = scheduler.schedule()

@@ -5,36 +5,62 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
 
-from phonograph.engine.execution.executor import Executor, Launched
+from phonograph.engine.execution.step_builder import StepBuilder, StepTables
+from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
-from phonograph.engine.requests.step import Sampled, Step, TokenDetails, Update
+from phonograph.engine.requests.step import Sampled, ScheduledStep, TokenDetails, Update
 from phonograph.engine.scheduling.admission import refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.state.updates import TableUpdates
 from phonograph.errors import RequestError
 
 log = logging.getLogger("phonograph")
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A step whose results are there already."""
+class StepExecutor(Protocol):
+    """What runs steps: an `Executor`, or somebody who sends them to one."""
 
-    step: Step
-    sampled: Sampled
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def step_tables(self) -> StepTables: ...
+
+    def launch(self, step: Step) -> Any:
+        """Start a step; returns what `collect` takes."""
+        ...
+
+    def collect(self, launched: Any) -> Sampled:
+        """What a step sampled; waits for it."""
+        ...
+
+    def put_back(self, updates: TableUpdates) -> None:
+        """Undo what a step that raised has written to the tables."""
+        ...
+
+    def heartbeat(self) -> None:
+        """A pass without requests; raises if the device does not answer."""
+        ...
 
 
-class EngineCore:
+E = TypeVar("E", bound=StepExecutor)
+
+
+class EngineCore(Generic[E]):
     """Owns the scheduler and the executor; commit lags launch by up to `max_ahead` steps."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, grammars: GrammarCompiler | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, executor: E, grammars: GrammarCompiler | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self._steps = StepBuilder(executor.step_tables)
         self._grammars = grammars
-        self._in_flight: deque[Launched | Finished] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
+        """Steps with what the executor gave for them, or with what they sampled."""
         self._news: list[Update] = []
 
     def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
@@ -85,9 +111,9 @@ class EngineCore:
         """Schedule, execute, commit, report."""
         step = self.scheduler.schedule()
         if step is not None:
-            self._in_flight.append(self._execute(step))
+            self._in_flight.append((step, self._execute(step)))
         if self._in_flight and (step is None or len(self._in_flight) > self.scheduler.limits.max_ahead):
-            self._commit(self._in_flight[0])
+            self._commit(*self._in_flight[0])
             self._in_flight.popleft()
         news, self._news = self._news, []
         return news
@@ -96,16 +122,16 @@ class EngineCore:
         """Run a pass without requests; raises if the device does not answer any more."""
         self.executor.heartbeat()
 
-    def _commit(self, done: Launched | Finished) -> None:
-        sampled = done.sampled if isinstance(done, Finished) else self.executor.collect(done)
-        updates = self.scheduler.commit(done.step, sampled)
+    def _commit(self, step: ScheduledStep, launched: Any) -> None:
+        sampled = launched if isinstance(launched, Sampled) else self.executor.collect(launched)
+        updates = self.scheduler.commit(step, sampled)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
                 followed, failed = self._follow(sequence, tokens)
                 updates[place] = sequence, followed, finish
                 updates += failed
         if sampled.logprobs is not None:
-            _note_logprobs(done.step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
+            _note_logprobs(step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
         self._news += updates
 
     def _follow(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], list[Update]]:
@@ -120,9 +146,9 @@ class EngineCore:
                 return tokens[:place], self.scheduler.fail(sequence, str(error))
         return tokens, []
 
-    def _execute(self, step: Step) -> Launched | Finished:
+    def _execute(self, step: ScheduledStep) -> Any:
         try:
-            return self.executor.launch(step)
+            return self.executor.launch(self._steps.build(step))
         except Exception as error:
             log.warning(
                 "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
@@ -132,28 +158,28 @@ class EngineCore:
             # A Ctrl-C: nobody knows how far the step is. It is over, and so are its sequences; the engine goes on.
             for sequence in step.sequences:
                 self._news += self.scheduler.fail(sequence, "interrupted")
-            self._in_flight.append(Finished(step, _joined([None] * len(step.sampling))))
+            self._in_flight.append((step, _joined([None] * len(step.sampling))))
             raise
 
-    def _execute_singly(self, step: Step) -> Finished:
+    def _execute_singly(self, step: ScheduledStep) -> Sampled:
         """One pass per sequence: whoever raises is failed, the others go on.
 
         Steps in flight are committed first: so many passes would take the host memory that their results wait in. And
         the host must know all tokens up to here, since wherever the step raised, its rows are put back first.
         """
         while self._in_flight:
-            self._commit(self._in_flight.popleft())
+            self._commit(*self._in_flight.popleft())
         found: dict[Sequence, Sampled] = {}
         for part in _parts(step):
             try:
-                self.executor.put_back(part)
-                sampled = self.executor.collect(self.executor.launch(part))
+                self.executor.put_back(self._steps.undone(part))
+                sampled = self.executor.collect(self.executor.launch(self._steps.build(part)))
             except Exception as error:
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")
                 continue
             for sequence in part.sampling:
                 found[sequence] = sampled
-        return Finished(step, _joined([found.get(sequence) for sequence in step.sampling]))
+        return _joined([found.get(sequence) for sequence in step.sampling])
 
 
 def _joined(parts: list[Sampled | None]) -> Sampled:
@@ -167,7 +193,7 @@ def _joined(parts: list[Sampled | None]) -> Sampled:
     return Sampled(tokens, counts, [one for part in found for one in part.logprobs or [nothing] * len(part.tokens)])
 
 
-def _note_logprobs(step: Step, sampled: Sampled, committed: dict[Sequence, int]) -> None:
+def _note_logprobs(step: ScheduledStep, sampled: Sampled, committed: dict[Sequence, int]) -> None:
     """Keep them for as many tokens as each sequence took."""
     assert sampled.logprobs is not None
     for sequence, part in zip(step.sampling, sampled.by_row(), strict=True):
@@ -180,7 +206,7 @@ def _note_logprobs(step: Step, sampled: Sampled, committed: dict[Sequence, int])
             sequence.logprobs.append(TokenLogprob(token, own, top))
 
 
-def _parts(step: Step) -> list[Step]:
+def _parts(step: ScheduledStep) -> list[ScheduledStep]:
     """The step's sequences, each in a step of its own; who knows whether the page updates were written."""
     parts = [replace(step, decodes=(sequence,), prefills=()) for sequence in step.decodes]
     return parts + [replace(step, decodes=(), prefills=(chunk,)) for chunk in step.prefills]

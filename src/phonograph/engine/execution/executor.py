@@ -11,18 +11,20 @@ import torch
 
 from phonograph.devices import Device, Fence
 from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.execution.step_builder import StepTables
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.readback import Pending, Picked, Readback
 from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
+from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
-from phonograph.engine.requests.step import Sampled, Step
+from phonograph.engine.requests.step import Sampled
 from phonograph.engine.sampling.sampler import Sampler
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
-from phonograph.engine.state.updates import UpdateBuilder
-from phonograph.errors import DeclarationError, PhonographError, PlanError, allocating
+from phonograph.engine.state.updates import TableUpdates
+from phonograph.errors import DeclarationError, PlanError, allocating
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.phases.phase import Phase
@@ -37,7 +39,6 @@ from phonograph.graphs.running.runner import Runner, RunnerOptions, buckets_for
 class Launched:
     """A step on its way; its results come to the host meanwhile."""
 
-    step: Step
     phase: str
     path: str
     """`replay` or `eager`."""
@@ -92,7 +93,6 @@ class Executor:
         if largest_only:
             plans = {name: _largest(plans[name], phases[name].bucketed) for name in plans}
         self.runners = self._new_runners(phases, plans, _options(plan, eager_copies))
-        self._updates = UpdateBuilder(self.tables.columns, self.tables.sizes)
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
@@ -111,6 +111,12 @@ class Executor:
             for name, phase in phases.items()
         }
 
+    @property
+    def step_tables(self) -> StepTables:
+        """What steps for this executor are made with."""
+        by_row = tuple(column.name for column in self.model.columns)
+        return StepTables(self.tables.columns, self.tables.sizes, by_row)
+
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> list[CaptureReport]:
         """Record all phases, the largest first: the others find room in the memory that it leaves."""
@@ -126,24 +132,17 @@ class Executor:
         begun = self._begun[self._num_launched % len(self._begun)]
         self._num_launched += 1
         begun.record()
-        self._update_tables(step)
+        if step.updates is not None:
+            self.tables.apply(step.updates)
         runner = self.runners[step.pass_name]
         picked = self._run(runner, step)
         path = "replay" if isinstance(runner.last, Replay) else "eager"
-        return Launched(step, runner.phase.name, path, begun, self._readback.start(picked))
+        return Launched(runner.phase.name, path, begun, self._readback.start(picked))
 
     @torch.inference_mode()
-    def put_back(self, step: Step) -> None:
-        """Undo what a step that raised has written to the tables, from what the host knows of its sequences.
-
-        All steps before it must be committed. Keys and values are written again as they were; what the model keeps by
-        row is not known to the host, so that only a sequence that begins can be put back.
-        """
-        if self.model.columns and (step.decodes or any(chunk.start for chunk in step.prefills)):
-            raise PhonographError(
-                "the step raised, and what the model keeps of the sequence by row can't be put back. Ask again."
-            )
-        self.tables.apply(self._updates.undone(step))
+    def put_back(self, updates: TableUpdates) -> None:
+        """Undo what a step that raised has written to the tables."""
+        self.tables.apply(updates)
 
     def collect(self, launched: Launched) -> Sampled:
         """What a step sampled; waits for the device."""
@@ -164,13 +163,8 @@ class Executor:
             return _picked(runner.repeat())
         return _picked(runner.run(chosen.batch(step)))
 
-    def _update_tables(self, step: Step) -> None:
-        updates = self._updates.build(step)
-        if updates is not None:
-            self.tables.apply(updates)
 
-
-_NO_REQUESTS = Step(0, (), (), (), pass_name=HEARTBEAT.name)
+_NO_REQUESTS = Step(0, HEARTBEAT.name)
 
 
 def _options(plan: Plan, eager_copies: bool) -> RunnerOptions:

@@ -12,8 +12,8 @@ from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.registry import PassDeclaration
 from phonograph.engine.passes.sample_batches import Trials
 from phonograph.engine.passes.sampling_tail import SamplingTail
+from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
-from phonograph.engine.requests.step import Step
 from phonograph.engine.sampling.sampler import Sampler
 from phonograph.engine.state.tables import RequestTables
 from phonograph.graphs.inputs.extent import Dim

@@ -12,10 +12,10 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import DECODE
-from phonograph.engine.passes.sampling_tail import SAMPLING, SamplingNeeds, needs_of
+from phonograph.engine.passes.sampling_tail import SAMPLING
+from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
-from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Step
+from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.slot import Pad, Slot
 
@@ -31,26 +31,20 @@ class DecodeBatch:
 
 
 class DecodeBatches:
-    """Makes the batches of steps without prefills; while the same sequences decode, only the width is found anew."""
+    """Makes the batches of steps without prefills; while the same rows decode, they need none."""
 
     def __init__(self, limits: Limits) -> None:
         self._page_size = limits.page_size
-        self._decodes: tuple[Sequence, ...] | None = None
-        self._rows = np.zeros(0, dtype=np.int64)
-        self._needs = SamplingNeeds()
+        self._version = 0
 
     def is_steady(self, step: Step) -> bool:
-        """Whether this step decodes just the sequences that the last batch was made for."""
-        return step.decodes is self._decodes and not self._needs.constrained
+        """Whether this step decodes just the rows that the last batch was made for."""
+        return step.decodes.version == self._version and not step.decodes.needs.constrained
 
     def batch(self, step: Step) -> DecodeBatch:
         """The rows of a step."""
-        if step.decodes is not self._decodes:
-            self._decodes = step.decodes
-            self._rows = np.fromiter((s.row for s in step.decodes), dtype=np.int64, count=len(step.decodes))
-            self._needs = needs_of(step.decodes)
-        longest = max(s.num_computed for s in step.decodes)
-        return DecodeBatch(self._rows, -(-longest // self._page_size), self._needs)
+        self._version = step.decodes.version
+        return DecodeBatch(step.decodes.rows, -(-step.longest // self._page_size), step.decodes.needs)
 
 
 class DecodeBody:

@@ -10,7 +10,7 @@ import numpy as np
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.decode import DecodeBatch, DecodeBody, rows_slot
 from phonograph.engine.passes.registry import HEARTBEAT
-from phonograph.engine.passes.sampling_tail import SamplingNeeds
+from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.graphs.inputs.extent import Extent
 
 

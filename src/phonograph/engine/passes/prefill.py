@@ -16,9 +16,9 @@ from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import PREFILL, PassDeclaration
 from phonograph.engine.passes.rounds import Rounds, joined
-from phonograph.engine.passes.sampling_tail import SamplingNeeds, needs_of
+from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
-from phonograph.engine.requests.step import Step
+from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.slot import Pad, Slot
@@ -61,13 +61,15 @@ class PrefillBatches:
 
     def batch(self, step: Step) -> PrefillBatch:
         """Rows, tokens and positions as far as the host knows them."""
-        num_decoding = len(step.decodes) * step.tokens_per_row
+        decoding_rows, lengths = step.decodes.rows.tolist(), [] if step.lengths is None else step.lengths.tolist()
+        num_decoding = len(decoding_rows) * step.tokens_per_row
         is_exact = step.tokens_per_row == 1
-        spans = [Span(s.row, index, s.num_computed - 1, 1) for index, s in enumerate(step.decodes) if is_exact]
+        counted = enumerate(zip(decoding_rows, lengths, strict=True))
+        spans = [Span(row, index, length - 1, 1) for index, (row, length) in counted if is_exact]
         ends = list(range(num_decoding))
         known = [0] * num_decoding  # their tokens are in the tables
         for chunk in step.prefills:
-            spans.append(Span(chunk.sequence.row, len(known), chunk.start, chunk.count))
+            spans.append(Span(chunk.row, len(known), chunk.start, len(chunk.tokens)))
             known += chunk.tokens
             if chunk.samples:
                 ends.append(len(known) - 1)
@@ -75,8 +77,8 @@ class PrefillBatches:
         decoding[:num_decoding] = True
         rows, positions = _rows_and_positions(spans)
         if not is_exact:
-            rows, positions = _after_rounds([s.row for s in step.decodes], step.tokens_per_row, rows, positions)
-        lengths = [s.num_computed for s in step.decodes] + [chunk.start + chunk.count for chunk in step.prefills]
+            rows, positions = _after_rounds(decoding_rows, step.tokens_per_row, rows, positions)
+        lengths += [chunk.start + len(chunk.tokens) for chunk in step.prefills]
         return PrefillBatch(
             np.asarray(known, dtype=np.int64),
             rows,
@@ -84,7 +86,7 @@ class PrefillBatches:
             decoding,
             np.asarray(ends, dtype=np.int64),
             -(-max(lengths) // self._page_size),
-            needs_of(step.sampling),
+            step.needs,
             tuple(spans),
             0 if is_exact else num_decoding,
         )

@@ -8,8 +8,8 @@ import torch
 
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.readback import Picked
-from phonograph.engine.passes.sampling_tail import SamplingNeeds
 from phonograph.engine.requests.step import NO_TOKEN
+from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.sampler import TopLogprobs
 
 

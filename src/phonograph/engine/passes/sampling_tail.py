@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,40 +11,14 @@ from phonograph.engine.ops.kernels import Kernels
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.requests.request import MAX_LOGPROBS
-from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.sampling.masks import mask
+from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.penalties import Penalties, count_tokens, penalise
-from phonograph.engine.sampling.sampler import Sampler, Sampling, few_threads, level_of
+from phonograph.engine.sampling.sampler import Sampler, Sampling, few_threads
 from phonograph.engine.state.tables import RequestTables
 from phonograph.graphs.phases.axes import Axis
 
 _ROWS = 32
-
-
-@dataclass(frozen=True)
-class SamplingNeeds:
-    """What the requests of a batch need of the sampler, taken together."""
-
-    level: Sampling = Sampling.GREEDY
-    logprobs: bool = False
-    constrained: bool = False
-    """Somebody follows a grammar."""
-
-    @property
-    def is_detailed(self) -> bool:
-        """Whether it needs tables as wide as the vocabulary, or tells more than tokens."""
-        return self.logprobs or self.constrained or self.level is Sampling.PENALISED
-
-
-def needs_of(sequences: Many[Sequence]) -> SamplingNeeds:
-    """What these sequences need together: the highest level, and logprobs if one asks."""
-    level, logprobs, constrained = Sampling.GREEDY, False, False
-    for sequence in sequences:
-        params = sequence.request.params
-        level = max(level, level_of(params))
-        logprobs |= params.logprobs is not None
-        constrained |= sequence.constraint is not None
-    return SamplingNeeds(level, logprobs, constrained)
 
 
 _RECORDED = {

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from phonograph.engine.core import EngineCore
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.llm import LLM
 from phonograph.engine.process.arguments import EngineSpec
 from phonograph.engine.process.channel import Channel
@@ -59,7 +60,7 @@ _COMPILERS = 2
 class CoreLoop:
     """Runs an engine core for a front at the other end of a channel."""
 
-    def __init__(self, core: EngineCore, channel: Channel) -> None:
+    def __init__(self, core: EngineCore[Executor], channel: Channel) -> None:
         self._core = core
         self._channel = channel
         self._encode = msgspec.msgpack.Encoder().encode

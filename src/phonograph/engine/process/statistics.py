@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from phonograph.engine.core import EngineCore
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.scheduling.scheduler import Counts
 from phonograph.graphs.phases.decisions import ShapeKey, Stats
 from phonograph.graphs.running.runner import Runner
@@ -95,25 +95,14 @@ class EngineStats(msgspec.Struct, frozen=True):
         return self.used_pages / self.total_pages if self.total_pages else 0.0
 
 
-@runtime_checkable
-class TimesPasses(Protocol):
-    """An executor that knows how long the device worked."""
-
-    @property
-    def device_seconds(self) -> Mapping[tuple[str, str], float]:
-        """By (phase, path)."""
-        ...
-
-
-def engine_stats(core: EngineCore) -> EngineStats:
+def engine_stats(core: EngineCore[Executor]) -> EngineStats:
     """Gather all figures; reads counters only, so it can be called between any two steps."""
     counts, limits, executor = core.scheduler.counts, core.scheduler.limits, core.executor
-    timed: Mapping[tuple[str, str], float] = executor.device_seconds if isinstance(executor, TimesPasses) else {}
     return EngineStats(
         clock=time.monotonic(),
         total_pages=limits.num_pages - 1,
         page_size=limits.page_size,
-        phases=tuple(phase_stats(name, runner, timed) for name, runner in executor.runners.items()),
+        phases=tuple(phase_stats(name, runner, executor.device_seconds) for name, runner in executor.runners.items()),
         **_counted(counts),
     )
 

@@ -1,4 +1,4 @@
-"""Step and Sampled: what the scheduler plans, what comes back of it, and the updates that its commit brings."""
+"""ScheduledStep and Sampled: what the scheduler plans, what comes back of it, and the updates of its commit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PageUpdate = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ScheduledStep:
     """One forward pass, planned by counts.
 
     A decode computes `tokens_per_row` tokens and samples what follows them; token and position are in the device
@@ -97,7 +97,7 @@ class Sampled:
     logprobs: list[TokenDetails] | None = None
     """For each token, where somebody asks."""
 
-    def check(self, step: Step) -> None:
+    def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""
         counts, expected = self.counts, len(step.sampling)
         if counts is not None:

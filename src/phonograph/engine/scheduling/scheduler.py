@@ -13,7 +13,7 @@ from phonograph.engine.passes.registry import StepPasses
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, State
-from phonograph.engine.requests.step import Chunk, Sampled, Step, Update, problem_at
+from phonograph.engine.requests.step import Chunk, Sampled, ScheduledStep, Update, problem_at
 from phonograph.engine.scheduling.admission import sequences_of
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
@@ -79,7 +79,7 @@ class Scheduler:
         self._decodes = DecodeSet(limits, self.rows)
         self._blocked: tuple[Sequence, int] | None = None
         """The head of the queue that did not fit, and the changes of the rows until then."""
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[ScheduledStep] = deque()
         self._launched = self._committed = self._serial = self._prefill_streak = 0
         self._next_deadline = math.inf
         self._preemptions = self._prefix_lookup_tokens = self._prefix_hit_tokens = 0
@@ -159,7 +159,7 @@ class Scheduler:
 
     # -- launch ---------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Step | None:
+    def schedule(self) -> ScheduledStep | None:
         """The next step to launch, or None if there is nothing to do before a commit or a new request.
 
         Advances the counts of all that take part, so a step that was handed out must be launched, and then committed.
@@ -182,7 +182,7 @@ class Scheduler:
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
         pass_name = self._passes.mixed if chunks else self._passes.decodes
-        step = Step(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=pass_name)
+        step = ScheduledStep(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=pass_name)
         self._in_flight.append(step)
         return step
 
@@ -276,7 +276,7 @@ class Scheduler:
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
-    def commit(self, step: Step, sampled: Sampled, now: float | None = None) -> list[Update]:
+    def commit(self, step: ScheduledStep, sampled: Sampled, now: float | None = None) -> list[Update]:
         """Take in the tokens that a step sampled for each of `step.sampling`, and free what nobody uses any more.
 
         Tokens of a sequence that ended meanwhile are dropped, so nobody sees what was launched ahead in vain, and so
@@ -297,7 +297,7 @@ class Scheduler:
                 self._waiting.push(sequence)
         return updates
 
-    def _take_one_each(self, step: Step, sampled: Sampled) -> list[Update]:
+    def _take_one_each(self, step: ScheduledStep, sampled: Sampled) -> list[Update]:
         """What `_take_several` does, for plain steps: so many of them come that each line counts."""
         updates: list[Update] = []
         failed: list[Update] = []
@@ -317,7 +317,7 @@ class Scheduler:
         self._generated_tokens += len(updates)
         return updates + failed
 
-    def _take_several(self, step: Step, sampled: Sampled) -> list[Update]:
+    def _take_several(self, step: ScheduledStep, sampled: Sampled) -> list[Update]:
         """Correct the counts by what the device took, then append what the sequence takes of it."""
         updates: list[Update] = []
         failed: list[Update] = []
@@ -340,7 +340,7 @@ class Scheduler:
                 failed += self.fail(sequence, problem_at(problem, sequence))
         return updates + failed
 
-    def _check_order(self, step: Step) -> None:
+    def _check_order(self, step: ScheduledStep) -> None:
         if not self._in_flight or self._in_flight[0] is not step:
             numbers = [launched.number for launched in self._in_flight]
             raise PhonographError(

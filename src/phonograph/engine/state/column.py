@@ -17,7 +17,7 @@ import torch
 
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Step
+from phonograph.engine.requests.step import ScheduledStep
 from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.values import numpy_dtype
 from phonograph.sizes import ceil_div
@@ -148,7 +148,7 @@ class Column:
     value: Callable[[Entry], Any] | None = None
     """What the host writes for a sequence: a number, a row (where it is too short, zeros follow), or the indices and
     the values of pairs, no index with two values."""
-    changes: Callable[[Step], Many[tuple[int, int, Any]]] | None = None
+    changes: Callable[[ScheduledStep], Many[tuple[int, int, Any]]] | None = None
     """Pairs that the step lists itself, as (row, index, value), instead of `value`; names no place twice."""
     restored: Callable[[Entry], Any] | None = None
     """Of a column that the forward pass alone writes, what the host knows of a row: for a step that is undone."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Step
+from phonograph.engine.requests.step import ScheduledStep
 from phonograph.engine.state.column import Array, Column, Entry, Form, Group, TableSizes, Writer
 from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.values import numpy_dtype
@@ -53,7 +53,7 @@ class UpdateBuilder:
         self._told: dict[Group, list[Sequence]] = {}
         """Of these decodes, whoever has something new in every step."""
 
-    def build(self, step: Step) -> TableUpdates | None:
+    def build(self, step: ScheduledStep) -> TableUpdates | None:
         """The updates that go before a step, if there are any."""
         if step.decodes is not self._decodes:
             self._decodes = step.decodes
@@ -67,7 +67,7 @@ class UpdateBuilder:
             return None
         return TableUpdates(tuple(entry.sequence.row for entry in entries), tuple(writes))
 
-    def undone(self, step: Step) -> TableUpdates:
+    def undone(self, step: ScheduledStep) -> TableUpdates:
         """The rows of a step as they were before it, as if their sequences entered with what they have by then."""
         entries = [Entry(sequence, sequence.num_computed - step.tokens_per_row) for sequence in step.decodes]
         entries += [Entry(chunk.sequence, chunk.start) for chunk in step.prefills]
@@ -93,7 +93,7 @@ class UpdateBuilder:
             if asking:
                 yield self._write(group, columns, asking)
 
-    def _stepped(self, step: Step) -> Iterator[Write]:
+    def _stepped(self, step: ScheduledStep) -> Iterator[Write]:
         ending = step.sampling[len(step.decodes) :]
         for group, columns in self._every_step.items():
             sequences = self._told.get(group, []) + _asking(group, ending)

@@ -1,0 +1,83 @@
+"""StepBuilder: from what the scheduler plans for sequences to steps of plain data."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from phonograph.engine.passes.step import NO_ROWS, Decodes, PromptChunk, Step
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import ScheduledStep
+from phonograph.engine.sampling.needs import needs_of
+from phonograph.engine.state.column import Array, Column, TableSizes
+from phonograph.engine.state.updates import TableUpdates, UpdateBuilder
+from phonograph.errors import PhonographError
+
+_VERSIONS = count(secrets.randbits(62))
+"""Of all builders; from a random number on, so that those of two processes differ too."""
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """The request tables that steps are made for."""
+
+    columns: Many[Column]
+    sizes: TableSizes
+    by_row: Many[str] = ()
+    """Columns of state that the model alone writes, and that nobody can put back."""
+
+
+class StepBuilder:
+    """Makes the steps of one executor; while the same sequences decode, little of one is new."""
+
+    def __init__(self, tables: StepTables) -> None:
+        self._updates = UpdateBuilder(tables.columns, tables.sizes)
+        self._by_row = tables.by_row
+        self._sequences: tuple[Sequence, ...] = ()
+        self._decodes = NO_ROWS
+        self._longest = 0
+
+    def build(self, planned: ScheduledStep) -> Step:
+        """The step as the executor takes it; to be called when it is launched, since counts are those of now."""
+        prefills = planned.prefills
+        decodes, longest, lengths = self._decoding(planned) if planned.decodes else (NO_ROWS, 0, None)
+        return Step(
+            planned.number,
+            planned.pass_name,
+            planned.tokens_per_row,
+            decodes,
+            longest,
+            lengths,
+            tuple(PromptChunk(one.sequence.row, one.start, one.tokens, one.samples) for one in prefills),
+            needs_of(planned.sampling) if prefills else decodes.needs,
+            self._updates.build(planned),
+        )
+
+    def _decoding(self, planned: ScheduledStep) -> tuple[Decodes, int, Array | None]:
+        sequences = planned.decodes
+        if sequences is self._sequences and planned.tokens_per_row == 1 and not planned.prefills:
+            self._longest += 1
+            return self._decodes, self._longest, None
+        lengths = np.fromiter((one.num_computed for one in sequences), dtype=np.int64, count=len(sequences))
+        if sequences is not self._sequences:
+            rows = np.fromiter((one.row for one in sequences), dtype=np.int64, count=len(sequences))
+            self._decodes = Decodes(next(_VERSIONS), rows, needs_of(sequences))
+            self._sequences = sequences
+        self._longest = int(lengths.max())  # where rows have several tokens, a commit may have taken some back
+        return self._decodes, self._longest, lengths
+
+    def undone(self, planned: ScheduledStep) -> TableUpdates:
+        """What puts the rows of a step that raised back, from what the host knows of their sequences.
+
+        All steps before it must be committed. Keys and values are written again as they were; what the model keeps by
+        row is not known to the host, so that only a sequence that begins can be put back.
+        """
+        if self._by_row and (planned.decodes or any(chunk.start for chunk in planned.prefills)):
+            raise PhonographError(
+                "the step raised, and what the model keeps of the sequence by row can't be put back. Ask again."
+            )
+        return self._updates.undone(planned)

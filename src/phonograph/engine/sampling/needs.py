@@ -1,0 +1,35 @@
+"""SamplingNeeds: what the requests of a batch need of the sampler, taken together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.sampling.sampler import Sampling, level_of
+
+
+@dataclass(frozen=True)
+class SamplingNeeds:
+    """The highest level, and whether somebody asks for more than tokens."""
+
+    level: Sampling = Sampling.GREEDY
+    logprobs: bool = False
+    constrained: bool = False
+    """Somebody follows a grammar."""
+
+    @property
+    def is_detailed(self) -> bool:
+        """Whether it needs tables as wide as the vocabulary, or tells more than tokens."""
+        return self.logprobs or self.constrained or self.level is Sampling.PENALISED
+
+
+def needs_of(sequences: Iterable[Sequence]) -> SamplingNeeds:
+    """What these sequences need together."""
+    level, logprobs, constrained = Sampling.GREEDY, False, False
+    for sequence in sequences:
+        params = sequence.request.params
+        level = max(level, level_of(params))
+        logprobs |= params.logprobs is not None
+        constrained |= sequence.constraint is not None
+    return SamplingNeeds(level, logprobs, constrained)
