@@ -45,7 +45,7 @@ def test_modules_and_names_are_there() -> None:
     named = NAMED.findall(PAGE)
     assert len(named) > 40
     for path, name in named:
-        assert (PACKAGE / path).is_file(), path
+        assert (PACKAGE / path).is_file() or (PACKAGE.parents[1] / path).is_file(), path
         assert not name or name in defined_in(PACKAGE / path), (path, name)
 
 
