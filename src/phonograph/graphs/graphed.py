@@ -31,8 +31,9 @@ from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import BACKENDS
 from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.modules import ModuleCall
-from phonograph.graphs.running.runner import Outputs, Runner, RunnerOptions
+from phonograph.graphs.running.runner import FactsOption, Outputs, Runner, RunnerOptions
 from phonograph.graphs.trust.verify import VerifyReport, verify
 
 log = logging.getLogger("phonograph")
@@ -88,6 +89,14 @@ class Graphed:
     @property
     def stats(self) -> Stats:
         return self.runner.stats
+
+    def facts(self) -> WatchedFacts:
+        """What the recordings took for granted besides their slots, as far as the bytecode of what ran shows."""
+        return self.runner.facts
+
+    def refresh(self, progress: Progress | None = None) -> CaptureReport:
+        """Record again if one of the facts has changed."""
+        return self.runner.refresh(progress)
 
     def release(self) -> None:
         """Give the graphs back; calls run eagerly from then on."""
@@ -180,6 +189,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     eager_copies: bool = False,
     collect_garbage: bool = False,
     barrier: Callable[[], None] | None = None,
+    facts: FactsOption = "check",
+    ignore: Collection[str] = (),
 ) -> Graphed:
     """Serve calls of a function or module by recorded graphs.
 
@@ -226,7 +237,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         tail_captured=tail_captured,
         plan=plan,
         preserve=preserve,
-        admission=[others.admit, *([_unchanged_hooks(call)] if isinstance(call, ModuleCall) else ()), *admission],
+        admission=[others.admit, *([call.admit] if isinstance(call, ModuleCall) else ()), *admission],
         without=frozenset(_all_of(str, without, "without")),
         eager_without=frozenset(_all_of(str, eager_without, "eager_without")),
         adopt=adopt or {},
@@ -239,6 +250,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         collect_garbage=resolved.gc,
         eager_copies=eager_copies,
         barrier=barrier,
+        facts=facts,
+        ignore=_all_of(str, ignore, "ignore"),
     )
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
     others.carried = weakref.WeakMethod(runner.carried)
@@ -308,16 +321,6 @@ class _Others:
                 detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
                 return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
         return None
-
-
-def _unchanged_hooks(call: ModuleCall) -> Admission:
-    def admit(batch: Any, key: ShapeKey) -> RunEagerly | None:
-        if not call.hooks_changed:
-            return None
-        detail = f"a hook was registered or removed after {key} was captured. Call capture() again"
-        return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
-
-    return admit
 
 
 def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: str) -> None:

@@ -175,6 +175,7 @@ def _options(plan: Plan, eager_copies: bool) -> RunnerOptions:
         collect_garbage=plan.gc,
         eager_copies=eager_copies,
         profile=plan.profile,
+        facts="verify",
     )
 
 

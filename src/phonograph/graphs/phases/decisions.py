@@ -23,6 +23,8 @@ class Reason(Enum):
     FEATURE_NOT_CAPTURED = "feature not captured"
     NOT_TRIMMED = "not trimmed"
     DEBUG = "debug"
+    STALE = "stale"
+    """Something that the recording took for granted has changed."""
 
 
 @dataclass(frozen=True)

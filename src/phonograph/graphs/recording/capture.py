@@ -24,6 +24,7 @@ from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Body, Recording, WarmUp
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
+from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
 from phonograph.graphs.recording.outputs import OutputBuffers, Run
 from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
@@ -64,6 +65,8 @@ class Captured:
     """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
     trimmings: dict[Group, Trimming]
     report: CaptureReport
+    facts: Settlement | None = None
+    """What the recordings took for granted; None where nobody asked, or nothing is recorded."""
 
 
 @dataclass(eq=False)
@@ -81,6 +84,7 @@ class Capture:
     """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
     trims: bool = True
     """Whether used and padded sizes may differ."""
+    facts: FactRecorder | None = None
     _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
     _warmups: Warmups | None = None
     _settled: dict[ShapeKey, Settled] = field(default_factory=dict)
@@ -119,7 +123,8 @@ class Capture:
         report = CaptureReport(tuple(rows), self._warm_seconds, seconds)
         for row in report.failures:
             log.warning("%s", row.error)
-        return Captured(recordings, self._carried, self._trims, report)
+        facts = self.facts.settled(self.device.torch_device.type) if self.facts is not None and recordings else None
+        return Captured(recordings, self._carried, self._trims, report, facts)
 
     @contextmanager
     def _state_restored(self) -> Iterator[None]:
@@ -167,7 +172,12 @@ class Capture:
 
     def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
         if self.phase.preserve is None:
-            self._warmups = Warmups(PythonState(self.phase.code), self._state, may_rerun=self.barrier is None)
+            self._warmups = Warmups(
+                PythonState(self.phase.code),
+                self._state,
+                may_rerun=self.barrier is None,
+                ignored=self.facts.ignored if self.facts is not None else (),
+            )
             for key in keys:
                 self._attempt(key, self._first_run)
                 self._attempt(key, self._second_run)
@@ -220,9 +230,9 @@ class Capture:
         self._warmups.python.reach(bound.others)
 
         def run(moves: Moves | None) -> Any:
-            now = bound.now if moves is None else replace(bound.now, around_gap=moves.around_gap)
+            around = nullcontext if moves is None else moves.around_gap
             unwritten = refusing_input_writes(bound.inputs) if moves is None else nullcontext()
-            with entering(now), generators_restored(self.device), unwritten:
+            with generators_restored(self.device), unwritten, self._watched(key, bound.now, around):
                 result = self.backend.prepare(key, bound.body, WarmUp.FREE)
             self.outputs.standing.note(result)
             return result
@@ -268,12 +278,19 @@ class Capture:
             bound = self._bind(key, Stage.WARMING)
             free = warm_up is WarmUp.FREE
             unwritten = refusing_input_writes(bound.inputs) if free else nullcontext()
-            with entering(bound.now), self._preserved(bound.batch), unwritten:
+            with self._preserved(bound.batch), unwritten, self._watched(key, bound.now):
                 result = self.backend.prepare(key, bound.body, warm_up)
             if free:
                 self.outputs.standing.note(result)
             else:
                 self._runs[key] = [Run(self.phase.padded(key.size), self.outputs.specs_of(result))]
+
+    @contextmanager
+    def _watched(self, key: ShapeKey, now: Current, around_gap: AroundGap = nullcontext) -> Iterator[None]:
+        """Make `now` current, and note what is read."""
+        watching = nullcontext(around_gap) if self.facts is None else self.facts.watching(key, around_gap)
+        with watching as around, entering(replace(now, around_gap=around)):
+            yield
 
     def _kept(self, key: ShapeKey) -> AbstractContextManager[None]:
         """Python values are what the key's warm-ups made, and afterwards what they were."""

@@ -12,6 +12,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 from phonograph.graphs.phases.context import Stage, current
+from phonograph.graphs.phases.decisions import Reason, RunEagerly, ShapeKey
 
 _replaced: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 """How many calls stand in the place of each module's own."""
@@ -43,6 +44,13 @@ class ModuleCall:
             return True
         self._num_registered = RemovableHandle.next_id  # somebody else's
         return False
+
+    def admit(self, batch: Any, key: ShapeKey) -> RunEagerly | None:
+        """Refuse a replay while hooks are others than it was recorded with."""
+        if not self.hooks_changed:
+            return None
+        detail = f"a hook was registered or removed after {key} was captured. Call capture() again"
+        return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
 
     @contextmanager
     def replaced_by(self, call: Any) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch
 
 from phonograph.errors import CaptureError
 from phonograph.graphs.inputs.tree import leaves
+from phonograph.graphs.recording.fact import is_named
 from phonograph.graphs.recording.outputs import is_near, own
 from phonograph.graphs.recording.places import Place, Whole
 from phonograph.graphs.recording.python_state import Moves, PythonState, line_of
@@ -61,6 +62,8 @@ class Warmups:
     state: SavedState
     may_rerun: bool
     """Whether a body may be run more often than on other ranks."""
+    ignored: Sequence[str] = ()
+    """Python state that does not matter, by dotted name."""
     moved: CaptureError | None = None
     """The first refusal for Python state: what one shape moves, the others may read."""
     _first: _First | None = None
@@ -86,8 +89,9 @@ class Warmups:
             moves = Moves(self.python.now)
             _, memory = self._run(bind, moves)
             self.state.settle(first.memory, memory)
-            if moves.by_body:
-                self._refuse(list(moves.by_body.values()), bind)
+            moved = [change for change in moves.by_body.values() if not is_named(change.name, self.ignored)]
+            if moved:
+                self._refuse(moved, bind)
             if first.made and self.may_rerun:
                 self._compare(first, bind, list(moves.elsewhere.values()))
             made = self._without(first, list(moves.elsewhere.values()))

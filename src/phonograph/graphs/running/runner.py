@@ -25,14 +25,18 @@ from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.backends import BACKENDS, DebugBackend, Recording
 from phonograph.graphs.recording.capture import Capture, Captured
 from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.recording.fact import Fact
+from phonograph.graphs.recording.facts import FactRecorder, Settlement, WatchedFacts
 from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
 from phonograph.graphs.recording.profiling import profiled
 from phonograph.graphs.recording.written_inputs import EagerWrites
 from phonograph.graphs.running.entries import Entry, Loaded
+from phonograph.graphs.running.explaining import explained
 from phonograph.graphs.running.routes import Routes
-from phonograph.graphs.running.runner_options import Outputs, RunnerOptions, buckets_for
+from phonograph.graphs.running.runner_options import FactsOption, Outputs, RunnerOptions, buckets_for
+from phonograph.graphs.running.stale import StaleWatch
 
-__all__ = ["Outputs", "Runner", "RunnerOptions", "buckets_for"]
+__all__ = ["FactsOption", "Outputs", "Runner", "RunnerOptions", "buckets_for"]
 
 log = logging.getLogger("phonograph")
 
@@ -73,6 +77,8 @@ class Runner:
         """The recordings that a capture makes; None where nothing is recorded."""
         self._routes: Routes | None = None
         self._loaded: Loaded | None = None
+        self._settled: Settlement | None = None
+        self._watch: StaleWatch | None = None
         self._entry_now = Current(phase.name, plan.backend, Stage.REPLAYING)
         if plan.backend != "disabled":
             if self.buckets is None:
@@ -101,7 +107,26 @@ class Runner:
             self.options.collect_garbage,
             self.options.barrier,
             trims=self.buckets is not None and not self.buckets.exact,
+            facts=self._new_facts(),
         )
+
+    def _new_facts(self) -> FactRecorder | None:
+        if self.options.facts == "off" or self.selection is None:
+            return None
+        return FactRecorder(self.phase.code, self.selection.keys, self.options.ignore)
+
+    def refresh(self, progress: Progress | None = None) -> CaptureReport:
+        """Record again if what the recordings took for granted has changed; the old ones are given back first."""
+        return self.report if self.report is not None and self.stale_fact() is None else self.capture(progress)
+
+    def stale_fact(self) -> Fact | None:
+        """Something that the recordings took for granted and that is another now; None where all is as it was."""
+        return self._settled.check.find() if self._settled is not None else None
+
+    @property
+    def facts(self) -> WatchedFacts:
+        """What the recordings took for granted besides their slots."""
+        return self._settled.facts if self._settled is not None else WatchedFacts()
 
     @contextmanager
     def warmed(self, progress: Progress) -> Iterator[Callable[[], CaptureReport]]:
@@ -145,6 +170,9 @@ class Runner:
             trimming = captured.trimmings[key.group]
             padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
             self._entries[key] = Entry(recording, padded, trimming, carried, self._outputs.standing.kept)
+        self._settled = captured.facts
+        if self.options.facts == "check" and captured.facts is not None:
+            self._watch = StaleWatch(self.phase.name, captured.facts)
         self._route(frozenset(row.key for row in report.failures))
         if report.left_out:
             missing = sum(one.num_recordings for one in report.left_out)
@@ -165,7 +193,7 @@ class Runner:
         for entry in self._entries.values():
             entry.recording.release()
         self._entries.clear()
-        self._loaded = None
+        self._loaded = self._settled = self._watch = None
         self.report = None
         self._route()
 
@@ -208,7 +236,8 @@ class Runner:
 
     def decide(self, batch: Any, beside: Mapping[str, Any] = _NOTHING) -> Decision:
         """What `run` does with this batch; changes nothing, and refuses what `run` refuses to measure."""
-        return self._decide(batch, beside, self.registry.measure(batch, beside))
+        with torch.no_grad():
+            return self._decide(batch, beside, self.registry.measure(batch, beside))
 
     def _decide(self, batch: Any, beside: Mapping[str, Any], sizes: Mapping[str, int]) -> Decision:
         used = sizes[self.phase.bucketed]
@@ -235,7 +264,7 @@ class Runner:
             refusal = admit(batch, key)
             if refusal is not None:
                 return refusal
-        return None
+        return self._watch.refusal() if self._watch is not None else None
 
     def _route(self, failed: Collection[ShapeKey] = ()) -> None:
         if self._routes is not None:
@@ -268,7 +297,9 @@ class Runner:
     @property
     def can_repeat(self) -> bool:
         """Whether the buffers still hold the last batch, and its recording needs nothing else of it."""
-        return self._loaded is not None and self._loaded.num_loads == self.registry.num_loads
+        if self._loaded is None or self._loaded.num_loads != self.registry.num_loads:
+            return False
+        return self._watch is None or self._watch.refusal() is None
 
     def repeat(self) -> Any:
         """Replay the last batch once more: one launch, nothing is loaded. For a body that advances its own state."""
@@ -363,20 +394,4 @@ class Runner:
 
     def explain(self) -> str:
         """What is captured, how often each recording was replayed, and why calls ran eagerly."""
-        stats = self.stats
-        on = self.device.torch_device.type if self.plan.backend == "disabled" else self.device.name
-        lines = [f"{self.phase.name}: backend {self.plan.backend} on {on}, {len(self._entries)} recordings"]
-        if self._entries:
-            lines.append(f"  {'recording':<28} {'graphs':>6} {'replays':>9} {'padding':>8}")
-            for key, entry in sorted(self._entries.items(), key=lambda item: item[0].in_table_order):
-                num_graphs = len(entry.recording.graphs)
-                lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
-        for row in self.report.failures if self.report else ():
-            lines.append(f"  {row.key} stays eager: {row.error}")
-        lines += [f"  left out: {one}" for one in (self.selection.left_out if self.selection else ())]
-        lines += [f"  {key} is served by {other}" for key, other in self.standing_in.items()]
-        lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")
-        for reason, count in stats.eager.most_common():
-            lines.append(f"    {count} {reason.value}: {stats.details[reason]}")
-        lines.append(f"  buffers: {self.pool.report()}")
-        return "\n".join(lines)
+        return explained(self, self._entries)

@@ -11,6 +11,7 @@ from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.planning.resolve import PhasePlan
 
 Outputs = Literal["own", "view"]
+FactsOption = Literal["check", "verify", "off"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,18 @@ class RunnerOptions:
     """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
     profile: str | None = None
     """A folder for traces of warm-ups and captures."""
+    facts: FactsOption = "check"
+    """When to check what recordings took for granted: at every call, when `verify` runs, or never."""
+    ignore: tuple[str, ...] = ()
+    """Facts and Python state that don't matter, by dotted name (`cache.hits`)."""
 
     def __post_init__(self) -> None:
         if self.outputs not in ("own", "view"):
             raise DeclarationError(f"outputs is {self.outputs!r}; expected 'own' or 'view'.")
+        if self.facts not in ("check", "verify", "off"):
+            raise DeclarationError(f"facts is {self.facts!r}; expected 'check', 'verify' or 'off'.")
+        if isinstance(self.ignore, str):
+            raise DeclarationError(f"ignore={self.ignore!r} is one name. Write ignore=({self.ignore!r},).")
 
 
 def buckets_for(plan: PhasePlan, bucketed: str) -> Buckets | None:

@@ -110,12 +110,21 @@ def verify(
                     checks.append(served.check_stand_in())
                 if not padding_writes and verification.is_written_by_padding():
                     padding_writes = f"first seen in {key} with {sizes[runner.phase.bucketed]} used"
+    checks += _stale(runner)
     if padding_writes:
         notes.append(
             f"padding writes state that a run without padding leaves alone ({padding_writes}). Nobody may use that "
             "place: keep a null row for pad values."
         )
     return VerifyReport(tuple(checks), tuple(notes))
+
+
+def _stale(runner: Runner) -> Iterator[Check]:
+    """A failure for every recording while what they took for granted has changed."""
+    fact = runner.stale_fact()
+    if fact is not None:
+        detail = f"{fact.change}. Call refresh() to record again"
+        yield from (Check(key, key.size, "facts", False, detail) for key in runner.captured)
 
 
 def _check_arguments(batches: int, tolerance: float | None) -> None:

@@ -1,0 +1,264 @@
+"""Fact: something that a recording took for granted, where it lies, and what it was."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.nn.modules import module as every_module
+
+from phonograph.errors import Frame
+from phonograph.graphs.recording.places import ABSENT, PLAIN, same
+
+FactKind = Literal["mode", "global", "closure", "attribute", "item", "items", "default", "hooks", "tensor", "address"]
+
+
+class Source(Protocol):
+    """Where a fact's value lies now. Reading it runs nobody's code."""
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for sources of one place."""
+        ...
+
+    def get(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InDict:
+    """An entry of a dict: of an object, a class, a module, or a dict itself."""
+
+    holder: dict[Any, Any]
+    key: Any
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("dict", id(self.holder), self.key)
+
+    def get(self) -> Any:
+        return dict.get(self.holder, self.key, ABSENT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InCell:
+    """The content of a closure cell."""
+
+    holder: types.CellType
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("cell", id(self.holder))
+
+    def get(self) -> Any:
+        try:
+            return self.holder.cell_contents
+        except ValueError:
+            return ABSENT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InSlot:
+    """A slot of an object."""
+
+    holder: Any
+    slot: types.MemberDescriptorType
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("slot", id(self.holder), self.slot.__name__)
+
+    def get(self) -> Any:
+        try:
+            return self.slot.__get__(self.holder)
+        except AttributeError:
+            return ABSENT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InList:
+    """An item of a list."""
+
+    holder: list[Any]
+    index: int
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("list", id(self.holder), self.index)
+
+    def get(self) -> Any:
+        try:
+            return list.__getitem__(self.holder, self.index)
+        except IndexError:
+            return ABSENT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllItems:
+    """What a list, a set or a dict of modules holds, one level deep."""
+
+    holder: Any
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("items", id(self.holder))
+
+    def get(self) -> Any:
+        holder = self.holder
+        return tuple(dict.items(holder)) if isinstance(holder, dict) else tuple(holder)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfFunction:
+    """A part of a function that can be replaced: its code, its defaults."""
+
+    holder: types.FunctionType
+    part: Literal["__code__", "__defaults__", "__kwdefaults__"]
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (self.part, id(self.holder))
+
+    def get(self) -> Any:
+        found = getattr(self.holder, self.part)
+        return tuple(found.items()) if isinstance(found, dict) else found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddressOf:
+    """Where the memory of a tensor begins, and how it is laid out."""
+
+    holder: torch.Tensor
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("address", id(self.holder))
+
+    def get(self) -> Any:
+        return address_of(self.holder)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HooksOf:
+    """The hooks around a module's forward pass: the numbers that torch gave them."""
+
+    holder: torch.nn.Module | None
+    """None for the hooks of all modules."""
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("hooks", id(self.holder))
+
+    def get(self) -> Any:
+        if self.holder is None:
+            return tuple(every_module._global_forward_hooks), tuple(every_module._global_forward_pre_hooks)
+        return tuple(self.holder._forward_hooks), tuple(self.holder._forward_pre_hooks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A mode of torch, asked for by a function of its own."""
+
+    name: str
+    ask: Callable[[], Any]
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("mode", self.name)
+
+    def get(self) -> Any:
+        return self.ask()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fact:
+    """What a recording took for granted."""
+
+    kind: FactKind
+    name: str
+    source: Source
+    value: Any
+    """What it was at capture."""
+    read_as: str = ""
+    """The expression that read it."""
+    frame: Frame | None = None
+    """Where it was read."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is another now."""
+        return not unchanged(self.value, self.source.get())
+
+    @property
+    def change(self) -> str:
+        """In words, what it is now, and was."""
+        where = f" ({self.frame.file}:{self.frame.line})" if self.frame is not None else ""
+        now, then = shown(self.source.get()), shown(self.value)
+        if now == then:
+            return f"{self.name} is another {now} than at capture{where}"
+        return f"{self.name} is {now}, was {then} at capture{where}"
+
+    def is_named(self, patterns: Sequence[str]) -> bool:
+        """Whether one of these dotted names means it: its whole name, or the end of it."""
+        return is_named(self.name, patterns) or is_named(self.read_as, patterns)
+
+    def __str__(self) -> str:
+        where = f"  {self.frame.file}:{self.frame.line}" if self.frame is not None else ""
+        return f"{self.kind:<9} {self.name} = {shown(self.value)}{where}"
+
+
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of these dotted names is a name, or the end of it."""
+    return any(name == one or name.endswith(f".{one}") for one in patterns)
+
+
+def unchanged(then: Any, now: Any) -> bool:
+    """Whether one may stand in the place of the other: the same object, or an equal plain value."""
+    if then is now:
+        return True
+    if type(then) is not type(now):
+        return False
+    if isinstance(then, PLAIN):
+        return same(then, now)
+    if isinstance(then, tuple):
+        return len(then) == len(now) and all(map(unchanged, then, now))
+    if isinstance(then, frozenset):
+        return bool(then == now)
+    return isinstance(then, types.MethodType) and then.__self__ is now.__self__ and then.__func__ is now.__func__
+
+
+def address_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Where a tensor's memory begins, its shape and dtype; None for one without memory of its own."""
+    try:
+        return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+    except RuntimeError:
+        return None
+
+
+def shown(value: Any) -> str:
+    """A value in few words."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} at {_pointer(value)}"
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    if isinstance(value, PLAIN) or value is ABSENT:
+        text = repr(value)
+        return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    if isinstance(value, tuple):
+        more = ", …" if len(value) > _MAX_ITEMS else ""
+        return f"({', '.join(map(shown, value[:_MAX_ITEMS]))}{more})"
+    if isinstance(value, type | types.FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value).__name__} at {id(value):#x}"
+
+
+def _pointer(tensor: torch.Tensor) -> str:
+    found = address_of(tensor)
+    return f"{found[0]:#x}" if found is not None else "no address"
+
+
+_MAX_SHOWN = 80
+_MAX_ITEMS = 8

@@ -1,0 +1,240 @@
+"""FactCheck: whether all facts still hold, in microseconds; and where one does not, which.
+
+Modes, values in dicts (by the dicts' versions), cells, slots and lists are looked at in every check. The addresses of
+tensors, and functions' code and defaults, take turns: a change is seen within `WINDOW` checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.nn.modules import module as every_module
+from torch.utils.hooks import RemovableHandle
+
+from phonograph.graphs.recording import dict_versions, modes
+from phonograph.graphs.recording.fact import (
+    AddressOf,
+    AllItems,
+    Computed,
+    Fact,
+    HooksOf,
+    InCell,
+    InDict,
+    InList,
+    InSlot,
+    OfFunction,
+    unchanged,
+)
+from phonograph.graphs.recording.places import ABSENT, PLAIN
+
+log = logging.getLogger("phonograph")
+
+WINDOW = 64
+"""Within so many checks everything has been looked at."""
+_MAX_STRIKES = 2
+"""After so many stores that changed no fact, a dict's facts are looked at one by one."""
+
+
+class FactCheck:
+    """Checks facts. A fact that differs is remembered, and asked first from then on."""
+
+    def __init__(self, facts: Sequence[Fact], by_value: Iterable[int] = ()) -> None:
+        self.facts = tuple(facts)
+        self.uses_versions = dict_versions.are_reliable()
+        self.stale: Fact | None = None
+        """The fact that differed in the last check."""
+        self._by_value = set(by_value)
+        """Dicts that are stored into all the time, whatever a body reads: by identity."""
+        self._strikes: Counter[int] = Counter()
+        self._modes = [fact for fact in self.facts if isinstance(fact.source, Computed)]
+        self._hooks = [fact for fact in self.facts if isinstance(fact.source, HooksOf)]
+        self._dicts: list[dict[Any, Any]] = []
+        self._versions: list[int] = []
+        self._num_handles = [RemovableHandle.next_id]
+        self._holds: Callable[[], bool] = lambda: False
+        self._is_armed = False
+
+    @property
+    def method(self) -> str:
+        """How it checks, in words."""
+        if self.uses_versions:
+            return f"dict versions and generated code at every call; addresses and defaults within {WINDOW} calls"
+        return (
+            f"generated code alone, since this Python or torch tells no dict versions: plain values at every call, "
+            f"objects, addresses and defaults within {WINDOW} calls"
+        )
+
+    def check(self) -> Fact | None:
+        """A fact that does not hold, or None."""
+        if self.stale is None:
+            if self._holds():
+                return None
+        elif self.stale.differs:
+            return self.stale
+        return self.look()
+
+    def look(self) -> Fact | None:
+        """The same, by a look at every fact."""
+        if self.find() is None:
+            self._arm()
+        return self.stale
+
+    def find(self) -> Fact | None:
+        """The same, and the next check is not made ready."""
+        self.stale = next((fact for fact in self.facts if fact.differs), None)
+        return self.stale
+
+    # -- what is looked at in every check -----------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Make the check of now: nothing differs, so whatever failed it was about no fact."""
+        self._strike()
+        versioned: dict[int, dict[Any, Any]] = {}
+        looked_at: list[Fact] = []
+        rotating: list[Fact] = []
+        for fact in self.facts:
+            source = fact.source
+            if isinstance(source, AddressOf | OfFunction):
+                rotating.append(fact)
+            elif isinstance(source, HooksOf):
+                versioned.update((id(one), one) for one in _hook_dicts(source) if one)
+            elif not isinstance(source, Computed):
+                holder = source.holder if isinstance(source, InDict | AllItems) else None
+                if not isinstance(holder, dict):
+                    looked_at.append(fact)
+                elif self.uses_versions and id(holder) not in self._by_value:
+                    versioned[id(holder)] = holder
+                elif self.uses_versions or isinstance(fact.value, PLAIN):
+                    looked_at.append(fact)
+                else:
+                    rotating.append(fact)
+        self._dicts = list(versioned.values()) if self.uses_versions else []
+        self._versions = dict_versions.versions_of(self._dicts) if self._dicts else []
+        self._num_handles[0] = RemovableHandle.next_id
+        self._holds = self._generated(looked_at, rotating)
+        self._is_armed = True
+
+    def _strike(self) -> None:
+        """Count stores that changed no fact, and equal values that are others."""
+        if not self._is_armed:
+            return
+        for one, then, now in zip(self._dicts, self._versions, dict_versions.versions_of(self._dicts), strict=True):
+            if then != now:
+                self._strikes[id(one)] += 1
+                if self._strikes[id(one)] >= _MAX_STRIKES:
+                    self._by_value.add(id(one))
+
+    def _generated(self, looked_at: Sequence[Fact], rotating: Sequence[Fact]) -> Callable[[], bool]:
+        code = _Generated()
+        guard = _state_guard()
+        if guard is not None:
+            code.call(guard)
+        for ask, answer in modes.fast_questions(self._modes, guarded=guard is not None):
+            code.terms.append(f"{code.name(ask)}() == {code.name(answer)}")
+        if self._hooks:
+            handles, given = code.name(RemovableHandle), code.name(self._num_handles)
+            code.terms.append(f"({handles}.next_id == {given}[0] or {code.name(self._are_hooks_same)}())")
+        if self._dicts:
+            code.call(dict_versions.unchanged_check(self._dicts))
+        for fact in looked_at:
+            code.add(fact)
+        chunks = list(_chunks(rotating))
+        if chunks:
+            code.terms.append(f"{code.name(itertools.cycle(chunks).__next__)}()()")
+        return code.compiled()
+
+    def _are_hooks_same(self) -> bool:
+        """Whether handles were given out for other hooks than those of facts."""
+        if any(fact.differs for fact in self._hooks):
+            return False
+        self._num_handles[0] = RemovableHandle.next_id
+        return True
+
+
+def _hook_dicts(source: HooksOf) -> Iterable[dict[Any, Any]]:
+    if source.holder is None:
+        return every_module._global_forward_hooks, every_module._global_forward_pre_hooks
+    return source.holder._forward_hooks, source.holder._forward_pre_hooks
+
+
+def _chunks(facts: Sequence[Fact]) -> Iterable[Callable[[], bool]]:
+    """Checks of some facts each, so few that all have their turn within the window."""
+    size = -(-len(facts) // WINDOW)
+    for begin in range(0, len(facts), size or 1):
+        code = _Generated()
+        for fact in facts[begin : begin + size]:
+            code.add(fact)
+        yield code.compiled()
+
+
+def _state_guard() -> Callable[[], bool] | None:
+    """torch's own guard of autocast, default dtype, deterministic algorithms and precision, if it has one."""
+    try:
+        from torch._C._dynamo.guards import GlobalStateGuard
+
+        guard: Any = GlobalStateGuard()
+        check: Callable[[], bool] = guard.check
+        return check if check() else None
+    except (ImportError, AttributeError, TypeError):
+        return None
+
+
+class _Generated:
+    """A function that is written term by term: all must be true."""
+
+    def __init__(self) -> None:
+        self.terms: list[str] = []
+        self._names: dict[str, Any] = {"unchanged": unchanged, "ABSENT": ABSENT}
+        self._known: dict[int, str] = {}
+
+    def name(self, value: Any) -> str:
+        """A name for a value in the code."""
+        found = self._known.get(id(value))
+        if found is None:
+            found = self._known[id(value)] = f"v{len(self._known)}"
+            self._names[found] = value
+        return found
+
+    def call(self, check: Callable[[], bool]) -> None:
+        self.terms.append(f"{self.name(check)}()")
+
+    def add(self, fact: Fact) -> None:
+        source, value = fact.source, fact.value
+        if isinstance(source, AddressOf):
+            self.terms.append(f"{self.name(source.holder)}.data_ptr() == {value[0]}")
+            return
+        place, then = _place(source, self), self.name(value)
+        if place is None:
+            self.terms.append(f"not {self.name(fact)}.differs")
+        elif value is not ABSENT:
+            self.terms.append(f"({place} is {then} or unchanged({then}, {place}))")
+        elif isinstance(source, InDict):
+            self.terms.append(f"{self.name(source.key)} not in {self.name(source.holder)}")
+        else:
+            self.terms.append(f"not {self.name(fact)}.differs")
+
+    def compiled(self) -> Callable[[], bool]:
+        terms = " and ".join(self.terms) or "True"
+        lines = ["def holds():", "    try:", f"        return {terms}", "    except Exception:", "        return False"]
+        exec(compile("\n".join(lines), "<facts>", "exec"), self._names)
+        found: Callable[[], bool] = self._names["holds"]
+        return found
+
+
+def _place(source: Any, code: _Generated) -> str | None:
+    """An expression that reads a source; None where it takes more than one."""
+    if isinstance(source, InDict) and type(source.holder) is dict:
+        return f"{code.name(source.holder)}[{code.name(source.key)}]"
+    if isinstance(source, InCell):
+        return f"{code.name(source.holder)}.cell_contents"
+    if isinstance(source, InSlot):
+        return f"{code.name(source.slot)}.__get__({code.name(source.holder)})"
+    if isinstance(source, InList) and type(source.holder) is list:
+        return f"{code.name(source.holder)}[{source.index}]"
+    if isinstance(source, OfFunction) and source.part != "__kwdefaults__":
+        return f"{code.name(source.holder)}.{source.part}"
+    return None

@@ -1,0 +1,248 @@
+"""Facts: what the recordings of a phase took for granted besides their slots, found by watching two free warm-ups.
+
+A value is a fact if both runs of a shape read it in one place: what only one run has is a temporary of that run. The
+facts of the largest and the smallest shape hold for all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.nn.modules.container import ModuleDict, ModuleList, Sequential
+
+from phonograph.errors import Frame
+from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.recording.fact import (
+    AddressOf,
+    AllItems,
+    Fact,
+    FactKind,
+    HooksOf,
+    InDict,
+    OfFunction,
+    Source,
+    address_of,
+    unchanged,
+)
+from phonograph.graphs.recording.fact_check import FactCheck
+from phonograph.graphs.recording.functions import Functions
+from phonograph.graphs.recording.modes import mode_facts
+from phonograph.graphs.recording.places import ABSENT
+from phonograph.graphs.recording.reads import Reads, is_installed
+from phonograph.graphs.recording.tracing import TracingUnavailableError
+
+AroundGap = Callable[[], AbstractContextManager[None]]
+_MAX_FACTS_SHOWN = 40
+_NUM_RUNS = 2
+_PARTS: tuple[Literal["__code__", "__defaults__", "__kwdefaults__"], ...] = (
+    "__code__",
+    "__defaults__",
+    "__kwdefaults__",
+)
+
+
+@dataclass(frozen=True)
+class WatchedFacts:
+    """What is watched."""
+
+    facts: tuple[Fact, ...] = ()
+    method: str = ""
+    """How it is checked."""
+    notes: tuple[str, ...] = ()
+    """What is not watched, and why."""
+    stale: Fact | None = None
+    """The fact that did not hold in the last check."""
+
+    def __iter__(self) -> Iterator[Fact]:
+        return iter(self.facts)
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    @property
+    def summary(self) -> str:
+        """How many of each kind."""
+        counts = Counter(fact.kind for fact in self.facts)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        return f"{len(self.facts)} facts ({kinds})" if self.facts else "no facts"
+
+    def __str__(self) -> str:
+        lines = [self.summary, *([f"  checked by {self.method}"] if self.method else [])]
+        lines += [f"  stale: {self.stale.change}"] if self.stale is not None else []
+        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  {fact}" for fact in self.facts[:_MAX_FACTS_SHOWN]]
+        more = len(self.facts) - _MAX_FACTS_SHOWN
+        return "\n".join([*lines, *([f"  … and {more} more"] if more > 0 else [])])
+
+
+@dataclass(eq=False)
+class FactRecorder:
+    """Watches the warm-ups of some shapes of a phase."""
+
+    roots: Sequence[Any]
+    keys: Sequence[ShapeKey]
+    """All shapes, of which the largest and the smallest of each group are watched."""
+    ignored: Sequence[str] = ()
+    problem: str = ""
+    """Why reads can't be recorded, or nothing."""
+    _functions: Functions = field(default_factory=Functions)
+    _runs: dict[ShapeKey, list[Reads]] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self, key: ShapeKey, around_gap: AroundGap = nullcontext) -> Iterator[AroundGap]:
+        """Note what is read in here; comes out with what must be entered around every gap."""
+        runs = self._runs.setdefault(key, [])
+        sizes = [one.size for one in self.keys if one.group == key.group]
+        if key.size not in (max(sizes), min(sizes)) or len(runs) == _NUM_RUNS or self.problem or not self._can_record():
+            yield around_gap
+            return
+        for root in self.roots:
+            self._functions.learn(root)
+        reads = Reads(self._functions)
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with reads.paused(), around_gap():
+                yield
+
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(reads.recording())
+            except TracingUnavailableError as error:
+                self.problem = str(error)
+            yield around
+        runs.append(reads)
+
+    def _can_record(self) -> bool:
+        if not records_reads():
+            self.problem = "on this Python the recorder does not find the reads of a function that is known"
+        return not self.problem
+
+    def settled(self, device: str) -> Settlement:
+        """What was found and holds now, with its check."""
+        found: dict[tuple[Any, ...], Fact] = {}
+        read, unsteady = self._read()
+        for fact in (*mode_facts(device), *read, *self._of_modules(), *self._of_functions()):
+            found.setdefault(fact.source.identity, fact)
+        for fact in list(found.values()):
+            if isinstance(fact.value, torch.Tensor) and (address := address_of(fact.value)) is not None:
+                source = AddressOf(fact.value)
+                found.setdefault(source.identity, Fact("address", fact.name, source, address, fact.read_as, fact.frame))
+        kept = [fact for fact in found.values() if not fact.is_named(self.ignored)]
+        unsteady += [fact.name for fact in kept if fact.differs]
+        notes = [f"no values that the body reads: {self.problem}"] if self.problem else []
+        if unsteady:
+            notes.append(f"not watched, since warm-ups of other shapes change them: {', '.join(sorted(set(unsteady)))}")
+        if self.ignored:
+            notes.append(f"ignored: {', '.join(self.ignored)}")
+        check = FactCheck([fact for fact in kept if not fact.differs], self._stored_into())
+        return Settlement(check, tuple(notes))
+
+    def _complete(self) -> list[tuple[Reads, Reads]]:
+        return [(runs[0], runs[1]) for runs in self._runs.values() if len(runs) == _NUM_RUNS]
+
+    def _read(self) -> tuple[list[Fact], list[str]]:
+        """The facts that both runs of a shape read, and the names of those that shapes differ in."""
+        found: dict[tuple[Any, ...], Fact] = {}
+        unsteady: dict[tuple[Any, ...], str] = {}
+        for first, second in self._complete():
+            for identity, fact in second.facts.items():
+                if identity in first.facts:
+                    known = found.setdefault(identity, fact)
+                    if not unchanged(known.value, fact.value):
+                        unsteady[identity] = fact.name
+        return [fact for identity, fact in found.items() if identity not in unsteady], list(unsteady.values())
+
+    def _of_modules(self) -> Iterator[Fact]:
+        """Parameters, buffers and hooks of the modules whose code ran."""
+        modules = {
+            one: met
+            for first, second in self._complete()
+            for one, met in second.modules.items()
+            if one in first.modules
+        }
+        names: dict[int, str] = {}
+        for module, _ in modules.values():
+            if id(module) not in names:
+                for path, below in module.named_modules(prefix=type(module).__name__):
+                    names.setdefault(id(below), path)
+        if modules:
+            yield _fact("hooks", "hooks of all modules", HooksOf(None), None)
+        for module, frame in modules.values():
+            name = names[id(module)]
+            yield _fact("hooks", f"hooks of {name}", HooksOf(module), frame)
+            for held in (module._parameters, module._buffers):
+                yield from (_fact("tensor", f"{name}.{key}", InDict(held, key), frame) for key in held)
+            if isinstance(module, ModuleList | Sequential | ModuleDict):
+                yield _fact("items", name, AllItems(module._modules), frame)
+
+    def _of_functions(self) -> Iterator[Fact]:
+        """Code and defaults of the functions that ran."""
+        for first, second in self._complete():
+            for one, (function, frame) in second.called.items():
+                if one in first.called:
+                    for part in _PARTS:
+                        if part == "__code__" or getattr(function, part):
+                            yield _fact("default", f"{function.__qualname__}.{part}", OfFunction(function, part), frame)
+
+    def _stored_into(self) -> set[int]:
+        """Globals of modules that are not installed: notebooks and scripts store into theirs all the time."""
+        return {
+            id(fact.source.holder)
+            for runs in self._runs.values()
+            for reads in runs
+            for fact in reads.facts.values()
+            if isinstance(fact.source, InDict) and fact.kind == "global" and not is_installed(fact.source.holder)
+        }
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """The check of a phase's facts, and what is to be said about them."""
+
+    check: FactCheck
+    notes: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> WatchedFacts:
+        return WatchedFacts(self.check.facts, self.check.method, self.notes, self.check.stale)
+
+
+def _fact(kind: FactKind, name: str, source: Source, frame: Frame | None) -> Fact:
+    return Fact(kind, name, source, source.get(), name, frame)
+
+
+_TOY_GLOBAL = 2
+
+
+class _Toy:
+    scale = 3
+
+    def __init__(self) -> None:
+        self.offset = 1
+
+
+def _toy_function() -> Callable[[], int]:
+    toy, cell = _Toy(), 4
+    return lambda: _TOY_GLOBAL * toy.offset + toy.scale * cell
+
+
+@functools.cache
+def records_reads() -> bool:
+    """Whether the recorder finds all that a known function reads, and nothing else."""
+    toy, functions = _toy_function(), Functions()
+    functions.learn(toy)
+    reads = Reads(functions, looks_into=lambda file: file == __file__)
+    try:
+        with reads.recording():
+            toy()
+    except TracingUnavailableError:
+        return True  # nobody can tell, and `watching` will say why
+    names = sorted(fact.name for fact in reads.facts.values() if fact.value is not ABSENT)
+    return names == ["_Toy.offset", "_Toy.scale", "cell", "facts._TOY_GLOBAL", "toy"]

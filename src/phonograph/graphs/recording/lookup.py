@@ -1,0 +1,100 @@
+"""Lookup of attributes without running code: where an attribute lies, as Python would find it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phonograph.graphs.recording.places import ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value in a dict or a slot."""
+
+    holder: Any
+    key: Any
+    value: Any
+    is_slot: bool = False
+
+
+def lookup(owner: Any, name: str) -> list[Held]:
+    """Where `owner.name` lies, the value's own place last; before it, places that must stay empty for it to be found.
+
+    Empty where only running code can tell.
+    """
+    if isinstance(owner, types.ModuleType):
+        return _in(vars(owner), name)
+    if isinstance(owner, type):
+        return list(_in_classes(owner, name))
+    found = list(_in_classes(type(owner), name))
+    by_class = found[-1].value if found else ABSENT
+    if isinstance(by_class, types.MemberDescriptorType):
+        return [Held(owner, by_class, _slot_value(owner, by_class), is_slot=True)]
+    held = instance_dict(owner)
+    if held is None or (by_class is not ABSENT and hasattr(type(by_class), "__set__")):
+        return found  # a property: its own code is what reads
+    if name not in held:
+        if by_class is not ABSENT:
+            return [Held(held, name, ABSENT), *found]
+        if isinstance(owner, torch.nn.Module):
+            kinds = (held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))
+            held = next((one for one in kinds if name in one), held)
+    return _in(held, name)
+
+
+def _slot_value(owner: Any, slot: types.MemberDescriptorType) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:
+        return ABSENT
+
+
+def instance_dict(owner: Any) -> dict[str, Any] | None:
+    """The attributes of an object, or None where it keeps none."""
+    try:
+        held = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return held if isinstance(held, dict) else None
+
+
+def class_dict(kind: type) -> dict[str, Any] | None:
+    """The dict of a class itself; `vars` gives a proxy, which knows no version."""
+    found = gc.get_referents(vars(kind))
+    return found[0] if len(found) == 1 and isinstance(found[0], dict) else None
+
+
+def _in(held: dict[Any, Any], key: Any) -> list[Held]:
+    return [Held(held, key, dict.get(held, key, ABSENT))]
+
+
+def _in_classes(kind: type, name: str) -> Iterator[Held]:
+    """The places in the order of classes, up to the first that has the name; nothing where no class has it."""
+    before: list[Held] = []
+    for one in kind.__mro__:
+        found = vars(one).get(name, ABSENT)
+        held = _watched_dict(one)
+        if held is not None:
+            before.append(Held(held, name, found))
+        if found is not ABSENT:
+            if held is None:
+                before.append(Held(None, name, found))
+            yield from before
+            return
+
+
+@functools.lru_cache(maxsize=4096)
+def _watched_dict(kind: type) -> dict[str, Any] | None:
+    """Classes of torch but its modules, and of C extensions, are not watched."""
+    module = str(kind.__module__)
+    is_torch = module.partition(".")[0] == "torch" and not module.startswith("torch.nn.modules.")
+    if is_torch or kind is torch.nn.Module or not kind.__flags__ & (1 << 9):  # a heap type: made by a class statement
+        return None
+    return class_dict(kind)

@@ -1,0 +1,87 @@
+"""Modes: global settings of torch that change what ops compute, as they are for this thread now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from phonograph.graphs.recording.fact import Computed, Fact
+
+_C: Any = torch._C
+_MATMUL = "torch.backends.cuda.matmul"
+_FLAGS = {
+    "torch.get_default_dtype()": "get_default_dtype",
+    "torch.are_deterministic_algorithms_enabled()": "_get_deterministic_algorithms",
+    "torch.get_float32_matmul_precision()": "_get_float32_matmul_precision",
+    f"{_MATMUL}.allow_tf32": "_get_cublas_allow_tf32",
+    f"{_MATMUL}.allow_fp16_reduced_precision_reduction": "_get_cublas_allow_fp16_reduced_precision_reduction",
+    f"{_MATMUL}.allow_bf16_reduced_precision_reduction": "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "torch.backends.cudnn.allow_tf32": "_get_cudnn_allow_tf32",
+    "torch.backends.cudnn.enabled": "_get_cudnn_enabled",
+    "torch.backends.cudnn.deterministic": "_get_cudnn_deterministic",
+    "torch.backends.cuda.flash_sdp_enabled()": "_get_flash_sdp_enabled",
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": "_get_mem_efficient_sdp_enabled",
+    "torch.backends.cuda.math_sdp_enabled()": "_get_math_sdp_enabled",
+    "torch.backends.cuda.cudnn_sdp_enabled()": "_get_cudnn_sdp_enabled",
+    "torch.nn.attention.sdpa_kernel(set_priority=)": "_get_sdp_priority_order",
+}
+"""By what users call it, the function of `torch._C` that tells it; one that a version of torch lacks is left out."""
+_BY_STATE_GUARD = ("get_default_dtype", "_get_deterministic_algorithms", "_get_cublas")
+"""What torch's own guard of global state sees too, with autocast: these need no further look at every call."""
+
+
+def mode_facts(device: str) -> Iterator[Fact]:
+    """The modes of now, for ops on a device of this type and on the CPU."""
+    for kind in dict.fromkeys((device, "cpu")):
+        yield _fact(f"autocast on {kind}", lambda kind=kind: _autocast(kind))  # type: ignore[misc]
+    yield _fact("default device", _default_device)
+    for name, function in _FLAGS.items():
+        ask = _asked(function)
+        if ask is not None:
+            yield _fact(name, ask)
+
+
+def fast_questions(facts: list[Fact], *, guarded: bool) -> list[tuple[Callable[[], Any], Any]]:
+    """Functions and their answers, which together tell at every call whether a mode may have changed."""
+    questions: list[tuple[Callable[[], Any], Any]] = [
+        (_C._len_torch_function_stack, _C._len_torch_function_stack()),
+    ]
+    for fact in facts:
+        assert isinstance(fact.source, Computed)
+        function = _FLAGS.get(fact.name, "")
+        if guarded and (not function or function.startswith(_BY_STATE_GUARD)):
+            continue
+        if fact.name != "default device":
+            questions.append((fact.source.ask, fact.value))
+    return questions
+
+
+def _fact(name: str, ask: Callable[[], Any]) -> Fact:
+    return Fact("mode", name, Computed(name, ask), ask())
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
+    is_enabled = bool(_C.is_autocast_enabled(kind))
+    return is_enabled, _C.get_autocast_dtype(kind) if is_enabled else None
+
+
+def _default_device() -> torch.device:
+    return torch.get_default_device()
+
+
+def _asked(function: str) -> Callable[[], Any] | None:
+    ask = getattr(_C, function, None)
+    if ask is None and function == "get_default_dtype":
+        ask = torch.get_default_dtype
+    try:
+        if ask is not None:
+            ask()
+    except RuntimeError:  # old and new settings of precision were mixed: torch won't tell
+        return None
+    return ask if not isinstance(_answer(ask), list) else lambda: tuple(ask())  # type: ignore[misc]
+
+
+def _answer(ask: Callable[[], Any] | None) -> Any:
+    return ask() if ask is not None else None

@@ -1,0 +1,213 @@
+"""Reads: what a run of a body reads from outside of it, seen at each instruction that runs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from phonograph.errors import Frame
+from phonograph.graphs.recording.bytecode import Read, reads_of
+from phonograph.graphs.recording.fact import AllItems, Fact, FactKind, InCell, InDict, InList, InSlot, Source
+from phonograph.graphs.recording.functions import Functions
+from phonograph.graphs.recording.lookup import Held, lookup
+from phonograph.graphs.recording.places import ABSENT
+from phonograph.graphs.recording.tracing import traced
+
+_UNKNOWN = object()
+
+
+class Reads:
+    """The reads of one run. It keeps alive what was read, so that no object of a later run has its identity."""
+
+    def __init__(self, functions: Functions, looks_into: Callable[[str], bool] | None = None) -> None:
+        self.facts: dict[tuple[Any, ...], Fact] = {}
+        self.modules: dict[int, tuple[torch.nn.Module, Frame]] = {}
+        """Modules whose code ran."""
+        self.called: dict[int, tuple[types.FunctionType, Frame]] = {}
+        """Functions whose code ran."""
+        self._functions = functions
+        self._looks_into = looks_into if looks_into is not None else is_looked_into
+        self._paused = 0
+        self._entered: set[CodeType] = set()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note what is read in here, on this thread."""
+        with traced(self._enter, self._read, self._looks_into):
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Gaps run at every replay, and read what is there then."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def _enter(self, frame: FrameType) -> None:
+        """A function is called."""
+        if self._paused:
+            return
+        code = frame.f_code
+        if code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, torch.nn.Module):
+                self._meet(owner, frame)
+        if code not in self._entered:
+            self._entered.add(code)
+            for function in self._functions.of(frame):
+                self.called[id(function)] = function, _line(frame)
+
+    def _meet(self, module: torch.nn.Module, frame: FrameType) -> None:
+        if id(module) not in self.modules:
+            self.modules[id(module)] = module, _line(frame)
+            self._note_attribute(Read("attribute", "forward", Read("local", "self")), module, frame)
+
+    def _read(self, frame: FrameType, offset: int) -> None:
+        """An instruction is about to run."""
+        read = reads_of(frame.f_code).get(offset)
+        if read is None or self._paused:
+            return
+        if read.kind == "global":
+            if read.key in frame.f_globals:
+                module = str(frame.f_globals.get("__name__", "")).rpartition(".")[2]
+                self._note("global", f"{module}.{read.key}", InDict(frame.f_globals, read.key), read, frame)
+        elif read.kind == "cell":
+            for cell in self._functions.cells(frame, read.key):
+                self._note("closure", read.key, InCell(cell), read, frame)
+        elif read.base is not None:
+            base = self._value(read.base, frame)
+            if base is not _UNKNOWN and not is_ours(base):
+                self._note_inside(read, base, frame)
+
+    def _note_inside(self, read: Read, base: Any, frame: FrameType) -> None:
+        if read.kind == "attribute":
+            self._note_attribute(read, base, frame)
+        elif read.kind == "items":
+            if isinstance(base, list | set):
+                self._note("items", f"{_owner(read, base)}[…]", AllItems(base), read, frame)
+        elif isinstance(base, dict):
+            self._note("item", f"{_owner(read, base)}[{read.key!r}]", InDict(base, read.key), read, frame)
+        elif isinstance(base, list) and isinstance(read.key, int):
+            self._note("item", f"{_owner(read, base)}[{read.key!r}]", InList(base, read.key), read, frame)
+
+    def _note_attribute(self, read: Read, owner: Any, frame: FrameType) -> None:
+        found = lookup(owner, read.key)
+        base = _called(owner)
+        for held in found:
+            source = _source(held)
+            if source is not None:
+                kind: FactKind = "global" if isinstance(owner, types.ModuleType) else "attribute"
+                self._note(kind, f"{base}.{read.key}", source, read, frame)
+        if found:
+            self._learn(found[-1].value, frame)
+
+    def _note(self, kind: FactKind, name: str, source: Source, read: Read, frame: FrameType) -> None:
+        identity = source.identity
+        if identity not in self.facts:
+            value = source.get()
+            self.facts[identity] = Fact(kind, name, source, value, str(read), _line(frame))
+            self._learn(value, frame)
+
+    def _learn(self, value: Any, frame: FrameType) -> None:
+        self._functions.learn(value)
+        if isinstance(value, torch.nn.Module) and not is_looked_into(_file_of(type(value))):
+            # Compiled and scripted modules: nobody sees what their code reads.
+            for module in value.modules():
+                self._meet(module, frame)
+
+    def _value(self, read: Read, frame: FrameType) -> Any:
+        """What a read finds, without running code."""
+        if read.kind in ("local", "cell"):
+            return frame.f_locals.get(read.key, _UNKNOWN)
+        if read.kind == "global":
+            return frame.f_globals.get(read.key, _UNKNOWN)
+        base: Any = self._value(read.base, frame) if read.base is not None else _UNKNOWN
+        if base is _UNKNOWN or read.kind in ("items", "constant"):
+            return _UNKNOWN
+        if read.kind == "attribute":
+            return _plain_value(lookup(base, read.key))
+        try:
+            if isinstance(base, dict):
+                return dict.get(base, read.key, _UNKNOWN)
+            return base[read.key] if type(base) in (list, tuple) else _UNKNOWN
+        except (IndexError, TypeError):
+            return _UNKNOWN
+
+
+def _plain_value(found: list[Held]) -> Any:
+    """The value of an attribute, unless a descriptor makes it."""
+    if not found or found[-1].value is ABSENT:
+        return _UNKNOWN
+    value = found[-1].value
+    is_method = not found[-1].is_slot and hasattr(type(value), "__get__") and not isinstance(value, type)
+    return _UNKNOWN if is_method and len(found) > 1 else value
+
+
+def _source(held: Held) -> Source | None:
+    if held.holder is None:
+        return None
+    return InSlot(held.holder, held.key) if held.is_slot else InDict(held.holder, held.key)
+
+
+def _called(owner: Any) -> str:
+    """What an owner of attributes is called."""
+    if isinstance(owner, types.ModuleType | type):
+        return owner.__name__
+    return owner.__qualname__ if isinstance(owner, types.FunctionType) else type(owner).__name__
+
+
+def _owner(read: Read, base: Any) -> str:
+    return str(read.base) if read.base is not None else type(base).__name__
+
+
+def _line(frame: FrameType) -> Frame:
+    return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+# -- whose code is looked into --------------------------------------------------------------------------------
+
+_PACKAGES = tuple({f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "platlib")})
+_LIBRARY = tuple({f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib")})
+_TORCH = f"{Path(torch.__file__).parent}/"
+_TORCH_MODULES = f"{_TORCH}nn/modules/"
+_OURS = Path(__file__).parents[2]
+_CLOSED = (_TORCH, f"{_OURS}/graphs/", f"{_OURS}/devices/", f"{_OURS}/errors", "<frozen", "<eval_with_key>", "<string>")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_looked_into(file: str) -> bool:
+    """Whether a source file may hold code of a body: not torch but its modules, the standard library, or ours."""
+    if file.startswith(_TORCH_MODULES):
+        return not file.endswith("/module.py")  # calls of modules: what it reads is noted for each module met
+    if file.startswith(_CLOSED) or any(f"/{name}/" in file for name in ("numpy", "triton")):
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)
+
+
+def is_installed(namespace: dict[str, Any]) -> bool:
+    """Whether globals are those of an installed package, or of Python's own."""
+    return str(namespace.get("__file__") or "").startswith((*_PACKAGES, *_LIBRARY))
+
+
+def is_ours(value: Any) -> bool:
+    """Whether an object belongs to the graph layer, whose values are no facts of a body."""
+    module = str(type(value).__module__)
+    return module.startswith(("phonograph.graphs.", "phonograph.devices")) and module != f"{__package__}.facts"
+
+
+def _file_of(kind: Any) -> str:
+    module = sys.modules.get(str(kind.__module__))
+    return str(getattr(module, "__file__", None) or "")

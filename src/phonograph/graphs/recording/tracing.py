@@ -1,0 +1,96 @@
+"""Tracing of instructions: a callback before each instruction of the functions that are looked into."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+from phonograph.graphs.recording.bytecode import reads_of
+
+Enter = Callable[[FrameType], None]
+Step = Callable[[FrameType, int], None]
+LooksInto = Callable[[str], bool]
+
+
+class TracingUnavailableError(Exception):
+    """Somebody else traces: a debugger, or the measurement of coverage."""
+
+
+def traced(enter: Enter, step: Step, looks_into: LooksInto) -> AbstractContextManager[None]:
+    """Inside, `enter` is called for every function that begins on this thread, and `step` before each instruction.
+
+    What the callbacks raise is raised where the code runs.
+    """
+    if sys.version_info >= (3, 12):
+        return _monitored(enter, step, looks_into)
+    return _traced(enter, step, looks_into)
+
+
+@contextmanager
+def _traced(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None]:
+    if sys.gettrace() is not None:
+        raise TracingUnavailableError("a debugger, or the measurement of coverage, has Python's trace")
+
+    def on_call(frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        if not looks_into(code.co_filename) or code.co_name == "<module>":
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        enter(frame)
+        return on_step
+
+    def on_step(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode":
+            step(frame, frame.f_lasti)
+        return on_step
+
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+@contextmanager
+def _monitored(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None]:
+    """Python 3.12 and later. Events are enabled for all code at once: code that is instrumented while it begins would
+    miss its first instructions."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+    tool = next((one for one in (3, 4) if monitoring.get_tool(one) is None), None)
+    if tool is None:
+        raise TracingUnavailableError("no tool number of sys.monitoring is free")
+    thread, events = threading.get_ident(), monitoring.events
+
+    def is_left_out(code: CodeType) -> bool:
+        return not looks_into(code.co_filename) or code.co_name == "<module>"
+
+    def on_start(code: CodeType, offset: int) -> Any:
+        if is_left_out(code):
+            return monitoring.DISABLE
+        if threading.get_ident() == thread:
+            enter(sys._getframe(1))
+        return None
+
+    def on_instruction(code: CodeType, offset: int) -> Any:
+        if is_left_out(code) or offset not in reads_of(code):
+            return monitoring.DISABLE
+        if threading.get_ident() == thread:
+            step(sys._getframe(1), offset)
+        return None
+
+    monitoring.use_tool_id(tool, "phonograph facts")
+    try:
+        monitoring.register_callback(tool, events.PY_START, on_start)
+        monitoring.register_callback(tool, events.INSTRUCTION, on_instruction)
+        monitoring.restart_events()
+        monitoring.set_events(tool, events.PY_START | events.INSTRUCTION)
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.register_callback(tool, events.PY_START, None)
+        monitoring.register_callback(tool, events.INSTRUCTION, None)
+        monitoring.free_tool_id(tool)
