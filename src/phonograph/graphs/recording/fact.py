@@ -223,7 +223,7 @@ def unchanged(then: Any, now: Any) -> bool:
         return False
     if isinstance(then, PLAIN):
         return same(then, now)
-    if isinstance(then, tuple):
+    if isinstance(then, tuple | list):
         return len(then) == len(now) and all(map(unchanged, then, now))
     if isinstance(then, frozenset):
         return bool(then == now)
@@ -247,7 +247,7 @@ def shown(value: Any) -> str:
     if isinstance(value, PLAIN) or value is ABSENT:
         text = repr(value)
         return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         more = ", …" if len(value) > _MAX_ITEMS else ""
         return f"({', '.join(map(shown, value[:_MAX_ITEMS]))}{more})"
     if isinstance(value, type | types.FunctionType):

@@ -35,6 +35,8 @@ log = logging.getLogger("phonograph")
 
 WINDOW = 64
 """Within so many checks everything has been looked at."""
+_FEW = 80
+"""So many values in dicts are looked at one by one faster than by the dicts' versions."""
 _MAX_STRIKES = 2
 """After so many stores that changed no fact, a dict's facts are looked at one by one."""
 
@@ -44,7 +46,10 @@ class FactCheck:
 
     def __init__(self, facts: Sequence[Fact], by_value: Iterable[int] = ()) -> None:
         self.facts = tuple(facts)
-        self.uses_versions = dict_versions.are_reliable()
+        in_dicts = sum(isinstance(fact.source, InDict | AllItems) for fact in self.facts)
+        self.uses_versions = in_dicts > _FEW and dict_versions.are_reliable()
+        self._has_turns = in_dicts > _FEW and not self.uses_versions
+        """Whether objects in dicts take turns too, so that a check stays cheap."""
         self.stale: Fact | None = None
         """The fact that differed in the last check."""
         self._by_value = set(by_value)
@@ -61,8 +66,9 @@ class FactCheck:
     @property
     def method(self) -> str:
         """How it checks, in words."""
-        if self.uses_versions:
-            return f"dict versions and generated code at every call; addresses and defaults within {WINDOW} calls"
+        if not self._has_turns:
+            how = "dict versions and generated code" if self.uses_versions else "generated code"
+            return f"{how} at every call; addresses and defaults within {WINDOW} calls"
         return (
             f"generated code alone, since this Python or torch tells no dict versions: plain values at every call, "
             f"objects, addresses and defaults within {WINDOW} calls"
@@ -101,18 +107,21 @@ class FactCheck:
             if isinstance(source, AddressOf | OfFunction):
                 rotating.append(fact)
             elif isinstance(source, HooksOf):
-                versioned.update((id(one), one) for one in _hook_dicts(source) if one)
+                if self.uses_versions:
+                    versioned.update((id(one), one) for one in _hook_dicts(source) if one)
+                elif any(fact.value):
+                    looked_at.append(fact)
             elif not isinstance(source, Computed):
                 holder = source.holder if isinstance(source, InDict | AllItems) else None
                 if not isinstance(holder, dict):
                     looked_at.append(fact)
                 elif self.uses_versions and id(holder) not in self._by_value:
                     versioned[id(holder)] = holder
-                elif self.uses_versions or isinstance(fact.value, PLAIN):
+                elif not self._has_turns or isinstance(fact.value, PLAIN):
                     looked_at.append(fact)
                 else:
                     rotating.append(fact)
-        self._dicts = list(versioned.values()) if self.uses_versions else []
+        self._dicts = list(versioned.values())
         self._versions = dict_versions.versions_of(self._dicts) if self._dicts else []
         self._num_handles[0] = RemovableHandle.next_id
         self._holds = self._generated(looked_at, rotating)

@@ -24,7 +24,7 @@ class Functions:
 
     def __init__(self) -> None:
         self._met: dict[int, Any] = {}
-        self._by_code: dict[CodeType, list[types.FunctionType]] = {}
+        self._by_code: dict[int, tuple[CodeType, list[types.FunctionType]]] = {}
 
     def learn(self, value: Any) -> None:
         """Add a function, or those that a value calls when it is called."""
@@ -35,20 +35,20 @@ class Functions:
                 continue
             self._met[id(one)] = one  # held, so that its identity is not given to another
             if isinstance(one, types.FunctionType):
-                self._by_code.setdefault(one.__code__, []).append(one)
+                self._by_code.setdefault(id(one.__code__), (one.__code__, []))[1].append(one)
             todo.extend(_parts(one))
 
     def of(self, frame: FrameType) -> list[types.FunctionType]:
         """The functions that have a frame's code."""
         code = frame.f_code
-        if code not in self._by_code:
+        if id(code) not in self._by_code:
             self.learn(frame.f_globals.get(code.co_name))
             if code.co_argcount:
                 owner = frame.f_locals.get(code.co_varnames[0])
                 kind = owner if isinstance(owner, type) else type(owner)
                 for one in kind.__mro__:
                     self.learn(vars(one).get(code.co_name))
-        return self._by_code.get(code, [])
+        return self._by_code.get(id(code), (code, []))[1]
 
     def cells(self, frame: FrameType, name: str) -> list[types.CellType]:
         """The cells that a free variable of a frame may come from: those that hold its value."""

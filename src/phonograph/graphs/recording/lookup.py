@@ -41,6 +41,8 @@ def lookup(owner: Any, name: str) -> list[Held]:
     if held is None or (by_class is not ABSENT and hasattr(type(by_class), "__set__")):
         return found  # a property: its own code is what reads
     if name not in held:
+        if isinstance(owner, torch.Tensor):
+            return found
         if by_class is not ABSENT:
             return [Held(held, name, ABSENT), *found]
         if isinstance(owner, torch.nn.Module):

@@ -80,8 +80,5 @@ def _asked(function: str) -> Callable[[], Any] | None:
             ask()
     except RuntimeError:  # old and new settings of precision were mixed: torch won't tell
         return None
-    return ask if not isinstance(_answer(ask), list) else lambda: tuple(ask())  # type: ignore[misc]
-
-
-def _answer(ask: Callable[[], Any] | None) -> Any:
-    return ask() if ask is not None else None
+    found: Callable[[], Any] | None = ask
+    return found

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from phonograph.errors import Frame
-from phonograph.graphs.recording.bytecode import Read, reads_of
+from phonograph.graphs.recording.bytecode import Read
 from phonograph.graphs.recording.fact import AllItems, Fact, FactKind, InCell, InDict, InList, InSlot, Source
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.lookup import Held, lookup
@@ -37,7 +37,7 @@ class Reads:
         self._functions = functions
         self._looks_into = looks_into if looks_into is not None else is_looked_into
         self._paused = 0
-        self._entered: set[CodeType] = set()
+        self._entered: dict[int, CodeType] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -65,8 +65,8 @@ class Reads:
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, torch.nn.Module):
                 self._meet(owner, frame)
-        if code not in self._entered:
-            self._entered.add(code)
+        if id(code) not in self._entered:
+            self._entered[id(code)] = code
             for function in self._functions.of(frame):
                 self.called[id(function)] = function, _line(frame)
 
@@ -75,10 +75,9 @@ class Reads:
             self.modules[id(module)] = module, _line(frame)
             self._note_attribute(Read("attribute", "forward", Read("local", "self")), module, frame)
 
-    def _read(self, frame: FrameType, offset: int) -> None:
-        """An instruction is about to run."""
-        read = reads_of(frame.f_code).get(offset)
-        if read is None or self._paused:
+    def _read(self, frame: FrameType, read: Read) -> None:
+        """An instruction is about to read."""
+        if self._paused:
             return
         if read.kind == "global":
             if read.key in frame.f_globals:
@@ -89,7 +88,7 @@ class Reads:
                 self._note("closure", read.key, InCell(cell), read, frame)
         elif read.base is not None:
             base = self._value(read.base, frame)
-            if base is not _UNKNOWN and not is_ours(base):
+            if base is not _UNKNOWN and not is_closed(base):
                 self._note_inside(read, base, frame)
 
     def _note_inside(self, read: Read, base: Any, frame: FrameType) -> None:
@@ -187,6 +186,10 @@ _OURS = Path(__file__).parents[2]
 _CLOSED = (_TORCH, f"{_OURS}/graphs/", f"{_OURS}/devices/", f"{_OURS}/errors", "<frozen", "<eval_with_key>", "<string>")
 
 
+_OPEN_LIBRARY = ("builtins", "collections", "types", "functools", "argparse", "__main__")
+"""Objects of these may be a user's values: dicts, lists, functions, namespaces."""
+
+
 @functools.lru_cache(maxsize=4096)
 def is_looked_into(file: str) -> bool:
     """Whether a source file may hold code of a body: not torch but its modules, the standard library, or ours."""
@@ -202,10 +205,13 @@ def is_installed(namespace: dict[str, Any]) -> bool:
     return str(namespace.get("__file__") or "").startswith((*_PACKAGES, *_LIBRARY))
 
 
-def is_ours(value: Any) -> bool:
-    """Whether an object belongs to the graph layer, whose values are no facts of a body."""
+def is_closed(value: Any) -> bool:
+    """Whether an object's values are no facts of a body: those of the graph layer, and of the standard library."""
     module = str(type(value).__module__)
-    return module.startswith(("phonograph.graphs.", "phonograph.devices")) and module != f"{__package__}.facts"
+    if module in _OPEN_LIBRARY or isinstance(value, types.ModuleType | type):
+        return False
+    is_ours = module.startswith(("phonograph.graphs.", "phonograph.devices")) and module != f"{__package__}.facts"
+    return is_ours or module.partition(".")[0] in sys.stdlib_module_names
 
 
 def _file_of(kind: Any) -> str:

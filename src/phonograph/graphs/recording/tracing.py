@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-from phonograph.graphs.recording.bytecode import reads_of
+from phonograph.graphs.recording.bytecode import Read, reads_of
 
 Enter = Callable[[FrameType], None]
-Step = Callable[[FrameType, int], None]
+Step = Callable[[FrameType, Read], None]
 LooksInto = Callable[[str], bool]
 
 
@@ -21,7 +21,7 @@ class TracingUnavailableError(Exception):
 
 
 def traced(enter: Enter, step: Step, looks_into: LooksInto) -> AbstractContextManager[None]:
-    """Inside, `enter` is called for every function that begins on this thread, and `step` before each instruction.
+    """Inside, `enter` is called for every function that begins on this thread, and `step` before each read.
 
     What the callbacks raise is raised where the code runs.
     """
@@ -35,24 +35,35 @@ def _traced(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None]:
     if sys.gettrace() is not None:
         raise TracingUnavailableError("a debugger, or the measurement of coverage, has Python's trace")
 
+    steps: dict[int, tuple[CodeType, Any]] = {}  # the code is kept, so that its identity is not given to another
+
     def on_call(frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
-        if not looks_into(code.co_filename) or code.co_name == "<module>":
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        enter(frame)
-        return on_step
-
-    def on_step(frame: FrameType, event: str, arg: object) -> Any:
-        if event == "opcode":
-            step(frame, frame.f_lasti)
-        return on_step
+        found = steps.get(id(code))
+        if found is None:
+            is_left_out = not looks_into(code.co_filename) or code.co_name == "<module>"
+            found = steps[id(code)] = code, None if is_left_out else _stepping(reads_of(code), step)
+        if found[1] is not None:
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            enter(frame)
+        return found[1]
 
     sys.settrace(on_call)
     try:
         yield
     finally:
         sys.settrace(None)
+
+
+def _stepping(reads: dict[int, Read], step: Step) -> Any:
+    def on_step(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode":
+            read = reads.get(frame.f_lasti)
+            if read is not None:
+                step(frame, read)
+        return on_step
+
+    return on_step
 
 
 @contextmanager
@@ -76,10 +87,11 @@ def _monitored(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None
         return None
 
     def on_instruction(code: CodeType, offset: int) -> Any:
-        if is_left_out(code) or offset not in reads_of(code):
+        read = None if is_left_out(code) else reads_of(code).get(offset)
+        if read is None:
             return monitoring.DISABLE
         if threading.get_ident() == thread:
-            step(sys._getframe(1), offset)
+            step(sys._getframe(1), read)
         return None
 
     monitoring.use_tool_id(tool, "phonograph facts")
