@@ -211,8 +211,9 @@ class Fact:
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of these dotted names is a name, or the end of it."""
-    return any(name == one or name.endswith(f".{one}") for one in patterns)
+    """Whether one of these dotted names is a name, or the end of it; `cache.hits` means `Cache.hits` too."""
+    known = name.lower()
+    return any(known == one.lower() or known.endswith(f".{one.lower()}") for one in patterns)
 
 
 def unchanged(then: Any, now: Any) -> bool:
