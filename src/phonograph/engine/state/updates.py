@@ -225,19 +225,24 @@ class UpdateBuilder:
             values = b"".join([self._rows(column, entries) for column in columns])
             draft.write(group, names, "rows", num, begin, values)
         for column in sent.pairs:
-            self._pairs(draft, column, entries, rows)
+            self._pairs(draft, column, entries)
 
-    def _pairs(self, draft: _Draft, column: Column, entries: Many[Entry], rows: Many[int]) -> None:
-        """Pairs of each sequence: as many as a prompt has tokens."""
+    def _pairs(self, draft: _Draft, column: Column, entries: Many[Entry]) -> None:
+        """Pairs of each sequence: as many as a prompt has tokens, or none."""
         assert column.value is not None
-        found, width = [column.value(entry) for entry in entries], self._widths[column.name]
-        indices = np.concatenate([np.asarray(places, dtype=np.int64) for places, _ in found])
-        if indices.size:
-            _check_places(column, width, indices, indices.min(), indices.max())
-            places = np.repeat(np.array(rows) * width, [len(of_row) for of_row, _ in found]) + indices
-            values = np.concatenate([np.asarray(values, dtype=self._kinds[column.name]) for _, values in found])
-            begin = draft.block.add(places.tobytes())
-            draft.write(column.group, (column.name,), "pairs", len(places), begin, values.tobytes())
+        kind, width = self._kinds[column.name], self._widths[column.name]
+        places, values = list[Array](), list[Array]()
+        for entry in entries:
+            indices, found = column.value(entry)
+            if len(indices):
+                inside = np.asarray(indices, dtype=np.int64)
+                _check_places(column, width, inside, inside.min(), inside.max())
+                places.append(inside + entry.sequence.row * width)
+                values.append(np.asarray(found, dtype=kind))
+        if places:
+            num, begin = sum(map(len, places)), draft.block.add(b"".join([part.tobytes() for part in places]))
+            sent = b"".join([part.tobytes() for part in values])
+            draft.write(column.group, (column.name,), "pairs", num, begin, sent)
 
     def _change(self, draft: _Draft, column: Column, changes: Many[tuple[int, int, Any]]) -> None:
         """Pairs that the step lists itself: few, so that lists are faster than arrays."""
