@@ -22,12 +22,12 @@ _SMALLEST = 256
 _ZEROS = bytes(ALIGNMENT)
 _NO_BYTES = np.zeros(0, dtype=np.uint8)
 
-
 WriteForm = Literal["rows", "pairs", "reset"]
 
 
 class Write(NamedTuple):
-    """One write to some columns of a group; equal ones take their bytes from the same places of their blocks."""
+    """One write to some columns of a group, and where its bytes lie in the block: equal ones are the same copies on the
+    device, whatever the bytes are."""
 
     group: str
     columns: tuple[str, ...]
@@ -35,7 +35,7 @@ class Write(NamedTuple):
     """Rows of one column, or of several that lie together, one after the other; (place, value) pairs of one, whose rows
     lie one after the other: place = row · width + index; or rows of any that get their defaults."""
     num: int
-    """Rows or pairs, none of them twice."""
+    """Rows, none of them twice, or pairs, no place with two values."""
     indices: int
     """The first byte of rows or places: int64."""
     values: int = 0
