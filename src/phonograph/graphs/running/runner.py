@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -68,6 +68,8 @@ class Runner:
         """What the latest call ran."""
         self._outputs = OutputBuffers(device.torch_device)
         self._entries: dict[ShapeKey, Entry] = {}
+        self._refused: dict[ShapeKey, RunEagerly] = {}
+        """Keys that have no recording, and why."""
         self._limits = {name: dim.limit for name, dim in phase.all_dims.items() if dim.limit is not None}
         self.selection: Selection | None = None
         """The recordings that a capture makes; None where nothing is recorded."""
@@ -145,7 +147,9 @@ class Runner:
             trimming = captured.trimmings[key.group]
             padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
             self._entries[key] = Entry(recording, padded, trimming, carried, self._outputs.standing.kept)
-        self._route(frozenset(row.key for row in report.failures))
+        for row in report.failures:
+            self._refused[row.key] = RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {row.key} failed")
+        self._route()
         if report.left_out:
             missing = sum(one.num_recordings for one in report.left_out)
             log.warning("capturing %s: %d recordings left out: %s", self.phase.name, missing, report.left_out[0])
@@ -165,9 +169,18 @@ class Runner:
         for entry in self._entries.values():
             entry.recording.release()
         self._entries.clear()
+        self._refused.clear()
         self._loaded = None
         self.report = None
         self._route()
+
+    def mistrust(self, key: ShapeKey, why: str) -> None:
+        """Give a recording back that was found wrong; its batches are served eagerly until the next capture."""
+        with self._using("giving back a recording of"):
+            self._entries.pop(key).recording.release()
+            self._refused[key] = RunEagerly(Reason.MISTRUSTED, f"{key} is not to be trusted: {why}")
+            self._loaded = None
+            self._route()
 
     def recording(self, key: ShapeKey) -> Recording:
         """The recording of a key that has one."""
@@ -237,9 +250,9 @@ class Runner:
                 return refusal
         return None
 
-    def _route(self, failed: Collection[ShapeKey] = ()) -> None:
+    def _route(self) -> None:
         if self._routes is not None:
-            self._routes.settle(self.plan, self._entries, failed)
+            self._routes.settle(self.plan, self._entries, self._refused)
 
     # -- run ----------------------------------------------------------------------------------------------
 
@@ -373,6 +386,8 @@ class Runner:
                 lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
         for row in self.report.failures if self.report else ():
             lines.append(f"  {row.key} stays eager: {row.error}")
+        mistrusted = (one.detail for one in self._refused.values() if one.reason is Reason.MISTRUSTED)
+        lines += [f"  eager since then: {detail}" for detail in mistrusted]
         lines += [f"  left out: {one}" for one in (self.selection.left_out if self.selection else ())]
         lines += [f"  {key} is served by {other}" for key, other in self.standing_in.items()]
         lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")
