@@ -1,4 +1,4 @@
-"""Settings of the machine: what the environment says, read here only. No variable changes how anything is computed."""
+"""Machine settings: environment variables, read here only. No variable changes how anything is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and what they stand for."""
+"""Shared flags: those that several commands have, and what is made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device must be able to do: record into a pool, replay, and say what it can't."""
+"""Device protocol: record into a memory pool, replay, and say what the device can't do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch answers where nothing is captured for real: whether the current stream is in a capture.
+"""Capture queries: torch's answer to `is_current_stream_capturing` where no stream is really capturing.
 
 Libraries ask in order to leave out checks that read the device. A rehearsal must run what the capture will run, and a
 recording on the emulated device what one on a GPU would. Seeds are refused here too: they are set by Python, which a

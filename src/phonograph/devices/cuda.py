@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, and AMD's through HIP, with torch's CUDA graphs."""
+"""CUDA device: NVIDIA GPUs, and AMD's through HIP, with torch's CUDA graphs."""
 
 from __future__ import annotations
 

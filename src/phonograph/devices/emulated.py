@@ -1,4 +1,4 @@
-"""Device-graph semantics on the CPU, so that everything above is tested without a GPU.
+"""Emulated device: device-graph semantics on the CPU, so that everything above it is tested without a GPU.
 
 Recording runs each aten op once and writes it down; replay runs the same ops into the same memory.
 As on a real device, recording has no effect outside the graph: what it wrote to tensors from outside

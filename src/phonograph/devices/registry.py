@@ -1,4 +1,4 @@
-"""Finds a device by name, by torch device, or by what is there."""
+"""Device registry: a device by name, by torch device, or the accelerator that is present."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches the aten ops of a forward pass: refuses what a graph can't hold, and notes what is written.
+"""Op trace: the aten ops of a forward pass. Refuses those that a graph can't hold, and notes writes.
 
 On the CPU some host reads never reach the dispatcher (`tolist`, `numpy`, `cpu`, printing), so a function
 mode stands beside the dispatch mode. `torch.frombuffer` and `from_dlpack` reach neither and are not seen.

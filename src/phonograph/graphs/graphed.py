@@ -19,14 +19,14 @@ from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.fields import path_of
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.inputs.slot import Slot
-from phonograph.graphs.inputs.snapshots import snapshots_beside
+from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.phases.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.phases.live_arguments import Live
-from phonograph.graphs.phases.phase import Admission, Phase, Preserve, Sampler, sample_from
+from phonograph.graphs.phases.phase import Admission, Phase, Preserve, SampleFunction, sample_from
 from phonograph.graphs.planning.kinds import unknown
 from phonograph.graphs.planning.resolve import Plan, resolve
-from phonograph.graphs.planning.rules import Facts
+from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import BACKENDS
@@ -163,9 +163,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     backend: str | None = None,
     device: str | torch.device | Device | None = None,
     outputs: Outputs = "own",
-    sample: Sampler | None = None,
+    sample: SampleFunction | None = None,
     tail: Callable[[Any, Any], Any] | None = None,
-    plan: Callable[[Any, Extent], None] | None = None,
+    host_plan: Callable[[Any, Extent], None] | None = None,
     tail_captured: bool = False,
     preserve: Preserve | None = None,
     admission: Sequence[Admission] = (),
@@ -224,7 +224,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         dims=(dims,) if isinstance(dims, Dim) else tuple(dims),
         tail=tail,
         tail_captured=tail_captured,
-        plan=plan,
+        host_plan=host_plan,
         preserve=preserve,
         admission=[others.admit, *([_unchanged_hooks(call)] if isinstance(call, ModuleCall) else ()), *admission],
         without=frozenset(_all_of(str, without, "without")),
@@ -289,7 +289,7 @@ class _Others:
         self._whole = {path[0] for path in self._left_out if len(path) == 1}
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         given = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
-        self._defaults = snapshots_beside(given, self._left_out)
+        self._defaults = snapshots_without(given, self._left_out)
         self.carried: Callable[[], Callable[[ShapeKey], Mapping[str, Any]] | None] = lambda: None
         """A weak reference to the runner's method: the runner holds this."""
 
@@ -301,7 +301,7 @@ class _Others:
         carried = carried_by(key)
         if not carried and batch.keys() <= self._whole:
             return None  # nothing but defaults, then and now
-        given = self._defaults | snapshots_beside(batch, self._left_out)
+        given = self._defaults | snapshots_without(batch, self._left_out)
         recorded = {**self._defaults, **carried}
         for name in given.keys() | recorded.keys():
             if name not in given or name not in recorded or given[name] != recorded[name]:
@@ -358,9 +358,9 @@ def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[s
     return tuple(lives)
 
 
-def facts_of(device: Device) -> Facts:
+def facts_of(device: Device) -> DeviceFacts:
     """What rules may know about a device and this build."""
-    return Facts(device.name, device.capabilities.backends, built=frozenset(BACKENDS))
+    return DeviceFacts(device.name, device.capabilities.backends, built=frozenset(BACKENDS))
 
 
 def _device_of(function: Callable[..., Any]) -> torch.device | None:

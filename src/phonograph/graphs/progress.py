@@ -1,4 +1,4 @@
-"""Shows how far a capture is."""
+"""Progress bar of a capture."""
 
 from __future__ import annotations
 

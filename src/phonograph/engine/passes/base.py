@@ -64,7 +64,7 @@ class Pass:
     """The batch of a step that names this pass."""
     body: Callable[..., Any]
     """What is recorded. Takes a batch; in a chain, also what the pass before it returned."""
-    sample: phase.Sampler
+    sample: phase.SampleFunction
     preserve: phase.Preserve
     is_steady: Callable[[Step], bool] = _never
     """Whether a step has the batch of the last one, but for what the tables hold: it is repeated then, not loaded."""

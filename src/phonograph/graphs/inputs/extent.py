@@ -1,4 +1,4 @@
-"""Named sizes: what a batch uses of each dim, and what a graph was recorded for."""
+"""Extent: by dim, the size that a batch uses and the padded size that a graph was recorded for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computed slots for the token counts that data-parallel ranks gather."""
+"""Gathered token counts: computed slots for the counts that data-parallel ranks exchange."""
 
 from __future__ import annotations
 

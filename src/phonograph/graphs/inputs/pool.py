@@ -1,4 +1,4 @@
-"""One allocation per (name, dtype, device) for all runners: plan first, then allocate."""
+"""Buffer pool: one allocation per (name, dtype, device) for all runners; all leases are planned, then allocated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from phonograph.devices import Device, MemoryPool
 from phonograph.errors import DeclarationError, LoadError
-from phonograph.graphs.inputs.aliases import Aliases, Found, find_tensors, group_aliases
+from phonograph.graphs.inputs.aliases import Aliases, FoundTensor, find_tensors, group_aliases
 
 log = logging.getLogger("phonograph")
 
@@ -112,9 +112,9 @@ class BufferPool:
         """Grows with every load into tensors that are not leased: they may lie in anybody's buffer."""
         self._loads: dict[Key, LoadCount] = {}
         self.rings: dict[Key, object] = {}
-        """Host memory beside a shared allocation: one for all runners."""
+        """Host memory for each shared allocation: one for all runners."""
         self._leases: list[Lease] = []
-        self._found: list[Found] = []
+        self._found: list[FoundTensor] = []
         self._private: list[str] = []
         self._allocations: dict[Key, torch.Tensor] = {}
         self._bytes_private = 0
@@ -222,7 +222,7 @@ class BufferPool:
         self._private.append(f"{lease.owner}.{lease.name}: {reason}")
         log.info("buffer %s of %s is not shared: %s", lease.name, lease.owner, reason)
 
-    def _lease_found(self, found: Sequence[Found]) -> Callable[[], None]:
+    def _lease_found(self, found: Sequence[FoundTensor]) -> Callable[[], None]:
         """Lease memory for tensors that were found; call what comes back to put views of it in their place."""
         moves: list[tuple[Lease, Aliases]] = []
         for aliases in group_aliases(found):

@@ -15,7 +15,7 @@ from phonograph.graphs.inputs.fields import Path, path_of
 from phonograph.numbers import is_whole
 
 Number = bool | int | float
-Place = Literal["device", "host"]
+Placement = Literal["device", "host"]
 Compute = Callable[[Any, Extent], Any]
 """Takes the batch and the extent; returns the slot's value, or None to load the batch's own."""
 
@@ -61,14 +61,14 @@ class Slot:
     pad: Pad | None = None
     """What stands in padded rows. Floating-point slots default to 0, or the smallest legal value; others must say."""
     source: str | None = None
-    """The field of the batch, or of what is passed beside it; may be dotted. Default: the slot's name."""
+    """The field of the batch, or a keyword argument; may be dotted. Default: the slot's name."""
     compute: Compute | None = None
     """Computes the value from the batch and the extent, after the other slots are loaded."""
     absent: Number | None = None
     """A neutral value for when the batch has None here, in a replay and on the eager path alike."""
     keyed: bool = False
     """The batch may have None here, and graphs are recorded with and without it; a computed slot is then absent."""
-    place: Place = "device"
+    place: Placement = "device"
     valid: tuple[Number, Number] | None = None
     """The smallest and largest legal value; samples and poison stay inside it."""
     shared: bool = True

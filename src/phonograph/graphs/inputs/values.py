@@ -1,4 +1,4 @@
-"""What a slot accepts: checks the values that a batch gives, and turns those of the host into numpy data."""
+"""Slot values: the checks on what a batch gives a slot, and host values as numpy data."""
 
 from __future__ import annotations
 

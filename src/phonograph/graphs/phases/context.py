@@ -1,4 +1,4 @@
-"""The one ambient value of the package: what is being recorded or run right now, and for which batch."""
+"""Current run: what is recorded or run right now, and for which batch. The one ambient value of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live arguments: what stands in their place while a body is recorded, so that no value of one call is frozen in."""
+"""Live arguments: placeholders while a body is recorded, so that no value of one call is frozen in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kind: which values a setting takes. Flags, JSON and Python callers go through the same check."""
+"""Setting kinds: the values that a setting takes. Flags, JSON and Python callers go through the same check."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Generic, Literal, TypeVar
 from phonograph.errors import PlanError
 from phonograph.numbers import is_finite, is_whole
 
-Backend = Literal["full", "breakable", "tc_piecewise", "disabled"]
-Graphs = Literal["on", "off", "strict"]
+BackendName = Literal["full", "breakable", "tc_piecewise", "disabled"]
+GraphsMode = Literal["on", "off", "strict"]
 Value = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
 
-BACKENDS: tuple[Backend, ...] = ("full", "breakable", "tc_piecewise", "disabled")
-GRAPHS: tuple[Graphs, ...] = ("on", "off", "strict")
+BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "tc_piecewise", "disabled")
+GRAPHS: tuple[GraphsMode, ...] = ("on", "off", "strict")
 
 # A size becomes a tensor's extent, and torch holds extents in 64 signed bits.
 
@@ -29,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class MisfitError(Exception):
-    """A value is not of the kind that its setting takes; `Kind.check` turns it into a PlanError."""
+    """A value is not of the kind that its setting takes; `SettingKind.check` turns it into a PlanError."""
 
 
 def nearest(found: str, valid: Sequence[str]) -> str | None:
@@ -155,7 +155,7 @@ def _names(found: object) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Kind(Generic[T_co]):
+class SettingKind(Generic[T_co]):
     """Which values a setting takes; flags, JSON and Python callers go through the same `check`."""
 
     expected: str
@@ -180,13 +180,15 @@ class Kind(Generic[T_co]):
         raise PlanError(f"reading {setting} from {origin}: expected {self.expected}, found {described(found)}")
 
 
-BACKEND = Kind("a backend", _one_of(BACKENDS), "|".join(BACKENDS), noun="backend", words=BACKENDS)
-GRAPHS_WORD = Kind("on, off or strict", _one_of(GRAPHS), "|".join(GRAPHS), noun="value of graphs", words=GRAPHS)
-SWITCH = Kind("true or false", _switch, "")
-LIMIT = Kind("a positive 64-bit integer, or null", _limit, "SIZE", read_number)
-BUCKETS = Kind("positive 64-bit integers, each above the one before, or null", _buckets, "SIZE,SIZE,..", _read_numbers)
-RATIO = Kind("a finite number of at least 1", _ratio, "RATIO", read_number)
-ROWS = Kind("a 64-bit integer of at least 0", _rows, "ROWS", read_number)
-COUNT = Kind("a positive 64-bit integer", _size, "COUNT", read_number)
-NAMES = Kind("a list of rule names", _names, "NAME")
-FOLDER = Kind("the name of a folder, or null", _folder, "FOLDER", _read_folder)
+BACKEND = SettingKind("a backend", _one_of(BACKENDS), "|".join(BACKENDS), noun="backend", words=BACKENDS)
+GRAPHS_WORD = SettingKind("on, off or strict", _one_of(GRAPHS), "|".join(GRAPHS), noun="value of graphs", words=GRAPHS)
+SWITCH = SettingKind("true or false", _switch, "")
+LIMIT = SettingKind("a positive 64-bit integer, or null", _limit, "SIZE", read_number)
+BUCKETS = SettingKind(
+    "positive 64-bit integers, each above the one before, or null", _buckets, "SIZE,SIZE,..", _read_numbers
+)
+RATIO = SettingKind("a finite number of at least 1", _ratio, "RATIO", read_number)
+ROWS = SettingKind("a 64-bit integer of at least 0", _rows, "ROWS", read_number)
+COUNT = SettingKind("a positive 64-bit integer", _size, "COUNT", read_number)
+NAMES = SettingKind("a list of rule names", _names, "NAME")
+FOLDER = SettingKind("the name of a folder, or null", _folder, "FOLDER", _read_folder)

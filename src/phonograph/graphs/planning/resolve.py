@@ -1,4 +1,4 @@
-"""From what is asked, measured and true to one frozen plan, in which every value says why it is so."""
+"""Plan: resolved from requests, measurements and facts of the device; frozen, and every value has its reason."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from phonograph.graphs.planning.kinds import (
     RATIO,
     ROWS,
     SWITCH,
-    Backend,
-    Graphs,
+    BackendName,
+    GraphsMode,
     Value,
     shown,
     unknown,
 )
-from phonograph.graphs.planning.rules import RULES, Change, Facts, Rule, View, stated
+from phonograph.graphs.planning.rules import RULES, Change, DeviceFacts, ResolvedValues, Rule, stated
 from phonograph.graphs.planning.settings import (
     MAX_PADDING_RATIO,
     MAX_PADDING_ROWS,
@@ -48,7 +48,7 @@ class PhasePlan:
     What is not given is what every phase has by default.
     """
 
-    backend: Backend = "full"
+    backend: BackendName = "full"
     limit: int | None = None
     buckets: tuple[int, ...] | None = None
     exact: bool = False
@@ -76,7 +76,7 @@ class Plan:
         return (name for name, _ in self.resolved)
 
     @property
-    def graphs(self) -> Graphs:
+    def graphs(self) -> GraphsMode:
         """`on`, `off`, or `strict`: a shape that has no graph is an error."""
         return GRAPHS_WORD.convert(self["graphs"].value)
 
@@ -154,7 +154,7 @@ def _shared_defaults(settings: Settings) -> str:
 
 def resolve(
     asked: Asked | Iterable[Ask],
-    facts: Facts,
+    facts: DeviceFacts,
     phases: Iterable[PhaseDefaults],
     rules: Sequence[Rule] = RULES,
     *,
@@ -241,10 +241,10 @@ class _Rulebook:
 
     rules: Sequence[Rule]
     ignored: tuple[str, ...]
-    facts: Facts
+    facts: DeviceFacts
     settings: Settings
 
-    def _wanted(self, rule: Rule, values: View) -> list[Change]:
+    def _wanted(self, rule: Rule, values: ResolvedValues) -> list[Change]:
         wanted = list(rule.changes(self.facts, values))
         for change in wanted:
             origin = f"rule '{rule.name}'"
@@ -287,7 +287,7 @@ class _Rulebook:
                 )
 
 
-def _conflict(rule: Rule, change: Change, values: View) -> PlanError:
+def _conflict(rule: Rule, change: Change, values: ResolvedValues) -> PlanError:
     past = f", or go past the rule with --ignore-rule {rule.name}" if rule.ignorable else ""
     return PlanError(
         f"rule '{rule.name}' conflicts with {stated(change.setting, values)}: {change.because}. "

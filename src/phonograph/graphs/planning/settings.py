@@ -21,8 +21,8 @@ from phonograph.graphs.planning.kinds import (
     RATIO,
     ROWS,
     SWITCH,
-    Backend,
-    Kind,
+    BackendName,
+    SettingKind,
     Value,
     unknown,
 )
@@ -40,7 +40,7 @@ class PhaseDefaults:
     """A phase as a plan knows it: its name, and the backend that it has unless another is asked for or measured."""
 
     name: str
-    backend: Backend = "full"
+    backend: BackendName = "full"
     because: str = "one graph per shape has the least launch cost"
 
 
@@ -61,7 +61,7 @@ class Setting(Generic[T_co]):
     """One thing that can be configured."""
 
     name: str
-    kind: Kind[T_co]
+    kind: SettingKind[T_co]
     default: T_co
     because: str
     """Why the default is what it is."""

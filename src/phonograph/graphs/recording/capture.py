@@ -1,4 +1,4 @@
-"""Records a phase: every shape is warmed before any is captured, largest first, into one memory pool."""
+"""Capture: records a phase. Every shape is warmed before any is captured, largest first, into one memory pool."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import fields_of
 from phonograph.graphs.inputs.registry import LoadMode, Registry, View
-from phonograph.graphs.inputs.snapshots import snapshots_beside
+from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.context import Current, Stage, entering
-from phonograph.graphs.phases.decisions import Group, ShapeKey
+from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Body, Recording, WarmUp
@@ -47,12 +47,12 @@ class _Bound:
     batch: Any
     inputs: dict[str, torch.Tensor]
     """What was loaded for each slot that the batch fills."""
-    beside: Mapping[str, Any]
+    kwargs: Mapping[str, Any]
 
     @property
     def others(self) -> list[Any]:
         """What the body is called with, besides the batch itself, which is new for every call."""
-        return [*fields_of(self.now.batch), *self.beside.values()]
+        return [*fields_of(self.now.batch), *self.kwargs.values()]
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Captured:
     recordings: dict[ShapeKey, Recording]
     carried: dict[ShapeKey, dict[str, Any]]
     """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
-    trimmings: dict[Group, Trimming]
+    trimmings: dict[RecordingGroup, Trimming]
     report: CaptureReport
 
 
@@ -88,7 +88,7 @@ class Capture:
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
     _input_write: InputWriteError | None = None
-    _trims: dict[Group, Trimming] = field(default_factory=dict)
+    _trims: dict[RecordingGroup, Trimming] = field(default_factory=dict)
     _warm_seconds: float = 0.0
     _views: list[View] = field(default_factory=list)
 
@@ -146,20 +146,20 @@ class Capture:
         extent = Extent(padded, padded)
         sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
         view = self._load(sample, extent)
-        if self.phase.plan is not None:
-            self.phase.plan(view.batch, extent)
+        if self.phase.host_plan is not None:
+            self.phase.host_plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
-        inputs = self.phase.inputs(view.batch, view.beside, self.phase.without)
-        return _Bound(lambda: self._forward(view), now, sample.batch, inputs, view.beside)
+        inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
+        return _Bound(lambda: self._forward(view), now, sample.batch, inputs, view.kwargs)
 
     def _forward(self, view: View) -> Any:
         with weights_uncached():
-            return self.phase.forward(view.batch, view.beside)
+            return self.phase.forward(view.batch, view.kwargs)
 
     def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
         """Views that no run before had: kept, so that no later one has their identity."""
         without = self.phase.without
-        view = self.registry.load(sample.batch, extent, mode=mode, beside=sample.beside, without=without, anew=True)
+        view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
         self._views.append(view)
         return view
 
@@ -284,8 +284,8 @@ class Capture:
     def _preserved(self, batch: Any) -> AbstractContextManager[None]:
         return self.phase.preserve(batch) if self.phase.preserve is not None else nullcontext()
 
-    def _trimmings(self, keys: Sequence[ShapeKey]) -> dict[Group, Trimming]:
-        grouped: dict[Group, list[ShapeKey]] = {}
+    def _trimmings(self, keys: Sequence[ShapeKey]) -> dict[RecordingGroup, Trimming]:
+        grouped: dict[RecordingGroup, list[ShapeKey]] = {}
         for key in keys:
             if key not in self._errors:
                 grouped.setdefault(key.group, []).append(key)
@@ -317,8 +317,8 @@ class Capture:
         with self._kept(key):
             sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
             view = self._load(sample, extent, LoadMode.EAGER)
-            if self.phase.plan is not None:
-                self.phase.plan(view.batch, extent)
+            if self.phase.host_plan is not None:
+                self.phase.host_plan(view.batch, extent)
             now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
             watching = self._state.watching() if self.phase.preserve is None else nullcontext()
             with entering(now), self._preserved(sample.batch), watching:
@@ -351,7 +351,7 @@ class Capture:
             bound = self._bind(key, Stage.CAPTURING)
             if isinstance(bound.batch, dict):
                 left_out = {slot.path for slot in self.phase.slots} | {one.path for one in self.phase.live}
-                self._carried[key] = snapshots_beside(bound.batch, left_out)
+                self._carried[key] = snapshots_without(bound.batch, left_out)
             with entering(bound.now), self._preserved(bound.batch):
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         recording.holds = self._settled.get(key, Settled()).holds

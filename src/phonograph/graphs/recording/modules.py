@@ -1,4 +1,4 @@
-"""Modules as bodies: called with their hooks, and hooks that change after capture are noticed."""
+"""Module calls: modules as bodies, with their hooks; a hook that changes after capture is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places where Python keeps values (attributes, items, cells, globals): a copy of each, what differs, the way back."""
+"""Places: where Python keeps values (attributes, items, cells, globals); how they are copied, compared and restored."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Named:
 
 
 def class_names(holder: type) -> set[str]:
-    """The attributes of a class that its authors gave it; Python keeps others beside them, some made late."""
+    """The attributes of a class that its authors gave it; Python adds others of its own, some of them late."""
     return {name for name in vars(holder) if not (name.startswith("__") or name == "_abc_impl")}
 
 

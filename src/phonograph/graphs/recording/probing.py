@@ -1,11 +1,11 @@
-"""Probes: eager runs at sizes that no recording has, which tell what each axis of an output follows."""
+"""Probes: eager runs at sizes that no recording has, which show the dim that each axis of an output follows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phonograph.graphs.inputs.tree import Path
+from phonograph.graphs.inputs.tree import TreePath
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.recording.outputs import Run, trimmed_axes
 
@@ -17,7 +17,7 @@ Probe = Callable[[Mapping[str, int]], Run]
 class Trimming:
     """How the outputs of some recordings are trimmed, and how far that is known."""
 
-    axes: dict[Path, dict[int, str]] = field(default_factory=dict)
+    axes: dict[TreePath, dict[int, str]] = field(default_factory=dict)
     tried: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By dim with a limit, the sizes below it that the body ran at. Where there are none, batches must fill it."""
 

@@ -1,4 +1,4 @@
-"""Python state that trial runs move: who moved it, on which line, and how it comes back."""
+"""Python state: values that trial runs change, the line that changed them, and their restoring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from phonograph.devices.trace import is_users
 from phonograph.errors import CaptureError, Frame
 from phonograph.graphs.recording.places import same
-from phonograph.graphs.recording.reachable import Change, Snapshot, is_importing
+from phonograph.graphs.recording.reachable import Snapshot, StateChange, is_importing
 
 _LIBRARY = (sysconfig.get_paths()["stdlib"] + "/", sysconfig.get_paths()["platstdlib"] + "/")
 _PACKAGES = (sysconfig.get_paths()["purelib"] + "/", sysconfig.get_paths()["platlib"] + "/")
@@ -97,10 +97,10 @@ class Moves:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._last: dict[tuple[int, type, Any], Any] = {}
-        self.by_body: dict[tuple[int, type, Any], Change] = {}
-        self.elsewhere: dict[tuple[int, type, Any], Change] = {}
+        self.by_body: dict[tuple[int, type, Any], StateChange] = {}
+        self.elsewhere: dict[tuple[int, type, Any], StateChange] = {}
 
-    def note(self, moves: dict[tuple[int, type, Any], Change]) -> None:
+    def note(self, moves: dict[tuple[int, type, Any], StateChange]) -> None:
         """Whatever changed since the last note belongs to `moves`."""
         changes = {_identity(change): change for change in self._snapshot.changes()}
         for identity, change in changes.items():
@@ -117,7 +117,7 @@ class Moves:
             self.note(self.elsewhere)
 
 
-def _identity(change: Change) -> tuple[int, type, Any]:
+def _identity(change: StateChange) -> tuple[int, type, Any]:
     return id(change.place.holder), type(change.place), change.key
 
 
@@ -134,7 +134,7 @@ def _callers_line(frame: FrameType, outside: FrameType) -> Frame:
     return Frame(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
 
 
-def line_of(change: Change, run: Callable[[], object]) -> Frame | None:
+def line_of(change: StateChange, run: Callable[[], object]) -> Frame | None:
     """The line that makes a change, found by a run that is traced; None where a debugger has the trace.
 
     Where the standard library makes it, that is the line that calls it.

@@ -1,4 +1,4 @@
-"""State that a forward pass writes besides its outputs: found, saved, and put back after trial runs."""
+"""Tensor state: what a forward pass writes besides its outputs; found, saved, and restored after trial runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that a body writes in place: refused for recordings, written back on the eager path.
+"""Written inputs: those that a body writes in place; refused for recordings, written back on the eager path.
 
 A recording reads and writes its own buffers: what it writes to an input never reaches the caller's tensor, nor another
 slot that was given the same tensor.

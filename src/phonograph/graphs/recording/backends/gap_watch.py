@@ -1,4 +1,4 @@
-"""Gap watch: what trial runs find in the calls of gaps that a replay would not repeat."""
+"""Gap watch: calls of gaps, watched in trial runs for what a replay would not repeat."""
 
 from __future__ import annotations
 
