@@ -14,5 +14,5 @@ def cache_folder() -> Path:
 
 
 def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's variables, and these besides: for a child process, or to look for names."""
+    """This process's variables, and the added ones: for a child process, or to look for names."""
     return {**os.environ, **(added or {})}

@@ -80,7 +80,7 @@ class TestPhases:
             resolve_phases([ask("rounds.limit", 8, origin="x=")], ABLE, [PhaseDefaults("round")])
 
     def test_a_name_stands_once(self) -> None:
-        with pytest.raises(DeclarationError, match="twice"):
+        with pytest.raises(DeclarationError, match="two have the same name"):
             resolve_phases([], ABLE, [PhaseDefaults("round"), PhaseDefaults("round")])
 
     def test_a_plan_without_phases_records_nothing(self) -> None:

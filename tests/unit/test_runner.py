@@ -507,7 +507,7 @@ def test_an_output_over_a_limit_dim_is_trimmed_too(device: Device) -> None:
 def test_an_output_axis_that_changes_and_is_no_dim_is_refused(device: Device, body: Any) -> None:
     runner = make_runner(body, device)
     assert runner.report is not None
-    assert "changes with the batch and is no dim" in str(runner.report.failures[0].error)
+    assert "changes with the batch and is not a dim" in str(runner.report.failures[0].error)
     equal(runner.run({"x": rows(device, 3)}), body({"x": rows(device, 3)}))
     exact = make_runner(body, device, exact=True).report
     assert exact is not None

@@ -21,7 +21,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The chip behind a device, as far as kernels are chosen by it."""
+    """The chip of a device, as far as kernels are chosen by it."""
 
     name: str
     """As its vendor calls it; measurements are kept under this name."""

@@ -1,7 +1,7 @@
 """Op trace: the aten ops of a forward pass. Refuses those that a graph can't hold, and notes writes.
 
 On the CPU some host reads never reach the dispatcher (`tolist`, `numpy`, `cpu`, printing), so a function
-mode stands beside the dispatch mode. `torch.frombuffer` and `from_dlpack` reach neither and are not seen.
+mode runs with the dispatch mode. `torch.frombuffer` and `from_dlpack` reach neither and are not seen.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return parts(*args, **kwargs)
         except HostReadError as error:
-            problem = "picks what to run by a value on the device, and a recording has one way only"
+            problem = "picks what to run by a value on the device, and a recording holds one branch only"
             raise _say(HostReadError, name, problem, _BOTH_WAYS) from error
 
 

@@ -123,7 +123,7 @@ class Graphed:
 
 
 class _Installation:
-    """Stands in the place of a module's call, from the first that is installed there until the last is removed."""
+    """Replaces a module's call, from the first installation until the last is removed."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -148,7 +148,7 @@ class _Installation:
 
 
 _installations: WeakKeyDictionary[torch.nn.Module, _Installation] = WeakKeyDictionary()
-"""What stands in the place of each module's call now."""
+"""The installation of each module that has one."""
 
 
 def graphed(  # noqa: PLR0913 - the front door names every choice
@@ -187,7 +187,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     arguments are passed on as they are. In a recording they keep the value that the sample has, so a call with another
     value runs eagerly, unless the argument is named `live` (`"a"`, or `"a.b"` for a field of one): a gap that is passed
     it, and a tail that is not recorded, get the value of each call; capture refuses a body that reads it anywhere else.
-    What no capture can see is `is`: don't ask whether a live argument is None outside of a gap. A `tail` takes the used
+    Capture can't see an `is` test: don't ask whether a live argument is None outside of a gap. A `tail` takes the used
     rows of the function's outputs and the live arguments, and is recorded only with `tail_captured`. `phase` picks the
     defaults of the plan (`full` for decode, `breakable` for prefill). Functions that are given one `pool` share input
     buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`.
@@ -254,7 +254,8 @@ def _asks(phase: str, buckets: Buckets, asked: Mapping[str, tuple[str, Any]]) ->
 def _as_buckets(buckets: Buckets | Sequence[int]) -> Buckets:
     if isinstance(buckets, int):
         raise DeclarationError(
-            f"buckets={buckets} is one number. Write Buckets.up_to({buckets}) for every size up to it, or [{buckets}]."
+            f"graphed(buckets={buckets}): expected several sizes, found one number. "
+            f"Write Buckets.up_to({buckets}) for every size up to it, or [{buckets}]."
         )
     return buckets if isinstance(buckets, Buckets) else Buckets(tuple(buckets))
 
@@ -265,11 +266,13 @@ T = TypeVar("T")
 def _all_of(kind: type[T], given: Collection[T], argument: str) -> tuple[T, ...]:
     """Several things of a kind, as `graphed` takes them."""
     if isinstance(given, kind):
-        raise DeclarationError(f"graphed({argument}=) takes several, found {given!r} alone. Write [{given!r}].")
+        raise DeclarationError(f"graphed({argument}=): expected a list, found {given!r} alone. Write [{given!r}].")
     several = tuple(given)
     wrong = next((one for one in several if not isinstance(one, kind)), None)
     if wrong is not None:
-        raise DeclarationError(f"graphed({argument}=) has {wrong!r}, which is no {kind.__name__}. Correct it.")
+        raise DeclarationError(
+            f"graphed({argument}=): expected only {kind.__name__} items, found {wrong!r}. Replace or remove it."
+        )
     return several
 
 
@@ -278,8 +281,8 @@ def _has_value(parameter: inspect.Parameter) -> bool:
 
 
 class _Others:
-    """The arguments, and what lies in them, that are no slots: a recording has them frozen in, so a call with others
-    runs eagerly.
+    """Arguments, and fields of arguments, that are not slots: a recording has their values frozen in, so a call with
+    other values runs eagerly.
 
     Only those named `live`, which a recording can't read, may change.
     """
@@ -325,7 +328,7 @@ def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: 
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
         raise DeclarationError(
-            f"{name}{signature} takes arguments without names, and slots are passed by name. "
+            f"graphing {name}{signature}: it takes arguments without names, and slots are passed by name. "
             "Wrap it in a function that names them."
         )
     if inspect.Parameter.VAR_KEYWORD in kinds:
@@ -333,7 +336,7 @@ def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: 
     for slot in slots:
         if slot.field.split(".")[0] not in signature.parameters:
             raise DeclarationError(
-                f"slot {slot.name!r} is no argument of {name}{signature}. "
+                f"slot {slot.name!r} is not an argument of {name}{signature}. "
                 "Rename it, or give source= the argument's name."
             )
 
@@ -346,7 +349,7 @@ def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[s
         path = path_of(field)
         parameter = signature.parameters.get(path[0])
         if parameter is None and not takes_all:
-            raise DeclarationError(f"live={field!r} is no argument of {name}{signature}. Correct the name.")
+            raise DeclarationError(f"live={field!r} is not an argument of {name}{signature}. Correct the name.")
         held = next((slot for slot in slots if slot.path[: len(path)] == path), None)
         if held is not None:
             raise DeclarationError(

@@ -59,14 +59,17 @@ class Lease:
         """All the memory that this lease is a part of."""
         if self._memory is None:
             raise DeclarationError(
-                f"buffer {self.name!r} of {self.owner} is used before the pool is sealed. Call seal()."
+                f"using buffer {self.name!r} of {self.owner} before the pool is sealed. Call seal() first."
             )
         return self._memory
 
     def place(self, memory: torch.Tensor) -> None:
         """Give the lease its memory, once: what is captured is never repointed."""
         if self._memory is not None:
-            raise DeclarationError(f"buffer {self.name!r} of {self.owner} has its memory already.")
+            raise DeclarationError(
+                f"placing buffer {self.name!r} of {self.owner}: it has memory already, which graphs may hold. "
+                "Request another buffer."
+            )
         self._memory = memory
 
 
@@ -79,7 +82,7 @@ class PoolReport:
     bytes_requested: int
     bytes_allocated: int
     private: tuple[str, ...]
-    """Leases that share with nobody, with the reason."""
+    """Leases that are not shared, with the reason."""
 
     @property
     def bytes_saved(self) -> int:
@@ -105,11 +108,11 @@ class BufferPool:
         self.device = device
         self.sealed = False
         self.in_use = threading.Lock()
-        """Held by the runner whose load means something right now: it runs, captures, verifies or gives graphs back."""
+        """Held by the runner that runs, captures, verifies or releases right now: its load must stay in the buffers."""
         self.num_loads = 0
         """Grows with every load for a graph, whatever buffers it writes."""
         self.num_adopted_loads = 0
-        """Grows with every load into tensors that are not leased: they may lie in anybody's buffer."""
+        """Grows with every load into tensors that are not leased: they may lie in any runner's buffer."""
         self._loads: dict[Key, LoadCount] = {}
         self.rings: dict[Key, object] = {}
         """Host memory for each shared allocation: one for all runners."""
@@ -126,7 +129,7 @@ class BufferPool:
 
     @contextmanager
     def using(self, doing: str) -> Iterator[None]:
-        """Inside, the buffers are one runner's, which is `doing` this; refused where they are somebody's already."""
+        """Hold the buffers for one runner, which is `doing` this; refused where another has them."""
         if not self.in_use.acquire(blocking=False):
             raise self.busy(doing)
         try:
@@ -194,11 +197,11 @@ class BufferPool:
         return largest
 
     def _why_private(self, lease: Lease) -> str:
-        """Why a lease that is asked for now shares with nobody; empty if it shares."""
+        """Why a lease that is asked for now is not shared; empty if it is."""
         if not self.device.capabilities.shares_buffers:
             return f"the {self.device.name} device does not share buffers"
         if self.sealed and lease.key not in self._allocations:
-            return "asked for after the pool was sealed, and nobody before asked for one like it"
+            return "asked for after the pool was sealed, and there was no earlier one like it"
         if self.sealed and self._allocations[lease.key].numel() < lease.num_elements:
             return f"asked for after the pool was sealed, with {self._allocations[lease.key].numel():,} elements of it"
         return ""

@@ -58,7 +58,7 @@ class TreePath(tuple[str | Item, ...]):
 Parts = list[tuple[str | Item, Any]]
 Keep = Callable[[TreePath, Any], Any]
 """Takes what is neither leaf nor dict, list or tuple; returns what stands for it as a whole, or None to open it."""
-_MAX_DEPTH = 4  # of what is looked for in objects that live on, behind which a whole program may lie
+_MAX_DEPTH = 4  # for objects that outlive a call: a whole program may be reachable from them
 
 
 def is_number(leaf: Any) -> bool:
@@ -278,7 +278,7 @@ def _why_closed(tree: Any) -> str:
         return "no copy can be made of"
     kind: Any = type(tree)
     if not _is_pythons(kind):
-        return "keeps what it holds where nothing can reach it"
+        return "keeps what it holds out of reach"
     return ""
 
 

@@ -40,11 +40,15 @@ class Axis:
     def __post_init__(self) -> None:
         if not self.values or len(set(self.values)) < len(self.values) or not all(map(_is_word, self.values)):
             raise DeclarationError(
-                f"axis {self.name!r} has the values {list(self.values)}; expected different words, the plain one first."
+                f"axis {self.name!r} has the values {list(self.values)}; expected different words, the plain one "
+                "first. Correct them."
             )
         unknown = set(self.unrecorded) - set(self.values)
         if unknown:
-            raise DeclarationError(f"axis {self.name!r} leaves {sorted(unknown)} unrecorded, which it does not have.")
+            raise DeclarationError(
+                f"axis {self.name!r} leaves {sorted(unknown)} unrecorded; its values are {list(self.values)}. "
+                "Name some of these."
+            )
 
     @property
     def plain(self) -> str:
@@ -67,14 +71,15 @@ def check_axes(axes: Sequence[Axis], products: Sequence[Mapping[str, str]] | Non
     """Refuse axes of one name, and products of what no axis has."""
     by_name = {axis.name: axis for axis in axes}
     if len(by_name) < len(axes):
-        raise DeclarationError(f"phase {phase!r} has two axes of one name: {[axis.name for axis in axes]}.")
+        raise DeclarationError(f"phase {phase!r} has two axes of one name: {[axis.name for axis in axes]}. Rename one.")
     if products is not None and not products:
         raise DeclarationError(f"phase {phase!r} records no products at all. Leave products= out to record all.")
     for product in products or ():
         for name, value in product.items():
             if name not in by_name or value not in by_name[name].values:
                 raise DeclarationError(
-                    f"phase {phase!r} records the product {name}={value}, which its axes don't have."
+                    f"phase {phase!r} records the product {name}={value}, which its axes don't have: "
+                    f"{ {axis.name: list(axis.values) for axis in axes} }. Correct products=."
                 )
 
 

@@ -34,7 +34,7 @@ class Live:
 
 
 class LiveArgument(Marker):
-    """Stands for a live argument in a recording: a gap gets the value of its call; whoever else reads it is refused."""
+    """Placeholder of a live argument in a recording: a gap gets the value of its call; any other read is refused."""
 
     def __init__(self, live: Live) -> None:
         self.__dict__["_live"] = live
@@ -46,7 +46,7 @@ class LiveArgument(Marker):
         is_there = live.path[-1] in holder if isinstance(holder, Mapping) else hasattr(holder, live.path[-1])
         if not is_there and live.default is MISSING:
             raise BreakError(
-                f"a gap is passed the live argument {live.field!r}, which this call does not have. Pass it."
+                f"calling a gap with the live argument {live.field!r}: this call does not have it. Pass it."
             )
         return fetch(batch, {}, live.path) if is_there else live.default
 
@@ -117,7 +117,7 @@ def refuse_returned(outputs: Any) -> None:
     for _, found in reachable(outputs):
         if type(found) is LiveArgument:
             raise CaptureError(
-                f"the body returns the live argument {value_of(found).field!r}, and a recording has only one value",
+                f"the body returns the live argument {value_of(found).field!r}, and a recording would repeat its value",
                 "Leave it out of the outputs: the caller has it",
             )
 

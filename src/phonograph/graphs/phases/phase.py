@@ -78,9 +78,13 @@ class Phase:
         names = {slot.name for slot in self.slots}
         unknown = (self.without | self.eager_without) - names
         if unknown:
-            raise DeclarationError(f"phase {self.name!r} leaves out {sorted(unknown)}, which are no slots of it.")
+            raise DeclarationError(
+                f"phase {self.name!r} leaves out {sorted(unknown)}; its slots are {sorted(names)}. Name some of these."
+            )
         if self.tail_captured and self.tail is None:
-            raise DeclarationError(f"phase {self.name!r} has tail_captured, but no tail.")
+            raise DeclarationError(
+                f"phase {self.name!r} has tail_captured, but no tail. Give tail=, or leave tail_captured out."
+            )
 
     @property
     def all_dims(self) -> dict[str, Dim]:
@@ -153,7 +157,8 @@ def sample_from(slots: Sequence[Slot], device: torch.device) -> SampleFunction:
     for slot in slots:
         if "." in slot.field:
             raise DeclarationError(
-                f"slot {slot.name!r} has the dotted source {slot.field!r}: give sample=, a function of (extent, seed)."
+                f"drawing samples: slot {slot.name!r} has the dotted source {slot.field!r}, whose holder is not known. "
+                "Give sample=, a function of (extent, seed)."
             )
 
     def sample(extent: Extent, seed: int) -> dict[str, Any]:
@@ -196,7 +201,7 @@ def draw(slot: Slot, used: Mapping[str, int], generator: torch.Generator) -> tor
         padding = slot.pad.value if slot.pad is not None else None
         if padding is None or low_int == high_int or not low_int <= padding <= high_int:
             return torch.randint(low_int, high_int + 1, shape, generator=generator).to(slot.dtype)
-        # Not what padding has: a row that it names is nobody's.
+        # Not the pad value: the row that it names belongs to no sequence.
         drawn = torch.randint(low_int, high_int, shape, generator=generator)
         return (drawn + (drawn >= padding)).to(slot.dtype)
     assert slot.pad is not None

@@ -19,8 +19,6 @@ Value = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
 BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "tc_piecewise", "disabled")
 GRAPHS: tuple[GraphsMode, ...] = ("on", "off", "strict")
 
-# A size becomes a tensor's extent, and torch holds extents in 64 signed bits.
-
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_PARTS = 8
 
@@ -156,11 +154,11 @@ def _names(found: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SettingKind(Generic[T_co]):
-    """Which values a setting takes; flags, JSON and Python callers go through the same `check`."""
+    """The values that a setting takes; flags, JSON and Python callers go through the same `check`."""
 
     expected: str
     convert: Callable[[object], T_co]
-    """Gives the typed value or raises MisfitError; a value that it gave it gives again."""
+    """Returns the typed value or raises MisfitError; idempotent."""
     metavar: str
     """How `--help` shows a value; empty for a switch, which has none."""
     read: Callable[[str], object] = _read_text

@@ -66,7 +66,7 @@ class Plan:
     """Every setting once, in the order of the settings table."""
     warnings: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    """The names of the rules that were gone past."""
+    """The names of the rules that were skipped."""
 
     def __getitem__(self, setting: str) -> Resolved:
         wanted = self.settings.named(setting, "the plan").name
@@ -109,7 +109,7 @@ class Plan:
         """The values of one phase."""
         if name not in self.phases:
             raise unknown("phase", name, self.phases, "the plan")
-        # A kind gives a value that it gave before again, now with its type.
+        # `convert` is idempotent: here it only adds the type.
         return PhasePlan(
             backend=BACKEND.convert(self[f"{name}.backend"].value),
             limit=LIMIT.convert(self[f"{name}.limit"].value),
@@ -230,7 +230,7 @@ def _ignored_rules(asked: Resolved, rules: Sequence[Rule]) -> tuple[str, ...]:
         if not by_name[name].ignorable:
             raise PlanError(
                 f"rule '{name}' can't be ignored ({asked.reason}): {by_name[name].says}, "
-                "and going past that could only fail later; take the name out"
+                "and skipping it could only fail later; take the name out"
             )
     return tuple(map(str, ignored))
 
@@ -252,7 +252,7 @@ class _Rulebook:
         return [change for change in wanted if values[change.setting].value != change.value]
 
     def apply(self, start: Mapping[str, Resolved]) -> tuple[dict[str, Resolved], list[str]]:
-        """The values after one pass over the rules, and a warning for each rule or request that was gone past."""
+        """The values after one pass over the rules, and a warning for each rule or request that was overridden."""
         values = dict(start)
         warnings: list[str] = []
         for rule in self.rules:
@@ -288,7 +288,7 @@ class _Rulebook:
 
 
 def _conflict(rule: Rule, change: Change, values: ResolvedValues) -> PlanError:
-    past = f", or go past the rule with --ignore-rule {rule.name}" if rule.ignorable else ""
+    past = f", or skip the rule with --ignore-rule {rule.name}" if rule.ignorable else ""
     return PlanError(
         f"rule '{rule.name}' conflicts with {stated(change.setting, values)}: {change.because}. "
         f"Ask for {change.setting}={shown(change.value)} or leave it to its default{past}"

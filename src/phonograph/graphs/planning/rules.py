@@ -14,7 +14,7 @@ ResolvedValues = Mapping[str, Resolved]
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What is true of the device and of this build, whatever anybody asks."""
+    """Facts about the device and this build, which no request changes."""
 
     device: str
     backends: frozenset[str]
@@ -48,7 +48,7 @@ class Rule:
     changes: Callable[[DeviceFacts, ResolvedValues], Iterable[Change]]
     """Pure; a change to the value that is already there counts as none."""
     ignorable: bool = True
-    """False where going past the rule could only fail later."""
+    """False where skipping the rule could only fail later."""
 
 
 def phases_of(values: ResolvedValues) -> list[str]:

@@ -101,7 +101,7 @@ def _plan_settings() -> tuple[Setting[Value], ...]:
         ),
         Setting(
             "ignore_rules", NAMES, (), "every compatibility rule applies",
-            help="go past the compatibility rule of this name; the plan records it (repeatable)",
+            help="skip the compatibility rule of this name; the plan records it (repeatable)",
         ),
     )  # fmt: skip
 
@@ -155,7 +155,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if len(set(self.phase_names)) < len(self.phases):
-            raise DeclarationError(f"a plan of the phases {', '.join(self.phase_names)}: a name is there twice.")
+            raise DeclarationError(
+                f"a plan of the phases {', '.join(self.phase_names)}: two have the same name. Rename one."
+            )
 
     @property
     def phase_names(self) -> tuple[str, ...]:
@@ -197,7 +199,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Ask:
-    """A value that somebody asks for; `origin` is where, in the user's words. `resolve` checks both."""
+    """A request for a value; `origin` says where it was made, in the user's words. `resolve` checks both."""
 
     setting: str
     value: object
@@ -235,7 +237,7 @@ class Resolved:
     source: Source
     reason: str
     level: Level | None = field(default=None, compare=False)
-    """How specific the request is that gave the value; None where nobody asked."""
+    """How specific the request is that gave the value; None where there was no request."""
 
     def outranks(self, other: Resolved) -> bool:
         """Whether both were asked for, and this one more specifically."""

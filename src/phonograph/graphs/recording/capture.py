@@ -135,7 +135,7 @@ class Capture:
             if self._state.skipped_bytes:
                 log.warning(
                     "capturing %s: warm-ups wrote to %s bytes of tensors that are too large to save. "
-                    "Have sample() point at rows that nobody uses, and say so with Phase(preserve=…).",
+                    "Have sample() point at rows that no request uses, and say so with Phase(preserve=…).",
                     self.phase.name,
                     f"{self._state.skipped_bytes:,}",
                 )
@@ -157,7 +157,7 @@ class Capture:
             return self.phase.forward(view.batch, view.kwargs)
 
     def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
-        """Views that no run before had: kept, so that no later one has their identity."""
+        """New views for each run; kept, so that no later view gets their id()."""
         without = self.phase.without
         view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
         self._views.append(view)
@@ -179,7 +179,7 @@ class Capture:
                     self.phase.name,
                 )
         else:
-            # The phase says what its body writes, so nobody need look; the largest brings workspaces to their size.
+            # The phase declares what its body writes, so it is not searched for; the largest sizes the workspaces.
             for key in keys:
                 if key.size in (keys[0].size, keys[-1].size):
                     self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
@@ -201,7 +201,7 @@ class Capture:
             self.barrier()
 
     def _refuse_input_write(self) -> None:
-        """What one size shows holds for all."""
+        """An input write that one size shows is refused for all sizes."""
         found = self._input_write
         if found is not None:
             raise InputWriteError(found.problem, found.remedy, frame=found.frame)
@@ -230,7 +230,7 @@ class Capture:
         return run
 
     def _refuse_moved(self, keys: Sequence[ShapeKey]) -> None:
-        """What one shape moves in Python, the others may have read."""
+        """Python state that one shape changes, the others may have read: all are refused."""
         moved = self._warmups.moved if self._warmups is not None else None
         if moved is not None:
             for key in keys:
@@ -362,7 +362,7 @@ class Capture:
 def gc_frozen(collect: bool) -> Iterator[None]:
     """Keep the garbage collector from running: a collection in the middle of a capture may free device memory.
 
-    Where it is off already, that is somebody's who also collects.
+    Where the caller has turned it off, collecting is left to the caller.
     """
     if collect or not gc.isenabled():
         yield

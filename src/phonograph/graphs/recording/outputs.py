@@ -73,7 +73,7 @@ def _followed(
             return dim
     if len(set(sizes)) > 1:
         raise CaptureError(
-            f"axis {axis} of the output {path or '(the only one)'} changes with the batch and is no dim: "
+            f"axis {axis} of the output {path or '(the only one)'} changes with the batch and is not a dim: "
             f"{sizes} for {[dict(of) for of, _ in found]}",
             "Return it with the dim as an axis of its own, or use exact buckets",
         )
@@ -81,7 +81,7 @@ def _followed(
 
 
 def _check_structure(runs: Sequence[Run]) -> None:
-    """Refuse outputs that are there, or are what they are, at some sizes only: a size in between may be either."""
+    """Refuse outputs whose structure or constants differ between sizes: a size in between may have either."""
     first = runs[0]
     for run in runs[1:]:
         for path in dict.fromkeys((*first.outputs, *run.outputs)):
@@ -148,7 +148,7 @@ def _check_plain(path: TreePath, leaf: torch.Tensor, device: torch.device) -> No
         raise OutputError(
             f"the output {path or '(the only one)'} is a {leaf.layout} {type(leaf).__name__}, and a replay gives plain "
             "strided tensors",
-            "Return it as a plain tensor, and make of it what it should be outside",
+            "Return a plain tensor, and convert it outside of the body",
         )
 
 

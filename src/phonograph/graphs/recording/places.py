@@ -45,7 +45,7 @@ class Place(Protocol):
         ...
 
     def put(self, key: Any, value: Any) -> None:
-        """Set one key, without running anybody's code; `ABSENT` removes it."""
+        """Set one key, without running user code; `ABSENT` removes it."""
         ...
 
 
@@ -223,7 +223,7 @@ def _put_state(holder: Any, state: Any) -> None:
 
 
 def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:
-    """Whether a value that was put in another's place changes nothing: equal plain values, or the same memory."""
+    """Whether replacing one value by the other changes nothing: equal plain values, or the same memory."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -45,7 +45,7 @@ class PythonState:
         self.refuse_iterators()
 
     def refuse_iterators(self) -> None:
-        """Raise if an iterator was met: whoever advances it can't undo that."""
+        """Raise if an iterator was met: a step of it can't be undone."""
         if self.now.iterators:
             raise CaptureError(
                 f"the body reaches the iterator {self.now.iterators[0]}, whose position trial runs would move for good",

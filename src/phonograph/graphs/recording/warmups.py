@@ -31,7 +31,7 @@ Bind = Callable[[], TrialBody]
 
 @dataclass(frozen=True)
 class Settled:
-    """What the warm-ups of one shape left behind for good."""
+    """What the warm-ups of one shape made, and later runs keep."""
 
     made: Sequence[StateChange] = ()
     """Python values that the first run made: constants."""
@@ -127,7 +127,7 @@ class Warmups:
             yield
 
     def forget(self) -> None:
-        """Undo all that was made: nobody will use it."""
+        """Undo all that was made: no recording uses it."""
         for change in reversed(self._all_made):
             change.undo()
 
@@ -177,12 +177,12 @@ class Warmups:
         change = min(made, key=lambda one: len(one.name))
         if in_gaps:
             problem = (
-                f"the outputs are others once a @graph_break, host_plan or the sample has changed {change.name}, and "
-                "trial runs can't tell whether the body reads it too, which a replay would not"
+                f"the outputs change once a @graph_break, host_plan or the sample has changed {change.name}, and trial "
+                "runs can't tell whether the body reads it too, which a replay would not"
             )
         else:
             problem = (
-                f"the body gives other outputs once it has changed {change.name}, and a recording has only one of both"
+                f"the body gives other outputs once it has changed {change.name}, and a recording has only one of them"
             )
         remedy = _ONLY_IN_GAPS if in_gaps else _AS_TENSOR
         self.moved = self.moved or CaptureError(problem, remedy)

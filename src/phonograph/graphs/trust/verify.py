@@ -92,7 +92,7 @@ def verify(
 
     What the body writes is found by running it, saved, and put back, Python values too: the object that serves is left
     as it was. Name what only custom kernels write in `state`. Where padding writes, a note says so: it is right if
-    nobody uses that place.
+    no request uses that place.
     """
     _check_arguments(batches, tolerance)
     checks: list[Check] = []
@@ -112,19 +112,19 @@ def verify(
                     padding_writes = f"first seen in {key} with {sizes[runner.phase.bucketed]} used"
     if padding_writes:
         notes.append(
-            f"padding writes state that a run without padding leaves alone ({padding_writes}). Nobody may use that "
-            "place: keep a null row for pad values."
+            f"padding writes state that a run without padding leaves alone ({padding_writes}). No request may "
+            "use that place: keep a null row for pad values."
         )
     return VerifyReport(tuple(checks), tuple(notes))
 
 
 def _check_arguments(batches: int, tolerance: float | None) -> None:
     if not is_whole(batches, 1):
-        raise DeclarationError(f"verify(batches={batches!r}) checks nothing. Give a whole number from 1 on.")
+        raise DeclarationError(f"verify(batches={batches!r}): expected a whole number of at least 1. Give one.")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise DeclarationError(
-            f"verify(tolerance={tolerance!r}) tells no right output from a wrong one. Give a relative difference such "
-            "as 1e-3, or None."
+            f"verify(tolerance={tolerance!r}): expected a finite relative difference of at least 0. Give one such as "
+            "1e-3, or None for the dtype's own."
         )
 
 

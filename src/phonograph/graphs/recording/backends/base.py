@@ -23,7 +23,7 @@ class Recording:
     graphs: Sequence[DeviceGraph] = ()
     has_gaps: bool = False
     holds: Sequence[Any] = ()
-    """What the graphs read and nobody else may keep alive."""
+    """What the graphs read and perhaps nothing else keeps alive."""
     replay: ReplayStep = field(init=False)
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ class Modes:
 
 @dataclass
 class _Cell:
-    """A variable that a gap reads from around it."""
+    """A closure variable of a gap."""
 
     cell: CellType
     name: str
@@ -107,8 +107,8 @@ class GapWatch:
         for one in self._cells.values():
             if _held(one.cell) != one.content:
                 raise CaptureError(
-                    f"the body changes {one.name!r} after the gap {one.gap}, which reads it from around it, and a "
-                    "replay would see the last value only",
+                    f"the body changes {one.name!r} after the gap {one.gap}, which reads it as a closure variable, and "
+                    "a replay would see the last value only",
                     _AT_CALL,
                     frame=one.frame,
                 )
@@ -116,7 +116,7 @@ class GapWatch:
             if _version(handed.tensor) != handed.version:
                 raise CaptureError(
                     f"the body writes in place to what the gap {handed.gap} returned, and a replay has a copy of it, "
-                    "which nobody else sees",
+                    "which nothing else reads",
                     _WRITE_IT_INSIDE,
                 )
 
