@@ -191,7 +191,7 @@ def _begin_capture(stream: torch.cuda.Stream) -> None:
 
 @cache
 def _rings(device: torch.device) -> list[torch.cuda.Stream]:
-    """All streams that torch hands out for a device: it has two small rings of them, and other threads may draw too."""
+    """All streams that torch hands out for a device: two small rings, which other threads draw from too."""
     drawn = [
         torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         for priority in (0, -1)

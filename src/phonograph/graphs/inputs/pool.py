@@ -22,7 +22,7 @@ Key = tuple[str, torch.dtype, torch.device]
 
 @dataclass(eq=False)
 class LoadCount:
-    """How often an allocation was written for a graph: while it stands still, it holds what the last load left."""
+    """How often an allocation was written for a graph: while the count is the same, it holds the last load."""
 
     count: int = 0
 

@@ -59,7 +59,7 @@ class Slot:
     shape: tuple[int | str, ...]
     dtype: torch.dtype
     pad: Pad | None = None
-    """What stands in padded rows. Floating-point slots default to 0, or the smallest legal value; others must say."""
+    """The value of padded rows. Floating-point slots default to 0, or the smallest legal value; others need one."""
     source: str | None = None
     """The field of the batch, or a keyword argument; may be dotted. Default: the slot's name."""
     compute: Compute | None = None

@@ -35,7 +35,7 @@ def snapshot(value: Any) -> Any:
 
 
 def snapshots_without(fields: Mapping[Any, Any], left_out: Collection[Path]) -> dict[Any, Any]:
-    """A snapshot of every field, less what lies at the paths left out: what holds one is looked into."""
+    """A snapshot of every field, without what is at the paths left out; a field that holds such a path is opened."""
     taken: dict[Any, Any] = {}
     for name, value in fields.items():
         below = [path[1:] for path in left_out if path[0] == name]

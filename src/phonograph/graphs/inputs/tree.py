@@ -33,7 +33,7 @@ _HEAP_TYPE = 1 << 9  # in a type's flags: made by a class statement
 
 
 class Marker:
-    """Base of what stands in the place of a part of a tree; never opened."""
+    """Base of placeholders in a tree; never opened."""
 
 
 class Item(NamedTuple):
@@ -57,7 +57,7 @@ class TreePath(tuple[str | Item, ...]):
 
 Parts = list[tuple[str | Item, Any]]
 Keep = Callable[[TreePath, Any], Any]
-"""Takes what is neither leaf nor dict, list or tuple; returns what stands for it as a whole, or None to open it."""
+"""Takes what is neither leaf nor dict, list or tuple; returns what replaces it as a whole, or None to open it."""
 _MAX_DEPTH = 4  # for objects that outlive a call: a whole program may be reachable from them
 
 
@@ -69,14 +69,14 @@ def is_number(leaf: Any) -> bool:
 
 
 def leaves(tree: Any, keep: Keep | None = None, path: TreePath = TreePath()) -> Iterator[tuple[TreePath, Any]]:
-    """Everything that is not opened, with its path; what stands at two places comes twice. None is a leaf."""
+    """Everything that is not opened, with its path; what is at two places comes twice. None is a leaf."""
     yield from _leaves(tree, path, keep, ())
 
 
 def map_leaves(tree: Any, change: Callable[[TreePath, Any], Any], keep: Keep | None = None) -> Any:
     """The same structure, made anew, with every leaf replaced by `change(path, leaf)`.
 
-    What stands at two places is changed once and stands at both again.
+    What is at two places is changed once, and is at both again.
     """
     return _Mapping(lambda trail, leaf: change(_path_of(trail), leaf), keep).of(tree, None)
 
@@ -98,7 +98,7 @@ def is_closed(tree: Any) -> bool:
 
 
 def reachable(tree: Any) -> Iterator[tuple[TreePath, Any]]:
-    """All that lies at most four steps below, once each, past what can't be opened: for objects that live on."""
+    """All parts at most four steps below, once each; closed ones are not opened. For objects that outlive a call."""
     found: list[tuple[TreePath, Any]] = [(TreePath(), tree)]
     seen: set[int] = set()
     for path, value in found:

@@ -20,7 +20,7 @@ PLAIN: Values = ()
 
 @dataclass(frozen=True)
 class Axis:
-    """A feature of batches that a recording can't decide for itself: sampling, LoRA, a hidden-state mode."""
+    """A feature of batches that needs its own recording for each value: sampling, LoRA, a hidden-state mode."""
 
     name: str
     values: Sequence[str]
@@ -101,7 +101,7 @@ def all_products(axes: Sequence[Axis]) -> list[Values]:
 
 
 def recorded_products(axes: Sequence[Axis], declared: Sequence[Mapping[str, str]] | None) -> list[Values]:
-    """The products to record, the first being the last to be left out."""
+    """The products to record, the most important first: the last are the first to be left out."""
     found = []
     for product in all_products(axes):
         values = dict(zip((axis.name for axis in axes), spelled(axes, product), strict=True))

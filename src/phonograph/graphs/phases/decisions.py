@@ -47,7 +47,7 @@ class ShapeKey:
 
     @property
     def group(self) -> RecordingGroup:
-        """What it has in common with the recordings of other sizes."""
+        """Product and absent slots: what it shares with the recordings of other sizes."""
         return self.values, self.absent
 
     @property

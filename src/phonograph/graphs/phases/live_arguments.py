@@ -103,7 +103,7 @@ for _name in _READS:
 
 
 def hidden(batch: Any, live: Sequence[Live]) -> Any:
-    """The batch as a body is recorded with: with something that can't be read in the place of what is live."""
+    """The batch that a body is recorded with: live arguments are replaced by placeholders that can't be read."""
     values: dict[Path, Any] = {}
     for one in live:
         missing = len(one.path) == 1 and isinstance(batch, Mapping) and one.field not in batch
@@ -113,7 +113,7 @@ def hidden(batch: Any, live: Sequence[Live]) -> Any:
 
 
 def refuse_returned(outputs: Any) -> None:
-    """Raise if a recording puts out what is live: its outputs are those of its capture."""
+    """Raise if a body returns a live argument: a recording's outputs are those of its capture."""
     for _, found in reachable(outputs):
         if type(found) is LiveArgument:
             raise CaptureError(
@@ -123,7 +123,7 @@ def refuse_returned(outputs: Any) -> None:
 
 
 def shown(tree: Any) -> Any:
-    """A gap's arguments with the values of this call in the place of live arguments."""
+    """A gap's arguments, with the values of this call for live arguments."""
     if not _holds_live(tree):
         return tree
     return map_values(tree, value_now, lambda _, found: None if _holds_live(found) else found)

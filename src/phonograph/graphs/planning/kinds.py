@@ -165,7 +165,7 @@ class SettingKind(Generic[T_co]):
     """Reads a flag's text; never fails, because `check` has the better message."""
     noun: str = ""
     words: tuple[str, ...] = ()
-    """The closed set that the values come from, where there is one, and what an error calls a member."""
+    """The valid words, where the set is closed; `noun` is what an error calls one of them."""
 
     def check(self, found: object, setting: str, origin: str) -> T_co:
         """The typed value of `setting`, or a PlanError that says where the wrong one comes from."""

@@ -53,7 +53,7 @@ KNOWN_PHASES: Mapping[str, PhaseDefaults] = {
     "draft_extend": PhaseDefaults("draft_extend"),
     "idle": PhaseDefaults("idle"),
 }
-"""What the field calls the forward passes of an engine. A plan has those that its owner names."""
+"""The usual names of an engine's forward passes. A plan has those that its owner names."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def ask(setting: str, value: object, *, origin: str, level: Level = Level.FLAG) 
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that was asked, and what the user should be told about how it was asked."""
+    """All requests, and the warnings about how they were made."""
 
     asks: tuple[Ask, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -222,7 +222,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Measured:
-    """A value that the engine found out; it stands in for the default and yields to a request."""
+    """A value that the engine measured; it replaces the default and yields to a request."""
 
     setting: str
     value: object

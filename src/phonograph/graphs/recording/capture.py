@@ -51,17 +51,17 @@ class _Bound:
 
     @property
     def others(self) -> list[Any]:
-        """What the body is called with, besides the batch itself, which is new for every call."""
+        """The body's arguments, without the batch itself, which is new for every call."""
         return [*fields_of(self.now.batch), *self.kwargs.values()]
 
 
 @dataclass(eq=False)
 class Captured:
-    """The recordings of a phase, and how to trim what they put out."""
+    """The recordings of a phase, and how to trim their outputs."""
 
     recordings: dict[ShapeKey, Recording]
     carried: dict[ShapeKey, dict[str, Any]]
-    """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
+    """Snapshots of the fields that are not slots, of each recording's sample if that is a dict: replays keep them."""
     trimmings: dict[RecordingGroup, Trimming]
     report: CaptureReport
 
@@ -78,7 +78,7 @@ class Capture:
     progress: Progress
     collect_garbage: bool = False
     barrier: Callable[[], None] | None = None
-    """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
+    """Called after every warm-up and capture, also a failed one, where ranks must stay together."""
     trims: bool = True
     """Whether used and padded sizes may differ."""
     _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
@@ -242,7 +242,7 @@ class Capture:
             self._run_warm_up(key, WarmUp.REHEARSAL)
         except Exception as error:
             if self.barrier is not None:
-                raise  # a run more than on other ranks would wait for them for ever
+                raise  # one run more than the other ranks have would wait for them for ever
             self._rehearse_again(key, error)
 
     def _rehearse_again(self, key: ShapeKey, error: Exception) -> None:

@@ -101,9 +101,9 @@ def _shown(spec: OutputSpec | Constant | None) -> str:
 
 
 class Standing:
-    """Objects that bodies return and did not make, such as a cache: the same on every run, over the same memory.
+    """Objects that bodies return but did not make, such as a cache: the same on every run, over the same memory.
 
-    They are handed back as they are. Told by two runs.
+    They are returned as they are. Two runs find them.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class Place(Protocol):
     holder: Any
 
     def changed(self) -> Iterator[tuple[Any, Any, Any]]:
-        """(key, value then, value now) of all that differs; where order matters the key is None, for the whole."""
+        """(key, old value, new value) of all that differs; where order matters, the key is None, for the whole."""
         ...
 
     def get(self, key: Any) -> Any:
@@ -141,7 +141,7 @@ def class_names(holder: type) -> set[str]:
 
 
 class Whole:
-    """Something that has no keys: a list, a set, a cell, an array, a generator of random numbers."""
+    """A holder without keys: a list, a set, a cell, an array, a random generator."""
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder

@@ -19,7 +19,7 @@ _PACKAGES = (sysconfig.get_paths()["purelib"] + "/", sysconfig.get_paths()["plat
 
 
 class PythonState:
-    """The Python values that a body can reach, as they are to be.
+    """The Python values that a body can reach, as they should be.
 
     The objects that the roots hold are known from the start; the globals of a function are added when it is first
     called, before it can have changed them.
@@ -54,8 +54,8 @@ class PythonState:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Add the globals of all functions that are called in here for the first time: once for each shape is enough,
-        and every call in here costs."""
+        """Add the globals of all functions that are called in here for the first time. It slows every call, so each
+        shape has it once."""
         before = sys.getprofile()
         if before is None:
             sys.setprofile(self._on_call)
@@ -92,7 +92,7 @@ class PythonState:
 
 
 class Moves:
-    """Tells what a body changes from what is changed around it: in gaps, which run at every replay, and before it."""
+    """Separates what a body changes from what is changed outside of it: before it, and in gaps, which replays run."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -122,7 +122,7 @@ def _identity(change: StateChange) -> tuple[int, type, Any]:
 
 
 def _callers_line(frame: FrameType, outside: FrameType) -> Frame:
-    """The innermost line of a run outside of the standard library: a package's own line says most of its state."""
+    """The innermost line outside of the standard library: a package's own line says the most about its state."""
     found = frame
     above: FrameType | None = frame
     while above is not None and above is not outside:

@@ -52,7 +52,7 @@ class _Found:
     before: _Found | None
     key: Any
     name: str
-    """What it is called by itself, where that says more than the way there."""
+    """A name of its own, where that says more than the path to it."""
 
 
 class Snapshot:
@@ -246,7 +246,7 @@ def _visitor(kind: type) -> _Visit | None:
         if issubclass(kind, kinds):
             return visit
     if kind.__module__.startswith("phonograph."):
-        return Snapshot._visit_wrapper  # what stands around a user's function or module is ours, what is inside is not
+        return Snapshot._visit_wrapper  # the wrapper around a user's function or module is ours, what it wraps is not
     if _is_closed(kind.__module__):
         return Snapshot._visit_iterator if hasattr(kind, "__next__") else None
     return Snapshot._visit_object

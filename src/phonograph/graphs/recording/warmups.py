@@ -24,7 +24,7 @@ _ONLY_IN_GAPS = (
 )
 
 TrialBody = Callable[[Moves | None], Any]
-"""Runs the body once, and tells the moves where its gaps are."""
+"""Runs the body once, and notes in `Moves` what its gaps change."""
 Bind = Callable[[], TrialBody]
 """Loads a sample: the body on it."""
 
@@ -142,7 +142,7 @@ class Warmups:
             raise
 
     def _without(self, first: _First, moved: Sequence[StateChange]) -> list[StateChange]:
-        """What was made, less what is moved outside of the body, which is put back to what it was before."""
+        """What was made, without what is changed outside of the body: that is restored."""
         if not moved:
             return list(first.made)
         origins = {self._origin(first.before, change) for change in moved}
@@ -157,7 +157,7 @@ class Warmups:
         return [change for change in first.made if _identity(change.place, change.key) not in undone]
 
     def _origin(self, before: Snapshot, change: StateChange) -> tuple[int, Any]:
-        """The place on the way to a change that was there before the first run, and the key that was taken there."""
+        """The nearest place on the path to a change that existed before the first run, and the key from there."""
         way = (_identity(place, key) for place, key in self.python.now.way_to(change) if before.known(place))
         return next(way, (0, None))
 

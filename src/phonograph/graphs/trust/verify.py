@@ -191,7 +191,7 @@ class _Verification:
     ) -> None:
         self._runner = runner
         self._served = served if served is not None else key
-        """Whose batches are tried: the recording's own, or those that it stands in for."""
+        """The key whose batches are tried: the recording's own, or one that it stands in for."""
         self._python = python
         self._key = key
         self._seed = seed

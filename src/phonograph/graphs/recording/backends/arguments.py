@@ -30,7 +30,7 @@ OfGraph = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class _Live(Marker):
-    """An object that is passed as it then is, with the tensors that graphs write put into it again."""
+    """An object that is passed as it is at replay, after the tensors that graphs write are put back into it."""
 
     def __init__(self, value: Any, puts: list[tuple[TreePath, torch.Tensor]]) -> None:
         self.value = value
@@ -62,7 +62,7 @@ class Arguments:
 
     @staticmethod
     def of(args: Args, kwargs: Kwargs, rehearsed: Noted, of_graph: OfGraph, gap: str) -> Arguments:
-        """What to call the gap with; objects that the rehearsal met too are not made by the body."""
+        """The arguments to call the gap with; objects that the rehearsal saw too are not made by the body."""
 
         def keep(path: TreePath, found: Any) -> Any:
             if is_closed(found):

@@ -82,7 +82,7 @@ class GapWatch:
 
     @contextmanager
     def call(self, function: Callable[..., Any], name: str, arguments: tuple[Any, Any]) -> Iterator[None]:
-        """Around one call: what gaps change themselves, they change at every replay too."""
+        """Watch around one call: what a gap itself changes, it changes at every replay too."""
         self.check_body()
         for cell, variable, frame in _cells_of(function, set()):
             self._cells.setdefault(id(cell), _Cell(cell, variable, name, frame, _held(cell)))
@@ -98,7 +98,7 @@ class GapWatch:
             handed.version = _version(handed.tensor)
 
     def hand_out(self, gap: str, result: Any, is_own: Callable[[torch.Tensor], bool]) -> None:
-        """Note what a gap returned, less what is the gap's to give."""
+        """Note the tensors that a gap returned, without those that are its own to return."""
         tensors = (found for _, found in reachable(result) if isinstance(found, torch.Tensor))
         self._handed += [_Handed(gap, one, _version(one)) for one in tensors if not is_own(one)]
 
@@ -170,7 +170,7 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _is_met_again(wanted: set[int]) -> bool:
-    """Whether code that waits for this call can still find one of these: by a variable, or in what one holds."""
+    """Whether a caller of this gap can still reach one of these: by a variable, or through one."""
     frame: FrameType | None = sys._getframe(1)
     found: list[Any] = []
     while frame is not None:
