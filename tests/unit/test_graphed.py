@@ -403,8 +403,18 @@ def test_a_backend_that_is_not_built_is_refused() -> None:
 
 def test_a_dotted_source_needs_a_sample() -> None:
     slot = Slot("x", ("seqs", 16), torch.float32, source="inputs.x")
-    with pytest.raises(DeclarationError, match="give sample="):
+    with pytest.raises(DeclarationError, match="Give sample="):
         graphed(lambda inputs: inputs["x"], slots=[slot], bucketed="seqs", buckets=Buckets.of(2))
+
+
+def test_host_plan_is_the_callers_and_plan_the_resolved_settings(device: Device) -> None:
+    seen: list[int] = []
+    run = captured(device, host_plan=lambda batch, extent: seen.append(extent.used["seqs"]))
+    seen.clear()
+    given = inputs(device, 3)
+    equal(run(**given), step(**given))
+    assert seen == [3]
+    assert run.plan.phase("decode").backend == run.runner.plan.backend == "full"
 
 
 def test_debug_and_strict_reach_the_plan(device: Device) -> None:

@@ -55,6 +55,7 @@ class Graphed:
         }
         self.runner = runner
         self.plan = plan
+        """The resolved settings of the phase, each with its reason."""
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,8 +193,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     defaults of the plan (`full` for decode, `breakable` for prefill). Functions that are given one `pool` share input
     buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`.
 
-    The other choices are those of `Phase` (preserve, admission, adopt, without, eager_without), of the plan (backend,
-    max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
+    The other choices are those of `Phase` (sample, host_plan, preserve, admission, adopt, without, eager_without), of
+    the plan (backend, max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
     """
     slots, live = _all_of(Slot, slots, "slots"), _all_of(str, live, "live")
     on = open_device(device if device is not None else _device_of(function))

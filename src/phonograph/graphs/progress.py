@@ -1,4 +1,4 @@
-"""Progress bar of a capture."""
+"""Progress: a bar that shows how far a capture is."""
 
 from __future__ import annotations
 

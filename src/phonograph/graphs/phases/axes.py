@@ -1,4 +1,4 @@
-"""Axes of a phase: features whose values need recordings of their own, and compose.
+"""Axes: features whose values need recordings of their own, and compose.
 
 A product has one value of every axis. Products are named by the values that are not plain, so that a phase without
 axes, and the plain product of one that has some, have the same short names.

@@ -1,4 +1,4 @@
-"""Flags of a plan's settings: one for each, the canonical JSON, and SGLang's names as aliases."""
+"""Plan flags: one for each setting, the canonical JSON, and SGLang's names as aliases."""
 
 from __future__ import annotations
 

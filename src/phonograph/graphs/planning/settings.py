@@ -1,4 +1,4 @@
-"""Settings of a plan: one table for the plan itself and for each of its phases, and how a value is asked for."""
+"""Plan settings: one table for the plan itself and for each of its phases, and how a value is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python state: values that trial runs change, the line that changed them, and their restoring."""
+"""Python state: values that trial runs change, the line that changed them, and how they are restored."""
 
 from __future__ import annotations
 
