@@ -348,7 +348,7 @@ def test_a_captured_tail_that_reads_a_live_argument_is_refused(device: Device) -
     assert "reads the live argument 'k'" in str(run.capture(silent).failures[0].error)
 
 
-@pytest.mark.parametrize(("live", "said"), [("typo", "no argument"), ("x", "holds the slot 'x'")])
+@pytest.mark.parametrize(("live", "said"), [("typo", "not an argument"), ("x", "holds the slot 'x'")])
 def test_live_names_are_checked(live: str, said: str) -> None:
     with pytest.raises(DeclarationError, match=said):
         graphed(lambda x, k=3: x, slots=SLOTS[:1], bucketed="seqs", buckets=[4], live=[live], device="emulated")
@@ -570,7 +570,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a slot's name": ({"slots": ["x"]}, "expected only Slot items, found 'x'"),
     "one live argument": ({"live": "lens"}, r"Write \['lens'\]"),
     "one slot left out": ({"without": "lens"}, r"Write \['lens'\]"),
-    "an unknown slot left out": ({"eager_without": ["length"]}, "which are no slots"),
+    "an unknown slot left out": ({"eager_without": ["length"]}, "its slots are"),
     "padding": ({"max_padding_ratio": "much"}, "max_padding_ratio"),
 }
 

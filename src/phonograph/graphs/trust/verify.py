@@ -120,11 +120,11 @@ def verify(
 
 def _check_arguments(batches: int, tolerance: float | None) -> None:
     if not is_whole(batches, 1):
-        raise DeclarationError(f"verify(batches={batches!r}): expected a whole number of at least 1. Give one.")
+        raise DeclarationError(f"verify(batches={batches!r}) has nothing to check. Give a whole number of at least 1.")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise DeclarationError(
-            f"verify(tolerance={tolerance!r}): expected a finite relative difference of at least 0. Give one such as "
-            "1e-3, or None for the dtype's own."
+            f"verify(tolerance={tolerance!r}): expected a finite number of at least 0. Give a relative difference such "
+            "as 1e-3, or None for the dtype's own."
         )
 
 
