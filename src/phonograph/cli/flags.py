@@ -1,4 +1,4 @@
-"""Flags that several commands share, and what they stand for."""
+"""Shared flags: those that several commands have, and what is made of them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def greedy_by_default(params: SamplingParams, recommended: SamplingParams) -> SamplingParams:
-    """The likeliest token, where neither a flag nor the model says a temperature: a trial gives the same twice."""
+    """Greedy, where neither a flag nor the model sets a temperature: two trials then give the same tokens."""
     is_open = params.temperature is None and recommended.temperature is None
     return replace(params, temperature=0.0) if is_open else params
 
