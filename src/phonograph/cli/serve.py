@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
         from phonograph.server.observe.status_page import PUBLIC_PATHS
         from phonograph.server.observe.watch import Watch
     except ImportError as error:
-        raise PlanError(f"serving needs {error.name}. Run: pip install 'phonograph[server]'") from None
+        raise PlanError(
+            f"starting the server: the package {error.name} is missing. Run: pip install 'phonograph[server]'"
+        ) from None
     from phonograph.engine.process.async_llm import AsyncLLM
     from phonograph.engine.process.client import Restarts
 
@@ -159,7 +161,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"reading {path}: {error}.") from None
+        raise PlanError(f"reading {path}: {error}. Give a UTF-8 text file that can be read.") from None
 
 
 def _run(work: Coroutine[None, None, None]) -> None:

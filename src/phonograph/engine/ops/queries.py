@@ -77,7 +77,7 @@ class Attention(Protocol):
 
         The cache holds layers of one shape. A model whose layers differ prepares for each shape (`PreparedAttention`).
 
-        It runs inside the recording. Host planning that a library needs belongs in `Phase.plan` or in a gap, outside
-        of it; what `Phase.plan` planned is picked up here by the number of tokens.
+        It runs inside the recording. Host planning that a library needs belongs in `Phase.host_plan` or in a gap,
+        outside of it; what `Phase.host_plan` planned is picked up here by the number of tokens.
         """
         ...

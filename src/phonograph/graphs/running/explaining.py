@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from phonograph.graphs.phases.decisions import ShapeKey
-from phonograph.graphs.running.entries import Entry
+from phonograph.graphs.phases.decisions import Reason, RunEagerly, ShapeKey
+from phonograph.graphs.running.entries import RecordingEntry
 
 if TYPE_CHECKING:
     from phonograph.graphs.running.runner import Runner
 
 
-def explained(runner: Runner, entries: Mapping[ShapeKey, Entry]) -> str:
+def explained(
+    runner: Runner, entries: Mapping[ShapeKey, RecordingEntry], refused: Mapping[ShapeKey, RunEagerly]
+) -> str:
     """In lines, for people."""
     stats = runner.stats
     on = runner.device.torch_device.type if runner.plan.backend == "disabled" else runner.device.name
@@ -24,6 +26,8 @@ def explained(runner: Runner, entries: Mapping[ShapeKey, Entry]) -> str:
             lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
     for row in runner.report.failures if runner.report else ():
         lines.append(f"  {row.key} stays eager: {row.error}")
+    mistrusted = (one.detail for one in refused.values() if one.reason is Reason.MISTRUSTED)
+    lines += [f"  eager since then: {detail}" for detail in mistrusted]
     lines += [f"  left out: {one}" for one in (runner.selection.left_out if runner.selection else ())]
     lines += [f"  {key} is served by {other}" for key, other in runner.standing_in.items()]
     lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")
