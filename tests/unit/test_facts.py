@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -487,3 +489,34 @@ def test_reads_of_a_function() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(DeclarationError, match="facts is 'sometimes'"):
         made(lambda x: x, facts="sometimes")
+
+
+def test_release_lets_go_of_tensors_at_once() -> None:
+    model = Model().eval()
+    run = made(model)
+    assert_replays(run)
+    watched = weakref.ref(model.linear.weight)
+    run.release()
+    gc.disable()
+    try:
+        del run
+        model.linear = torch.nn.Linear(4, 4)
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_temporaries_of_warm_ups_are_not_kept() -> None:
+    class Output:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    made_here: list[Any] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        output = Output(x * 2)
+        made_here.append(weakref.ref(output.value))
+        return output.value + 1
+
+    run = made(body, ignore=["made_here"], preserve=lambda batch: nullcontext())
+    assert not any(fact.name == "Output.value" for fact in run.facts())

@@ -6,6 +6,7 @@ tensors, and functions' code and defaults, take turns: a change is seen within `
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections import Counter
@@ -145,8 +146,9 @@ class FactCheck:
         for ask, answer in modes.fast_questions(self._modes, guarded=guard is not None):
             code.terms.append(f"{code.name(ask)}() == {code.name(answer)}")
         if self._hooks:
+            same = functools.partial(_are_hooks_same, self._hooks, self._num_handles)
             handles, given = code.name(RemovableHandle), code.name(self._num_handles)
-            code.terms.append(f"({handles}.next_id == {given}[0] or {code.name(self._are_hooks_same)}())")
+            code.terms.append(f"({handles}.next_id == {given}[0] or {code.name(same)}())")
         if self._dicts:
             code.call(dict_versions.unchanged_check(self._dicts))
         for fact in looked_at:
@@ -156,12 +158,13 @@ class FactCheck:
             code.terms.append(f"{code.name(itertools.cycle(chunks).__next__)}()()")
         return code.compiled()
 
-    def _are_hooks_same(self) -> bool:
-        """Whether handles were given out for other hooks than those of facts."""
-        if any(fact.differs for fact in self._hooks):
-            return False
-        self._num_handles[0] = RemovableHandle.next_id
-        return True
+
+def _are_hooks_same(hooks: Sequence[Fact], num_handles: list[int]) -> bool:
+    """Whether handles were given out for other hooks than those of facts."""
+    if any(fact.differs for fact in hooks):
+        return False
+    num_handles[0] = RemovableHandle.next_id
+    return True
 
 
 def _hook_dicts(source: HooksOf) -> Iterable[dict[Any, Any]]:
@@ -230,7 +233,8 @@ class _Generated:
         terms = " and ".join(self.terms) or "True"
         lines = ["def holds():", "    try:", f"        return {terms}", "    except Exception:", "        return False"]
         exec(compile("\n".join(lines), "<facts>", "exec"), self._names)
-        found: Callable[[], bool] = self._names["holds"]
+        # Not left among its own names: such a circle would keep tensors alive until a garbage collection.
+        found: Callable[[], bool] = self._names.pop("holds")
         return found
 
 

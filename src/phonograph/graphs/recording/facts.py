@@ -39,7 +39,6 @@ from phonograph.graphs.recording.tracing import TracingUnavailableError
 
 AroundGap = Callable[[], AbstractContextManager[None]]
 _MAX_FACTS_SHOWN = 40
-_NUM_RUNS = 2
 _PARTS: tuple[Literal["__code__", "__defaults__", "__kwdefaults__"], ...] = (
     "__code__",
     "__defaults__",
@@ -92,14 +91,15 @@ class FactRecorder:
     problem: str = ""
     """Why reads can't be recorded, or nothing."""
     _functions: Functions = field(default_factory=Functions)
-    _runs: dict[ShapeKey, list[Reads]] = field(default_factory=dict)
+    _first: dict[ShapeKey, Reads] = field(default_factory=dict)
+    _read: dict[ShapeKey, Reads] = field(default_factory=dict)
+    """What both runs of a shape read, as the second found it."""
 
     @contextmanager
     def watching(self, key: ShapeKey, around_gap: AroundGap = nullcontext) -> Iterator[AroundGap]:
         """Note what is read in here; comes out with what must be entered around every gap."""
-        runs = self._runs.setdefault(key, [])
         sizes = [one.size for one in self.keys if one.group == key.group]
-        if key.size not in (max(sizes), min(sizes)) or len(runs) == _NUM_RUNS or self.problem or not self._can_record():
+        if key.size not in (max(sizes), min(sizes)) or key in self._read or self.problem or not self._can_record():
             yield around_gap
             return
         for root in self.roots:
@@ -117,7 +117,11 @@ class FactRecorder:
             except TracingUnavailableError as error:
                 self.problem = str(error)
             yield around
-        runs.append(reads)
+        if key not in self._first:
+            self._first[key] = reads
+        else:
+            reads.keep_what_is_in(self._first.pop(key))  # temporaries may hold device memory
+            self._read[key] = reads
 
     def _can_record(self) -> bool:
         if not records_reads():
@@ -127,7 +131,7 @@ class FactRecorder:
     def settled(self, device: str) -> Settlement:
         """What was found and holds now, with its check."""
         found: dict[tuple[Any, ...], Fact] = {}
-        read, unsteady = self._read()
+        read, unsteady = self._of_values()
         for fact in (*mode_facts(device), *read, *self._of_modules(), *self._of_functions()):
             found.setdefault(fact.source.identity, fact)
         for fact in list(found.values()):
@@ -144,29 +148,20 @@ class FactRecorder:
         check = FactCheck([fact for fact in kept if not fact.differs], self._stored_into())
         return Settlement(check, tuple(notes))
 
-    def _complete(self) -> list[tuple[Reads, Reads]]:
-        return [(runs[0], runs[1]) for runs in self._runs.values() if len(runs) == _NUM_RUNS]
-
-    def _read(self) -> tuple[list[Fact], list[str]]:
-        """The facts that both runs of a shape read, and the names of those that shapes differ in."""
+    def _of_values(self) -> tuple[list[Fact], list[str]]:
+        """The values that were read, and the names of those that shapes differ in."""
         found: dict[tuple[Any, ...], Fact] = {}
         unsteady: dict[tuple[Any, ...], str] = {}
-        for first, second in self._complete():
-            for identity, fact in second.facts.items():
-                if identity in first.facts:
-                    known = found.setdefault(identity, fact)
-                    if not unchanged(known.value, fact.value):
-                        unsteady[identity] = fact.name
+        for reads in self._read.values():
+            for identity, fact in reads.facts.items():
+                known = found.setdefault(identity, fact)
+                if not unchanged(known.value, fact.value):
+                    unsteady[identity] = fact.name
         return [fact for identity, fact in found.items() if identity not in unsteady], list(unsteady.values())
 
     def _of_modules(self) -> Iterator[Fact]:
         """Parameters, buffers and hooks of the modules whose code ran."""
-        modules = {
-            one: met
-            for first, second in self._complete()
-            for one, met in second.modules.items()
-            if one in first.modules
-        }
+        modules = {one: met for reads in self._read.values() for one, met in reads.modules.items()}
         names: dict[int, str] = {}
         for module, _ in modules.values():
             if id(module) not in names:
@@ -184,19 +179,17 @@ class FactRecorder:
 
     def _of_functions(self) -> Iterator[Fact]:
         """Code and defaults of the functions that ran."""
-        for first, second in self._complete():
-            for one, (function, frame) in second.called.items():
-                if one in first.called:
-                    for part in _PARTS:
-                        if part == "__code__" or getattr(function, part):
-                            yield _fact("default", f"{function.__qualname__}.{part}", OfFunction(function, part), frame)
+        for reads in self._read.values():
+            for function, frame in reads.called.values():
+                for part in _PARTS:
+                    if part == "__code__" or getattr(function, part):
+                        yield _fact("default", f"{function.__qualname__}.{part}", OfFunction(function, part), frame)
 
     def _stored_into(self) -> set[int]:
         """Globals of modules that are not installed: notebooks and scripts store into theirs all the time."""
         return {
             id(fact.source.holder)
-            for runs in self._runs.values()
-            for reads in runs
+            for reads in self._read.values()
             for fact in reads.facts.values()
             if isinstance(fact.source, InDict) and fact.kind == "global" and not is_installed(fact.source.holder)
         }

@@ -16,6 +16,7 @@ import torch
 from phonograph.graphs.recording.lookup import instance_dict
 from phonograph.graphs.recording.places import PLAIN
 
+_KEPT = (types.FunctionType, type, torch.nn.Module)
 _SKIPPED = (*PLAIN, torch.Tensor, types.ModuleType, types.BuiltinFunctionType, dict, list, set)
 
 
@@ -28,12 +29,13 @@ class Functions:
 
     def learn(self, value: Any) -> None:
         """Add a function, or those that a value calls when it is called."""
-        todo = [value]
+        todo, met = [value], dict[int, Any]()
         while todo:
             one = todo.pop()
-            if isinstance(one, _SKIPPED) or id(one) in self._met:
+            if isinstance(one, _SKIPPED) or id(one) in self._met or id(one) in met:
                 continue
-            self._met[id(one)] = one  # held, so that its identity is not given to another
+            # Held, so that its identity is not given to another; for good only what is no temporary with device memory.
+            (self._met if isinstance(one, _KEPT) else met)[id(one)] = one
             if isinstance(one, types.FunctionType):
                 self._by_code.setdefault(id(one.__code__), (one.__code__, []))[1].append(one)
             todo.extend(_parts(one))

@@ -54,6 +54,12 @@ class Reads:
         finally:
             self._paused -= 1
 
+    def keep_what_is_in(self, other: Reads) -> None:
+        """Forget temporaries of this run: what the other run did not have."""
+        self.facts = {one: fact for one, fact in self.facts.items() if one in other.facts}
+        self.modules = {one: met for one, met in self.modules.items() if one in other.modules}
+        self.called = {one: met for one, met in self.called.items() if one in other.called}
+
     # -- events -------------------------------------------------------------------------------------------
 
     def _enter(self, frame: FrameType) -> None:
