@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -219,6 +220,9 @@ class _Generated:
         if isinstance(source, AddressOf):
             self.terms.append(f"{self.name(source.holder)}.data_ptr() == {value[0]}")
             return
+        if isinstance(source, AllItems) and not isinstance(source.holder, set):
+            self._add_items(fact, source)
+            return
         place, then = _place(source, self), self.name(value)
         if place is None:
             self.terms.append(f"not {self.name(fact)}.differs")
@@ -228,6 +232,15 @@ class _Generated:
             self.terms.append(f"{self.name(source.key)} not in {self.name(source.holder)}")
         else:
             self.terms.append(f"not {self.name(fact)}.differs")
+
+    def _add_items(self, fact: Fact, source: AllItems) -> None:
+        """The same objects in the same order, told without comparing them by their own code."""
+        is_dict = isinstance(source.holder, dict)
+        then = tuple(value for _, value in fact.value) if is_dict else fact.value
+        holder = self.name(source.holder)
+        now = f"{holder}.values()" if is_dict else holder
+        same = f"len({holder}) == {len(then)} and all(map({self.name(operator.is_)}, {now}, {self.name(then)}))"
+        self.terms.append(f"({same} or not {self.name(fact)}.differs)")
 
     def compiled(self) -> Callable[[], bool]:
         terms = " and ".join(self.terms) or "True"
