@@ -58,7 +58,7 @@ TRAPS = [
     ("memory_without_memory", "torch.func.jvp makes zeros that have no memory",
      "refused, op and line named, where the op would be recorded"),
     ("python_number", "a Python number that changes between calls is frozen at capture",
-     "keeps the value of capture; make it a slot, and it is live"),
+     "the call is eager and counted as stale, by name; make it a slot, and it is live"),
     ("side_effect", "Python side effects run at capture only",
      "refused at capture, value and line named, and put back; in a gap they run at every call"),
     ("an_argument_that_is_no_slot", "an argument that is no slot changes between calls",
@@ -104,7 +104,7 @@ TRAPS = [
     ("weight_changed_in_place", "a weight is updated in place",
      "seen by the next replay"),
     ("weight_replaced", "a parameter is replaced, and the graph reads the old address",
-     "today the replay still uses the old one; capture() again takes the new one"),
+     "the call is eager and counted as stale, by name; refresh() takes the new one"),
     ("state_written_at_capture", "warm-up and capture advance a counter or a cache",
      "what the body writes is put back"),
     ("random_numbers", "a replay repeats the random numbers of capture",
@@ -301,7 +301,9 @@ def test_python_number(device: Device) -> None:
     made = make(model, device)
     model.scale = 5.0
     x = rows(device, 4)
-    assert torch.equal(made(x), x * 2)
+    assert torch.equal(made(x), x * 5)
+    assert made.stats.eager[Reason.STALE] == 1
+    assert "Scaled.scale" in made.explain()
 
     slot = Slot("scale", (), torch.float32)
     made = make(lambda x, scale: x * scale, device, slots=[X, slot])
@@ -664,11 +666,13 @@ def test_weight_replaced(device: Device) -> None:
     model = nn.Linear(WIDTH, 2).to(device.torch_device)
     made = make(model, device, slots=[Slot("input", ("rows", WIDTH), torch.float32)])
     x = rows(device, 4)
-    old, before = model.weight, made(x)
-    model.weight = nn.Parameter(old.detach() * 3)
-    torch.testing.assert_close(made(x), before)
-    made.capture(silent)
+    made(x)
+    model.weight = nn.Parameter(model.weight.detach() * 3)
     torch.testing.assert_close(made(x), model(x).detach())
+    assert made.stats.eager[Reason.STALE] == 1
+    made.refresh(silent)
+    torch.testing.assert_close(made(x), model(x).detach())
+    assert made.stats.replays.total() == 2
 
 
 def test_state_written_at_capture(device: Device) -> None:
