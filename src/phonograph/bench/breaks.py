@@ -1,4 +1,4 @@
-"""What a break costs: graphs with gaps between them against one graph, empty and around attention."""
+"""Cost of a graph break: graphs with gaps between them against one graph, empty and around attention."""
 
 from __future__ import annotations
 

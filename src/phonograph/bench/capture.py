@@ -1,4 +1,4 @@
-"""Seconds and bytes to record all default buckets, by phase and product of its axes, warm-up and capture apart."""
+"""Capture cost: seconds and bytes of all default buckets, by phase and axis product, warm-up and capture apart."""
 
 from __future__ import annotations
 

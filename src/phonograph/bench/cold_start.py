@@ -1,4 +1,4 @@
-"""From the start of a process to its first token, in fresh processes, with a warm and a cold cache of kernels."""
+"""Cold start: from the start of a process to its first token, in fresh processes, with warm and cold kernel caches."""
 
 from __future__ import annotations
 

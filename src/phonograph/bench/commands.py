@@ -1,4 +1,4 @@
-"""`phonograph bench NAME`: which measurements there are, and their flags."""
+"""`phonograph bench NAME`: the measurements, and their flags."""
 
 from __future__ import annotations
 

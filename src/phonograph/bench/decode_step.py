@@ -1,4 +1,4 @@
-"""A steady decode step through the engine: time on the device and on the host, launches, copies and gaps."""
+"""Decode step: a steady one through the engine: time on the device and on the host, launches, copies and gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives an engine's core step by step, with a clock on the host and on the device."""
+"""Driver: runs an engine's core step by step, with a clock on the host and on the device."""
 
 from __future__ import annotations
 

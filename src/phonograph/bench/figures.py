@@ -1,4 +1,4 @@
-"""Medians, percentiles and ratios of what was measured."""
+"""Statistics of samples: medians, nearest-rank percentiles, ratios."""
 
 from __future__ import annotations
 

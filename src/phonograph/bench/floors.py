@@ -1,4 +1,4 @@
-"""What the hardware allows: the matrix products of a step alone, in one graph, and bytes over the read bandwidth."""
+"""Floors: what the hardware allows: the matrix products of a step in one graph, and bytes over read bandwidth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host pays for a step: decide, load and replay of the graph layer, and a whole steady step of the engine."""
+"""Host time: decide, load and replay of the graph layer, and a whole steady step of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phonograph bench table`: tables and plots of a page from the reports in a folder, so that nobody types a figure."""
+"""`phonograph bench table`: tables and plots of a page from the reports in a folder, so that none is typed by hand."""
 
 from __future__ import annotations
 

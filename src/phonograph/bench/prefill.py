@@ -1,4 +1,4 @@
-"""A prefill step, and a request of one token end to end: by tokens, requests and cached prefix."""
+"""Prefill step: by tokens, requests and cached prefix; and a request of one token end to end."""
 
 from __future__ import annotations
 

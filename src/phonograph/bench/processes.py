@@ -1,4 +1,4 @@
-"""Runs a command in a process of its own, with a time limit, and keeps what it printed."""
+"""Child processes: a command with a time limit, and what it printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A steady step under torch's profiler: launches, copies, kernels, and gaps on the device between steps."""
+"""StepProfile: a steady step under torch's profiler: launches, copies, kernels, and gaps between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, where, when and by which command: rows that are written to a JSON file as they come."""
+"""Report: figures with where, when and by which command they were measured; written to a JSON file as they come."""
 
 from __future__ import annotations
 

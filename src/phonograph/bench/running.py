@@ -1,4 +1,4 @@
-"""Runs one measurement: opens the device, measures, compares with peers, and leaves table, JSON and plot."""
+"""Measurement run: opens the device, measures, compares with peers, and leaves table, JSON and plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measurement under way: what was asked for, the device, the time that is left, and engines to measure."""
+"""Bench: one measurement under way: its settings, the device, the time that is left, and engines to measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output tokens a second of W1, and latencies of a mix of requests that arrive one by one, without a server."""
+"""Throughput: output tokens a second of W1, and latencies of a mix of arriving requests, without a server."""
 
 from __future__ import annotations
 

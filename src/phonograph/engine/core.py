@@ -1,4 +1,4 @@
-"""The engine core: schedule, execute, commit, report."""
+"""Engine core: schedule, execute, commit, report."""
 
 from __future__ import annotations
 

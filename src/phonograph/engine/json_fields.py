@@ -1,4 +1,4 @@
-"""Reading a dict that somebody else wrote, field by field: a wrong value is named, with what was expected."""
+"""JSON fields: a foreign file's dict, read field by field; an error names the value, and what was expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention and which kernels serve a device best, unless one is asked for."""
+"""Kernel selection: attention, kernels and sampler that serve a device best, unless one is requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server as one ASGI app: routes, error bodies, access."""
+"""ASGI app: the whole server: routes, error bodies, access."""
 
 from __future__ import annotations
 

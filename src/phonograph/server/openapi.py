@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the types that bodies are read and written with."""
+"""OpenAPI document: made from the types that bodies are read and written with."""
 
 from __future__ import annotations
 

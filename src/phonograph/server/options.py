@@ -1,4 +1,4 @@
-"""What a server keeps to: names, limits, times and keys."""
+"""ServerOptions: names, limits, times and keys."""
 
 from __future__ import annotations
 

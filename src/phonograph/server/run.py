@@ -1,4 +1,4 @@
-"""Runs the server: listens, starts the core, and on a signal finishes what runs."""
+"""Server process: listens, starts the core, and on a signal finishes what runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speaks to an OpenAI endpoint: finds out what it takes, streams one answer at a time, and notes when what arrives."""
+"""Client of an OpenAI endpoint: finds out what it accepts, streams one response, and notes when each part arrives."""
 
 from __future__ import annotations
 

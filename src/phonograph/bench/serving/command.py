@@ -1,4 +1,4 @@
-"""`phonograph bench serve`: puts load on any OpenAI endpoint and says how it fared."""
+"""`phonograph bench serve`: a load test of any OpenAI endpoint."""
 
 from __future__ import annotations
 

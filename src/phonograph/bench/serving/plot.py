@@ -1,4 +1,4 @@
-"""Draws a load test: throughput and running requests over time, and how latencies are distributed."""
+"""Plot of a load test: throughput and running requests over time, and how latencies are distributed."""
 
 from __future__ import annotations
 

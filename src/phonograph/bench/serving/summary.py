@@ -1,4 +1,4 @@
-"""The figures of a load test: throughput, percentiles, errors by kind; as values, as JSON and as a table."""
+"""Summary of a load test: throughput, percentiles, errors by kind; as values, as JSON and as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds which page: a count of references for each page of the KV cache."""
+"""BlockPool: the pages of the KV cache, with a reference count for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many pages a sequence holds, and where they come from: the pool, or the least recently used prefixes."""
+"""Reservations: the pages that a sequence holds, taken from the pool or from the least recently used prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the device tables with the pages that they list: who has one, and when it may go to the next."""
+"""Rows: rows of the device tables with the pages that they list; a row is reused once no launched step reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling that a model's publishers recommend: defaults for what a request leaves open."""
+"""Generation config: sampling values that a model's publishers recommend, for what a request leaves open."""
 
 from __future__ import annotations
 

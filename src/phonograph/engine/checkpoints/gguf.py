@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: names translated, quantised blocks unpacked, llama.cpp's order of rows undone."""
+"""GgufCheckpoint: a GGUF file, with names translated, quantised blocks unpacked, llama.cpp's order of rows undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and where each tensor lies, checked against the length of the file.
+"""GgufHeader: metadata of a GGUF file, and where each tensor lies, checked against the length of the file.
 
 The `gguf` package has a reader too; it takes seconds for a vocabulary, and a file that was cut short makes it fail
 without a word on where.

@@ -1,4 +1,4 @@
-"""Streams a checkpoint's tensors to their places, and makes the model of them."""
+"""Loading: a checkpoint's tensors are streamed to their places, and become a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a checkpoint: config.json and one or more safetensors files."""
+"""SafetensorsCheckpoint: a Hugging Face folder, with config.json and one or more safetensors files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dense decoder model looks like: every number that its layers, its KV cache and its checkpoint agree on."""
+"""ModelConfig: a dense decoder's numbers, on which its layers, its KV cache and its checkpoint agree."""
 
 from __future__ import annotations
 

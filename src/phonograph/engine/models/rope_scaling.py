@@ -1,4 +1,4 @@
-"""How a model's rotary frequencies are stretched to a longer context than the one it was first trained on."""
+"""RoPE scaling: rotary frequencies stretched to a longer context than the one the model was first trained on."""
 
 from __future__ import annotations
 

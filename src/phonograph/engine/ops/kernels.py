@@ -1,7 +1,7 @@
-"""What a layer asks of its kernels. Each call is a unit that an implementation may fuse into one launch.
+"""Kernels protocol: the operations of a layer. Each call is a unit that an implementation may fuse into one launch.
 
-The residual stream travels as a pair: `x`, and what the last projection adds to it, `delta`. So the addition is done
-by whoever normalises next, and costs no pass over memory of its own. It may be in float32 where the weights are not:
+The residual stream travels as a pair: `x`, and what the last projection adds to it, `delta`. The next norm does the
+addition, so it costs no pass over memory of its own. It may be in float32 where the weights are not:
 what is projected or normed from it is in the dtype of the weights.
 """
 

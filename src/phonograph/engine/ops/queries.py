@@ -1,4 +1,4 @@
-"""What attention is to the model: queries of a step against the pages of their sequences."""
+"""Attention protocol: queries of a step against the pages of their sequences."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which kernel computes a product: measured choices, shipped or cached on disk, and a rule where nothing was measured.
+"""Tuning: the kernel for each product: measured choices, shipped or cached on disk, and a rule where there is none.
 
-Nothing is measured here or while serving; `phonograph.engine.ops.triton.measuring` does it when asked.
+Nothing is measured here or while serving; `phonograph.engine.ops.triton.measuring` does it on request.
 """
 
 from __future__ import annotations

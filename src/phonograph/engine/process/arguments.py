@@ -1,4 +1,4 @@
-"""What an engine is made from, in words that can be sent to another process."""
+"""EngineArguments: all that an engine is made from, as plain values that can be sent to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AsyncLLM: an engine core in a process of its own, from text to text, for many at the same time."""
+"""AsyncLLM: an engine core in a process of its own, from text to text, for many requests at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames over a pair of connected sockets: a length, then the bytes of one message."""
+"""Channel: frames over a pair of connected sockets: a length, then the bytes of one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front's side of the engine core: starts its process, talks with it, and starts it again when it dies."""
+"""CoreClient: the front's side of the engine core: starts its process, talks with it, and restarts it when it dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of the engine core: take what the front asks, step, tell what came; sleep when there is nothing to do."""
+"""Core loop: the process of the engine core: read messages, step, send outputs; sleep when there is nothing to do."""
 
 from __future__ import annotations
 

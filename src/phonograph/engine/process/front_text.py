@@ -1,4 +1,4 @@
-"""Text on the front's side: chats rendered, texts encoded and decoded for many, without holding up the event loop."""
+"""FrontText: chats rendered, texts encoded and decoded for many requests, without blocking the event loop."""
 
 from __future__ import annotations
 

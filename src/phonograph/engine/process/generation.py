@@ -1,4 +1,4 @@
-"""A request as the front sees it: text comes in with every step, and goes out whenever somebody looks."""
+"""Generation: a request as the front sees it: text is added with every step, and taken whenever its reader is ready."""
 
 from __future__ import annotations
 

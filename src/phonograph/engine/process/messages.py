@@ -1,4 +1,4 @@
-"""What the front and the engine core tell each other: at most one frame each way per step."""
+"""Messages of front and core: the wire format of the engine process, at most one frame each way per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody who counts and times requests is told."""
+"""Observer protocol: request lifecycle events, for metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine knows about itself, as plain values that can be sent to another process."""
+"""EngineStats: counters and state of the engine, as plain values that can be sent to another process."""
 
 from __future__ import annotations
 

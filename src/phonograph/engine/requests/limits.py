@@ -1,4 +1,4 @@
-"""The bounds that every step keeps: sequences, tokens, context and pages."""
+"""Limits: the bounds that every step keeps: sequences, tokens, context and pages."""
 
 from __future__ import annotations
 

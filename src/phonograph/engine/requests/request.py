@@ -1,4 +1,4 @@
-"""What a user asks for: a prompt, how to sample from it, and when to stop."""
+"""Request and SamplingParams: a prompt, how to sample from it, and when to stop."""
 
 from __future__ import annotations
 

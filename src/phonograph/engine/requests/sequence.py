@@ -1,4 +1,4 @@
-"""One generation of a request, followed by counts while its steps are in flight."""
+"""Sequence: one generation of a request, followed by counts while its steps are in flight."""
 
 from __future__ import annotations
 

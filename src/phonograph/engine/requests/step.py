@@ -1,4 +1,4 @@
-"""ScheduledStep and Sampled: what the scheduler plans, what comes back of it, and the updates of its commit."""
+"""ScheduledStep and Sampled: the scheduler's plan, the tokens that come back, and the updates of its commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler on the CPU in C++: passes over the logits by helpers that nobody waits for, and no sort."""
+"""CpuSampler: C++ passes over the logits by helper threads that the caller does not wait for, and no sort."""
 
 from __future__ import annotations
 

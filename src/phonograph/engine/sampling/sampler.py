@@ -1,4 +1,4 @@
-"""Sampler protocol and its implementation in torch ops: the next token of every sequence, inside the graph.
+"""Sampler protocol and TorchSampler: the next token of every sequence, inside the graph.
 
 The rule, which every implementation follows: a logit's distance from the row's highest, over the temperature, plus
 Gumbel noise of (seed, position, token), is the token's score, and the token with the highest score among those that

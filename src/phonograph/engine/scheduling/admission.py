@@ -1,4 +1,4 @@
-"""Which requests can be served at all, and the sequences that they make."""
+"""Admission: requests that can never be served are refused; the others become sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sequences that decode, and for how many steps the same ones can be launched without another look."""
+"""DecodeSet: the sequences that decode, and for how many steps the same ones can be launched without another look."""
 
 from __future__ import annotations
 

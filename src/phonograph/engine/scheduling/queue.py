@@ -1,4 +1,4 @@
-"""The order in which sequences get a row: by priority and arrival, and by age once they have waited long."""
+"""WaitingQueue: the order in which sequences get a row: by priority and arrival; by age once they waited long."""
 
 from __future__ import annotations
 

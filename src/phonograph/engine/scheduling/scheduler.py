@@ -1,4 +1,4 @@
-"""Decides what each step computes, by counts alone, and what becomes of the tokens when they arrive."""
+"""Scheduler: decides what each step computes, by counts alone, and what becomes of the tokens when they arrive."""
 
 from __future__ import annotations
 

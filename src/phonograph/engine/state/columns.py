@@ -1,4 +1,4 @@
-"""The engine's columns: all state that a request has on the device."""
+"""Columns of the engine: all state that a request has on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: messages into the one text that the model was trained to answer."""
+"""Chat templates: messages into the one text that the model was trained to continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text out of tokens as they come: never half a character, and never the same work twice."""
+"""Detokenizer: text from tokens as they come: never half a character, and never the same work twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer out of a GGUF file's metadata: byte-level BPE, with the rule that cuts text into words known by name."""
+"""GGUF vocabulary: a tokenizer from a file's metadata: byte-level BPE, and pre-tokenizers known by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars through `llguidance`: JSON schemas, regular expressions, choices and Lark."""
+"""Guidance: grammars through `llguidance`: JSON schemas, regular expressions, choices and Lark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bytes a token stands for: a text is the bytes of its tokens, and a character may be split over several."""
+"""Spelling: the bytes of each token: a text is the bytes of its tokens, and a character may be split over several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TextReader: the tokens of one answer as they come, turned to text that is safe to show, up to a stop string."""
+"""TextReader: the tokens of one output as they come, turned to text that is safe to show, up to a stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between text and token ids, over the `tokenizers` library."""
+"""Tokenizer: text to token ids and back, over the `tokenizers` library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the body of a request within its limits, and says what to change where it does not fit."""
+"""BodyReader: the body of a request, read within its limits; an error says what to change where it does not fit."""
 
 from __future__ import annotations
 

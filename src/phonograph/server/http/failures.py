@@ -1,4 +1,4 @@
-"""Every failure as an OpenAI error body with the right status."""
+"""Failures: every one as an OpenAI error body with the right status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP connections within bounds: headers of limited size and time, and no more connections than can be served.
+"""Connection guard: headers of limited size and time, and no more connections than can be served.
 
 uvicorn's protocol for httptools has no such bounds of its own; this subclass adds them, before the app sees anything.
 """

@@ -1,4 +1,4 @@
-"""Size and depth of a JSON text, counted without decoding it: what it would take is known before it is taken."""
+"""JSON shape: size and depth of a JSON text, counted before it is decoded: its cost is known before it is paid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds of a request: every list, text and number has one, checked before any work is done for it."""
+"""Request limits: every list, text and number has a bound, checked before any work is done for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line in the log for each request; its texts only where that was asked for."""
+"""Request log: a line for each request; its texts only where `--log-prompts` is on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics in Prometheus' words: names that dashboards for vLLM and SGLang know, and ours for graphs and reasons."""
+"""Prometheus exposition: metric names that dashboards for vLLM and SGLang know, and ours for graphs and reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a figure is distributed: a histogram that is cheap to feed, and that any two moments can be compared of."""
+"""Histogram whose snapshots subtract: cheap to feed, and the distribution between any two moments is a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last ten minutes, a sample each second, so that a page that is loaded now shows what happened before."""
+"""History: the last ten minutes, a point each second, so that a page loaded now shows what happened before."""
 
 from __future__ import annotations
 

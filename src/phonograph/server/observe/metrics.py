@@ -1,4 +1,4 @@
-"""What is counted and timed of requests, and the newest stats of the engine core, for metrics and status page alike."""
+"""Metrics: counts and times of requests, and the newest stats of the engine core, for /metrics and the status page."""
 
 from __future__ import annotations
 

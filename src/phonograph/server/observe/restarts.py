@@ -1,4 +1,4 @@
-"""Adds up the lives of a core that was started again, so that no counter goes backwards."""
+"""Restarts: counters of a core that was restarted are added up, so that none goes backwards."""
 
 from __future__ import annotations
 

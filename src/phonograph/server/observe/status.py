@@ -1,4 +1,4 @@
-"""The status of the server as one document: what is served, how it goes, what ran eagerly and why."""
+"""Status: the server's state as one document: what is served, how it goes, what ran eagerly and why."""
 
 from __future__ import annotations
 

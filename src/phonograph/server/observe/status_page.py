@@ -1,4 +1,4 @@
-"""Routes of the status page, its document and the metrics."""
+"""Status page: its routes, its document and the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches a running engine: takes in what the core says of itself, and keeps what metrics and status page show."""
+"""Watch: follows a running engine, and keeps its stats for metrics and status page."""
 
 from __future__ import annotations
 

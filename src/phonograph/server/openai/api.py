@@ -1,4 +1,4 @@
-"""The routes of the OpenAI API: from a body to a generation, and from a generation to an answer."""
+"""OpenAI routes: a body becomes a generation, and a generation becomes a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests against their bounds: lists are counted and texts measured before anything is made of them."""
+"""Request checks: lists are counted and texts measured before anything is made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brings an answer to its client, whole or as a stream, and stops the work when the client leaves."""
+"""Delivery: a response on its way to the client, whole or as a stream; the work stops when the client leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logprobs of tokens as the two kinds of answers show them."""
+"""Logprobs: of tokens, as responses of chats and of completions show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients may ask for: the bodies of requests, in the OpenAI API's words."""
+"""Request bodies: what clients may send, in the OpenAI API's words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients are answered: the bodies of responses and events, in the OpenAI API's words."""
+"""Response bodies: what clients get, whole or as events, in the OpenAI API's words."""
 
 from __future__ import annotations
 

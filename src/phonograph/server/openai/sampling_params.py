@@ -1,4 +1,4 @@
-"""From the fields of a request to the engine's sampling parameters; what can't be served is refused by name."""
+"""Sampling fields: those of a request as the engine's SamplingParams; what can't be served is refused by name."""
 
 from __future__ import annotations
 

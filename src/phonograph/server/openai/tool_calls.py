@@ -1,4 +1,4 @@
-"""Finds the calls of tools in an answer: `<tool_call>{…}</tool_call>`, or an answer that is nothing but their JSON."""
+"""Tool calls in an output: `<tool_call>{…}</tool_call>`, or an output that is nothing but their JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns what the engine says into the bodies and events of the OpenAI API."""
+"""Writers: the engine's outputs as bodies and events of the OpenAI API."""
 
 from __future__ import annotations
 

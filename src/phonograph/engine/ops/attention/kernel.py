@@ -1,4 +1,4 @@
-"""The attention kernel: tiles of queries against the pages of their sequence, with an online softmax.
+"""Attention kernel: tiles of queries against the pages of their sequence, with an online softmax.
 
 A tile is some tokens of one sequence times the query heads of one KV head, packed into the rows of one matrix: row r is
 token r // group_rows and head r % group_rows. The keys of a tile may be cut into parts that different programs walk;

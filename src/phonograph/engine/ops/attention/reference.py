@@ -1,4 +1,4 @@
-"""Attention in torch ops, for any device."""
+"""Reference attention: torch ops, for any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in Triton: what a step shares, and the launch of the kernel in each layer."""
+"""Triton attention: what a step shares, and the launch of the kernel in each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways of computing a product that are worth measuring."""
+"""Candidates: the ways of computing a product that are worth measuring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of a layer on the CPU, in float32: C++, over matrices in as few bits as hold them."""
+"""CPU kernels: the operations of a layer in C++, in float32, over matrices in as few bits as hold them."""
 
 from __future__ import annotations
 

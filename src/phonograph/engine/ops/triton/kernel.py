@@ -1,4 +1,4 @@
-"""Kernels that the host launches, with little work of its own."""
+"""Kernel: a Triton kernel that the host launches with little work of its own."""
 
 from __future__ import annotations
 

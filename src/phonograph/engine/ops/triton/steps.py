@@ -1,4 +1,4 @@
-"""The ends of a step: what its layers begin with, and what it leaves in the tables. One launch each."""
+"""Ends of a step: embed_tokens, which its layers begin with, and write_next_token into the tables. One launch each."""
 
 from __future__ import annotations
 

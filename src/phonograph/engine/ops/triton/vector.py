@@ -1,4 +1,4 @@
-"""Products of a weight matrix with one vector: bound by the reading of the weights, so everything else rides along.
+"""Vector products: a weight matrix times one vector, bound by reading the weights, so everything else rides along.
 
 The norm is linear but for its scale: out = scale · W (x · weight), and the scale is known when the sum is. So the
 squares are summed while the weights stream past, and no program waits for a pass over x first.
