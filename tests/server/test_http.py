@@ -126,7 +126,7 @@ def test_tools_reach_the_template_and_so_do_the_arguments_of_earlier_calls(tiny_
 def test_the_document_says_what_there_is(tiny_server: Server) -> None:
     document = tiny_server.get("/openapi.json").json()
     assert {TEXT, CHAT, "/v1/models", "/tokenize", "/detokenize", "/health"} <= set(document["paths"])
-    assert "temperature" in document["components"]["schemas"]["ChatAsk"]["properties"]
+    assert "temperature" in document["components"]["schemas"]["ChatRequest"]["properties"]
 
 
 def test_no_text_is_in_the_log(tiny_server: Server) -> None:

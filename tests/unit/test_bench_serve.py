@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from phonograph.bench.serving.client import Lines
 from phonograph.bench.serving.outcome import Outcome
-from phonograph.bench.serving.summary import spread, summarise, table
+from phonograph.bench.serving.summary import latency_summary, summarise, table
 from phonograph.bench.workloads import WORKLOADS, Fixed, Job, LogNormal, Uniform, jobs, lengths_from
 from phonograph.cli import bench as bench_command
 from phonograph.errors import PlanError
@@ -273,7 +273,7 @@ def test_an_event_stands_for_the_tokens_that_usage_says() -> None:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=60), st.data())
 def test_percentiles_are_those_of_the_values_written_out(values: list[float], data: st.DataObject) -> None:
     weights = data.draw(st.lists(st.integers(1, 5), min_size=len(values), max_size=len(values)))
-    found = spread(values, [float(weight) for weight in weights])
+    found = latency_summary(values, [float(weight) for weight in weights])
     written = np.repeat(values, weights)
     assert found is not None
     for share, value in ((0.5, found.p50), (0.95, found.p95), (0.99, found.p99)):

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from phonograph.bench.driving import Driver, StepTime
+from phonograph.bench.engine_driver import EngineDriver, StepTime
 from phonograph.bench.figures import Spread
 from phonograph.bench.floors import Floors
+from phonograph.bench.measurement import Bench, greedy, row_of
 from phonograph.bench.report import Row, Subject
-from phonograph.bench.setup import Bench, greedy, row_of
 from phonograph.bench.workloads import Ids, Prompts
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
@@ -98,7 +98,7 @@ class PrefillCases:
     def __init__(self, bench: Bench, llm: LLM, prefix: int) -> None:
         self._bench = bench
         self._llm = llm
-        self._driver = Driver(llm)
+        self._driver = EngineDriver(llm)
         self._prompts = Prompts(bench.config.vocab)
         self._prefix: Ids = self._prompts.one(prefix)
         self._rounds = bench.choose("rounds", 10, 2)

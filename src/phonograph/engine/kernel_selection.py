@@ -46,7 +46,7 @@ def _native(asked: str | None, best: str, what: str, progress: Progress) -> Libr
         return error
 
 
-def attention_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Attention:
+def select_attention(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Attention:
     """The attention that was asked for, or the one that the device and the plan are best served by."""
     best = _default(device, plan)
     name = options.attention or best
@@ -55,16 +55,16 @@ def attention_for(device: Device, options: EngineOptions, plan: Plan, progress: 
         return ReferenceAttention() if isinstance(found, DeviceError) else CpuAttention(found)
     if name == "reference":
         return ReferenceAttention()
-    refuse_misfits(device, options, plan)
+    refuse_unsupported(device, options, plan)
     try:
         from phonograph.engine.ops.attention.triton import TritonAttention
     except ImportError:
         raise DeviceError(f"attention={name!r} needs Triton. Run: pip install triton") from None
-    attention = TritonAttention(launches_for(device.hardware), overlap=overlap_on(device.hardware))
+    attention = TritonAttention(launches_for(device.hardware), overlap=default_overlap(device.hardware))
     return FlashInferAttention(device, attention) if name == "flashinfer" else attention
 
 
-def refuse_misfits(device: Device, options: EngineOptions, plan: Plan) -> None:
+def refuse_unsupported(device: Device, options: EngineOptions, plan: Plan) -> None:
     """Refuse implementations that the device, the dtype or the plan can't have."""
     on = device.torch_device.type
     for name in ("attention", "kernels"):
@@ -87,7 +87,7 @@ def refuse_misfits(device: Device, options: EngineOptions, plan: Plan) -> None:
             )
 
 
-def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:
+def select_kernels(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:
     """The kernels that were asked for, or those that the device and the plan are best served by."""
     best = _default(device, plan)
     name = options.kernels or best
@@ -99,17 +99,17 @@ def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Pr
         return ReferenceKernels((f"slow: {found}",))
     if name == "reference":
         return ReferenceKernels()
-    refuse_misfits(device, options, plan)
+    refuse_unsupported(device, options, plan)
     try:
         from phonograph.engine.ops import tuning
         from phonograph.engine.ops.triton.layers import TritonKernels
     except ImportError:
         raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
     chip = device.hardware
-    return TritonKernels(device.torch_device, tuning.load(chip.name), overlap=overlap_on(chip))
+    return TritonKernels(device.torch_device, tuning.load(chip.name), overlap=default_overlap(chip))
 
 
-def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
+def select_sampler(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
     """The sampler that goes with the kernels."""
     best = _default(device, plan)
     name = options.kernels or best
@@ -125,6 +125,6 @@ def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
     return TritonSampler()
 
 
-def overlap_on(hardware: Hardware) -> Overlap:
+def default_overlap(hardware: Hardware) -> Overlap:
     """When a kernel lets the next one begin, where nothing was measured."""
     return "early" if hardware.overlaps_launches else "none"

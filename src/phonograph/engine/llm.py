@@ -25,7 +25,7 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
-from phonograph.engine.kernel_selection import attention_for, kernels_for, sampler_for
+from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.ops.queries import Attention
@@ -132,12 +132,12 @@ class LLM:
         self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
         for warning in self.plan.warnings:
             log.warning("%s", warning)
-        attention = attention_for(self.device, options, self.plan, progress)
+        attention = select_attention(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config = self.checkpoint.config
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
-        self.kernels = kernels_for(self.device, options, self.plan, progress)
+        self.kernels = select_kernels(self.device, options, self.plan, progress)
         loaded = self._model(attention, limits.num_positions, progress)
         if self.precision.fallback is not None:
             self.precision = self.precision.after(value_range(loaded, self.device))
@@ -145,7 +145,7 @@ class LLM:
                 log.warning("%s: %s", self.checkpoint.source, self.precision)
                 del loaded  # there may not be room for the weights twice
                 loaded = self._model(attention, limits.num_positions, progress)
-        sampler = sampler_for(self.device, options, self.plan)
+        sampler = select_sampler(self.device, options, self.plan)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress)
         self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(

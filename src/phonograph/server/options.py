@@ -15,7 +15,7 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The settings of the HTTP side; those of the engine are in its spec."""
+    """The settings of the HTTP side; those of the engine are in its arguments."""
 
     host: str = "127.0.0.1"
     """Where to listen; 0.0.0.0 lets other machines in."""

@@ -161,7 +161,7 @@ def _heading(args: argparse.Namespace, test: LoadTest) -> str:
 
 
 def _notes(args: argparse.Namespace, test: LoadTest, summary: Summary) -> list[str]:
-    from phonograph.bench.serving.summary import shown, spread
+    from phonograph.bench.serving.summary import latency_summary, shown
 
     notes = []
     if test.is_interrupted:
@@ -172,7 +172,7 @@ def _notes(args: argparse.Namespace, test: LoadTest, summary: Summary) -> list[s
         notes.append("the endpoint reports no usage: events were counted as tokens")
     if summary.without_text:
         notes.append(f"{summary.without_text:,} answers had tokens and no text: whatever events they had were timed")
-    lag = spread(test.lags)
+    lag = latency_summary(test.lags)
     if lag is not None and lag.p99 > _LAG:
         notes.append(f"this client was busy itself (its event loop was {shown(lag.p99)} late, p99): run it elsewhere")
     if math.isfinite(args.rate) and not args.concurrency and summary.late > _LAG:

@@ -17,7 +17,7 @@ from phonograph.graphs.progress import Progress, silent
 
 
 @dataclass(frozen=True)
-class EngineSpec:
+class EngineArguments:
     """The arguments of an `LLM`, by name: a path and not a checkpoint, a device's name and not the device."""
 
     model: str | None = None

@@ -16,15 +16,15 @@ from typing import Literal
 import msgspec
 
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.client import CoreClient, Restarts
 from phonograph.engine.process.front_text import FrontText
 from phonograph.engine.process.generation import Delta, Generation
-from phonograph.engine.process.messages import Add, Cancel, Check, Checked, Finish, Ready, StepOutput
+from phonograph.engine.process.messages import Add, Cancel, CheckIntegrity, Finish, IntegrityReport, Ready, StepOutput
 from phonograph.engine.process.observer import Observer, Observers
 from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.request import Request, SamplingParams
-from phonograph.engine.scheduling.admission import refuse_misfits, refuse_unknown_tokens, refuse_unlike_prompts
+from phonograph.engine.scheduling.admission import refuse_oversized, refuse_unknown_tokens, refuse_unlike_prompts
 from phonograph.engine.text import ChatTemplate
 from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
@@ -52,7 +52,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        spec: EngineSpec = EngineSpec(),
+        arguments: EngineArguments = EngineArguments(),
         *,
         max_queue: int = 1024,
         chat_template: str | None = None,
@@ -60,27 +60,27 @@ class AsyncLLM:
         observers: Sequence[Observer] = (),
         log_level: int = logging.WARNING,
     ) -> None:
-        self.spec = spec
+        self.arguments = arguments
         self.max_queue = max_queue
-        self.checkpoint = spec.checkpoint()
-        self.sampling = self.checkpoint.sampling if spec.options.sampling == "model" else SamplingParams()
+        self.checkpoint = arguments.checkpoint()
+        self.sampling = self.checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()
         """What holds for a value that a request leaves open."""
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         self.text = FrontText(self.checkpoint.source, self.tokenizer, self._opened_template(chat_template))
         self.observer = Observers(observers)
         self.health = Health("starting")
         self.stats: EngineStats | None = None
-        """The newest that the core has told, in its present life."""
-        self.life = -1
+        """The newest stats of the core that runs now."""
+        self.incarnation = -1
         """How often a core was started, from 0: counters of `stats` begin again with each."""
-        self._core = CoreClient(spec, self, restarts, log_level)
+        self._core = CoreClient(arguments, self, restarts, log_level)
         self._ready: Ready | None = None
         self._live: dict[str, Generation] = {}
         """By the ids of their requests."""
         self.num_active = 0
         """Sequences that run or wait."""
         self.busy_since: float | None = None
-        self._checks: deque[asyncio.Future[Checked]] = deque()
+        self._checks: deque[asyncio.Future[IntegrityReport]] = deque()
         self._lost = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,7 +88,7 @@ class AsyncLLM:
         """When the latest sequences ended."""
         self._numbers = itertools.count()
 
-    # -- the life of the engine -------------------------------------------------------------------------------------
+    # -- start, health and stop --------------------------------------------------------------------------------------
 
     async def start(self, progress: Progress = silent) -> Ready:
         """Start the core; returns when it takes requests."""
@@ -140,13 +140,13 @@ class AsyncLLM:
     def core_pid(self) -> int | None:
         return self._core.pid
 
-    async def check(self) -> Checked:
+    async def check(self) -> IntegrityReport:
         """Raise if the core has lost a row, a page or a sequence."""
         if self.health.state not in ("ready", "draining"):
             raise CoreError(f"the engine core can't be asked: {self.health.reason or 'it is starting'}.")
-        answer: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[IntegrityReport] = asyncio.get_running_loop().create_future()
         self._checks.append(answer)
-        self._core.send(Check())
+        self._core.send(CheckIntegrity())
         found = await answer
         if found.problem:
             raise PhonographError(found.problem)
@@ -241,7 +241,7 @@ class AsyncLLM:
         ]
         for request in requests:
             refuse_unknown_tokens(request, about.vocab)
-            refuse_misfits(request, about.limits)
+            refuse_oversized(request, about.limits)
         return requests
 
     @contextmanager
@@ -315,7 +315,7 @@ class AsyncLLM:
 
     def ready(self, found: Ready) -> None:
         self._ready, self.stats = found, None
-        self.life += 1
+        self.incarnation += 1
         if self.health.state in ("starting", "down"):
             self.health = Health("ready")
 
@@ -335,7 +335,7 @@ class AsyncLLM:
                 self._ends.append(now)
                 self._ended(generation, num_left)
 
-    def checked(self, found: Checked) -> None:
+    def checked(self, found: IntegrityReport) -> None:
         answer = self._checks.popleft()
         if not answer.done():
             answer.set_result(found)

@@ -21,19 +21,19 @@ import msgspec
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.llm import LLM
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.channel import Channel
 from phonograph.engine.process.messages import (
     Add,
     Cancel,
-    Check,
-    Checked,
+    CheckIntegrity,
     Failed,
     Finish,
     FromCore,
+    IntegrityReport,
+    LoadProgress,
     Logged,
     Output,
-    Progress,
     Ready,
     Shutdown,
     StepOutput,
@@ -128,7 +128,7 @@ class CoreLoop:
                 if sequence is not None:
                     self._core.finish(sequence, FinishReason.STOP)
                     self._forget(sequence)
-            case Check():
+            case CheckIntegrity():
                 self.send(self._checked())
             case Shutdown():
                 self._is_over = True
@@ -171,13 +171,13 @@ class CoreLoop:
         if not siblings:
             del self._live[sequence.request.id]
 
-    def _checked(self) -> Checked:
+    def _checked(self) -> IntegrityReport:
         scheduler, problem = self._core.scheduler, ""
         try:
             scheduler.integrity()
         except PhonographError as error:
             problem = str(error)
-        return Checked(problem, scheduler.counts, scheduler.limits.num_pages - 1)
+        return IntegrityReport(problem, scheduler.counts, scheduler.limits.num_pages - 1)
 
 
 def ready(llm: LLM) -> Ready:
@@ -225,12 +225,12 @@ def serve(channel: Channel) -> int:
     _log_to(channel)
 
     def progress(doing: str, done: int, total: int) -> None:
-        channel.send(encode(Progress(doing, done, total)))
+        channel.send(encode(LoadProgress(doing, done, total)))
 
     try:
-        spec: EngineSpec = pickle.loads(channel.receive_one())
+        arguments: EngineArguments = pickle.loads(channel.receive_one())
         try:
-            llm = spec.open(progress)
+            llm = arguments.open(progress)
         except PhonographError as error:
             channel.send(encode(Failed(str(error))))
             return 2

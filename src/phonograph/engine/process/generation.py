@@ -46,7 +46,7 @@ class _Choice:
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     """Tokens of a request, over all of its prompts and choices."""
 
     prompt_tokens: int
@@ -107,10 +107,10 @@ class Generation:
         return self._left
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """So far."""
         n = len(self._choices) // len(self.requests)
-        return Usage(
+        return TokenUsage(
             sum(len(request.prompt) for request in self.requests),
             sum(choice.num_tokens for choice in self._choices),
             sum(choice.cached for choice in self._choices[::n]),

@@ -34,22 +34,22 @@ class Finish(_ToCore, frozen=True):
     index: int
 
 
-class Check(_ToCore, frozen=True):
-    """Look for lost rows, pages and sequences; answered by `Checked`."""
+class CheckIntegrity(_ToCore, frozen=True):
+    """Look for lost rows, pages and sequences; answered by `IntegrityReport`."""
 
 
 class Shutdown(_ToCore, frozen=True):
     """End the process; what still runs is dropped."""
 
 
-ToCore = Add | Cancel | Finish | Check | Shutdown
+ToCore = Add | Cancel | Finish | CheckIntegrity | Shutdown
 
 
 class _FromCore(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """From the core to the front; a frame is one of them."""
 
 
-class Progress(_FromCore, frozen=True):
+class LoadProgress(_FromCore, frozen=True):
     """How far loading and capture are."""
 
     doing: str
@@ -102,8 +102,8 @@ class StepOutput(_FromCore, frozen=True):
     """Now and then, and when there is nothing to do."""
 
 
-class Checked(_FromCore, frozen=True):
-    """The answer to `Check`."""
+class IntegrityReport(_FromCore, frozen=True):
+    """The answer to `CheckIntegrity`."""
 
     problem: str
     """Empty where nothing is lost."""
@@ -125,4 +125,4 @@ class Failed(_FromCore, frozen=True):
     reason: str
 
 
-FromCore = Progress | Ready | StepOutput | Checked | Logged | Failed
+FromCore = LoadProgress | Ready | StepOutput | IntegrityReport | Logged | Failed

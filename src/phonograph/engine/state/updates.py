@@ -11,7 +11,7 @@ import numpy as np
 
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
-from phonograph.engine.state.column import Array, Column, Entry, Form, Group, TableSizes, Writer
+from phonograph.engine.state.column import Array, Column, Form, Group, RowSource, TableSizes, Writer
 from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.values import numpy_dtype
 
@@ -61,7 +61,7 @@ class UpdateBuilder:
         changes = [(column, listed) for column in self._changing if (listed := column.changes(step))]  # type: ignore[misc]
         if not step.prefills and not changes and not self._told:
             return None
-        entries = [Entry(chunk.sequence, chunk.start) for chunk in step.new_rows]
+        entries = [RowSource(chunk.sequence, chunk.start) for chunk in step.new_rows]
         writes = [*self._entered(entries), *self._stepped(step), *(self._changed(*change) for change in changes)]
         if not entries and not writes:
             return None
@@ -69,8 +69,8 @@ class UpdateBuilder:
 
     def undone(self, step: ScheduledStep) -> TableUpdates:
         """The rows of a step as they were before it, as if their sequences entered with what they have by then."""
-        entries = [Entry(sequence, sequence.num_computed - step.tokens_per_row) for sequence in step.decodes]
-        entries += [Entry(chunk.sequence, chunk.start) for chunk in step.prefills]
+        entries = [RowSource(sequence, sequence.num_computed - step.tokens_per_row) for sequence in step.decodes]
+        entries += [RowSource(chunk.sequence, chunk.start) for chunk in step.prefills]
         sequences = [entry.sequence for entry in entries]
         pages = tuple((seq.row, index, page) for seq in sequences for index, page in enumerate(seq.pages))
         listed = replace(step, decodes=(), prefills=(), page_updates=pages)
@@ -80,13 +80,13 @@ class UpdateBuilder:
         writes += [self._write_one(column, known) for column in self._restored if known]
         return TableUpdates(tuple(sequence.row for sequence in sequences), tuple(writes))
 
-    def _write_one(self, column: Column, entries: Many[Entry]) -> Write:
+    def _write_one(self, column: Column, entries: Many[RowSource]) -> Write:
         assert column.restored is not None
         rows = np.fromiter((entry.sequence.row for entry in entries), dtype=np.int64, count=len(entries))
         values = np.asarray([column.restored(entry) for entry in entries], dtype=numpy_dtype(column.dtype))
         return Write(column.group.name, rows, {column.name: values}, {})
 
-    def _entered(self, entries: Many[Entry]) -> Iterator[Write]:
+    def _entered(self, entries: Many[RowSource]) -> Iterator[Write]:
         for group, columns in self._at_entry.items():
             asked = group.asked
             asking = entries if asked is None else [entry for entry in entries if asked(entry.sequence)]
@@ -98,7 +98,9 @@ class UpdateBuilder:
         for group, columns in self._every_step.items():
             sequences = self._told.get(group, []) + _asking(group, ending)
             if sequences:
-                yield self._write(group, columns, [Entry(sequence, sequence.num_computed) for sequence in sequences])
+                yield self._write(
+                    group, columns, [RowSource(sequence, sequence.num_computed) for sequence in sequences]
+                )
 
     def _changed(self, column: Column, changes: Many[tuple[int, int, Any]]) -> Write:
         rows, indices, values = zip(*changes, strict=True)
@@ -106,13 +108,13 @@ class UpdateBuilder:
         pairs = {column.name: (places, np.asarray(values, dtype=numpy_dtype(column.dtype)))}
         return Write(column.group.name, np.zeros(0, dtype=np.int64), {}, pairs)
 
-    def _write(self, group: Group, columns: Many[Column], entries: Many[Entry]) -> Write:
+    def _write(self, group: Group, columns: Many[Column], entries: Many[RowSource]) -> Write:
         rows = np.fromiter((entry.sequence.row for entry in entries), dtype=np.int64, count=len(entries))
         values = {column.name: self._rows(column, entries) for column in columns if Form.ROW in column.form}
         pairs = {column.name: self._pairs(column, entries, rows) for column in columns if Form.PAIRS in column.form}
         return Write(group.name, rows, values, pairs)
 
-    def _rows(self, column: Column, entries: Many[Entry]) -> Array:
+    def _rows(self, column: Column, entries: Many[RowSource]) -> Array:
         assert column.value is not None
         kind, found = numpy_dtype(column.dtype), [column.value(entry) for entry in entries]
         if column.width == 1:
@@ -124,7 +126,7 @@ class UpdateBuilder:
             row[:count] = value[:count]
         return whole
 
-    def _pairs(self, column: Column, entries: Many[Entry], rows: Array) -> Pairs:
+    def _pairs(self, column: Column, entries: Many[RowSource], rows: Array) -> Pairs:
         assert column.value is not None
         found = [column.value(entry) for entry in entries]
         indices = [np.asarray(index, dtype=np.int64) for index, _ in found]

@@ -78,8 +78,8 @@ class Exposition:
         yield self._counter("request_success", "Sequences that ended, by reason.", ["finished_reason"], finished)
         rejected = [((reason,), count) for reason, count in metrics.num_rejected.items()]
         yield self._counter("request_rejected", "Requests that never ran, by reason.", ["reason"], rejected)
-        lives = [((), metrics.lives.restarts)]
-        yield self._counter("core_restarts", "How often the engine core was started again.", [], lives)
+        restarts = [((), metrics.core_stats.restarts)]
+        yield self._counter("core_restarts", "How often the engine core was started again.", [], restarts)
         for name, text, found in (
             ("time_to_first_token_seconds", "From arrival to the first token.", metrics.first_token_seconds),
             ("inter_token_latency_seconds", "Between tokens of a sequence.", metrics.token_gap_seconds),

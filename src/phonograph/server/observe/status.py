@@ -9,12 +9,12 @@ import msgspec
 
 from phonograph.engine.process.async_llm import Health
 from phonograph.engine.process.statistics import EngineStats, PhaseStats
-from phonograph.server.observe.history import History, Samples, Spread
+from phonograph.server.observe.history import History, HistoryPoints, LatencyQuantiles
 from phonograph.server.observe.incidents import Incident, Incidents
 from phonograph.server.observe.metrics import Metrics
 
 
-class Facts(msgspec.Struct, frozen=True):
+class ServerInfo(msgspec.Struct, frozen=True):
     """What does not change while the server runs."""
 
     version: str
@@ -34,9 +34,9 @@ class Facts(msgspec.Struct, frozen=True):
 class Latencies(msgspec.Struct, frozen=True):
     """Over the last minute, in seconds."""
 
-    first_token: Spread
-    token_gap: Spread
-    request: Spread
+    first_token: LatencyQuantiles
+    token_gap: LatencyQuantiles
+    request: LatencyQuantiles
 
 
 class Cache(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Cache(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """Since the server started, over all lives of the core."""
+    """Since the server started, over all restarts of the core."""
 
     requests: int
     finished: dict[str, int]
@@ -67,7 +67,7 @@ class Totals(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """All that the status page shows."""
 
-    facts: Facts | None
+    facts: ServerInfo | None
     """None until the engine core is ready for the first time."""
     health: Health
     started: float
@@ -80,7 +80,7 @@ class Status(msgspec.Struct, frozen=True):
     totals: Totals
     phases: tuple[PhaseStats, ...]
     incidents: tuple[Incident, ...]
-    history: Samples
+    history: HistoryPoints
 
 
 class StatusKeeper:
@@ -89,7 +89,7 @@ class StatusKeeper:
     def __init__(
         self,
         metrics: Metrics,
-        facts: Callable[[], Facts | None],
+        facts: Callable[[], ServerInfo | None],
         health: Callable[[], Health],
         incidents: Incidents,
         clock: Callable[[], float] = time.time,
@@ -134,7 +134,7 @@ class StatusKeeper:
             generated_tokens=stats.generated_tokens if stats else 0,
             steps=stats.steps if stats else 0,
             preemptions=stats.preemptions if stats else 0,
-            core_restarts=metrics.lives.restarts,
+            core_restarts=metrics.core_stats.restarts,
         )
 
 

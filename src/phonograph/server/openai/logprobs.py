@@ -8,10 +8,10 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 
-from phonograph.engine.requests.sequence import TokenLogprob as Told
+from phonograph.engine.requests.sequence import TokenLogprob
 from phonograph.engine.text import Tokenizer
 from phonograph.engine.text.detokenizer import LeadingSpaces
-from phonograph.server.openai.responses import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
+from phonograph.server.openai.responses import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TopLogprob
 
 _CACHED = 1 << 16
 """Tokens whose texts and bytes are kept."""
@@ -51,11 +51,11 @@ class LogprobWriter:
         spaces = None if self._tokenizer is None else LeadingSpaces(self._tokenizer, prompt, verbatim=verbatim)
         return TextOffsets(spaces)
 
-    def chat(self, found: Sequence[Told]) -> ChatLogprobs:
+    def chat(self, found: Sequence[TokenLogprob]) -> ChatLogprobs:
         """For /v1/chat/completions."""
         return ChatLogprobs([self._token(one) for one in self._said(found)])
 
-    def text(self, found: Sequence[Told], offsets: TextOffsets) -> TextLogprobs:
+    def text(self, found: Sequence[TokenLogprob], offsets: TextOffsets) -> TextLogprobs:
         """For /v1/completions; `offsets` are those of the answer, which these tokens continue."""
         found = self._said(found)
         names = [self._names(one) for one in found]
@@ -66,7 +66,7 @@ class LogprobWriter:
             [offsets.after(self._bytes(one.token)) for one in found],
         )
 
-    def _names(self, found: Told) -> dict[int, str]:
+    def _names(self, found: TokenLogprob) -> dict[int, str]:
         """A name of its own for each token: its text, or OpenAI's way to write bytes that are none.
 
         Where tokens have the same text, as `x` and `<0x78>`, the likeliest has it as its name.
@@ -87,18 +87,18 @@ class LogprobWriter:
         yield f"token_id:{token}"
         yield from (f"token_id:{token}#{number}" for number in count())
 
-    def _said(self, found: Sequence[Told]) -> list[Told]:
+    def _said(self, found: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         """Without the tokens that are no text, as the one that ends an answer: they are not in it."""
         special = self._tokenizer.special_ids if self._tokenizer is not None else frozenset[int]()
         return [one for one in found if one.token not in special]
 
-    def _token(self, found: Told) -> TokenLogprob:
+    def _token(self, found: TokenLogprob) -> ChatTokenLogprob:
         top = []
         for token, logprob in found.top:
             shown, written = self._entry(token)
             top.append(TopLogprob(shown, logprob, written))
         shown, written = self._entry(found.token)
-        return TokenLogprob(shown, found.logprob, written, top)
+        return ChatTokenLogprob(shown, found.logprob, written, top)
 
     def _bytes(self, token: int) -> bytes:
         if self._tokenizer is None:

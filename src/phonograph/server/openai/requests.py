@@ -28,7 +28,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Accepted; nothing is obfuscated here."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of request share. A field that is not known is refused: it would do nothing.
 
     Where temperature, top_p, top_k, min_p or repetition_penalty is left out, the model's own holds (/v1/models).
@@ -77,7 +77,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_cache_key: str | None = None
 
 
-class CompletionAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/completions."""
 
     prompt: str | Annotated[list[str | TokenId | Tokens], Meta(min_length=1)]
@@ -91,7 +91,7 @@ class CompletionAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     suffix: str | None = None
 
 
-class ChatAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -111,7 +111,7 @@ class ChatAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     modalities: list[Literal["text"]] | None = None
 
 
-class TokenizeAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /tokenize: a prompt or messages."""
 
     model: str | None = None
@@ -124,7 +124,7 @@ class TokenizeAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /detokenize."""
 
     model: str | None = None

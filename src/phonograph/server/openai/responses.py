@@ -49,7 +49,7 @@ class TextChoice(msgspec.Struct, frozen=True):
     finish_reason: Finish | None = None
 
 
-class Completion(msgspec.Struct, frozen=True):
+class CompletionResponse(msgspec.Struct, frozen=True):
     """Body of /v1/completions; in a stream, one event."""
 
     id: str
@@ -71,7 +71,7 @@ class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+class ChatTokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token that is."""
 
     token: str
@@ -83,7 +83,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 class ChatLogprobs(msgspec.Struct, frozen=True):
     """One entry for each token."""
 
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 
@@ -130,7 +130,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatCompletion(msgspec.Struct, frozen=True):
+class ChatResponse(msgspec.Struct, frozen=True):
     """Body of /v1/chat/completions."""
 
     id: str
@@ -172,7 +172,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
 # -- the rest -------------------------------------------------------------------------------------------------------
 
 
-class Model(msgspec.Struct, frozen=True):
+class ModelCard(msgspec.Struct, frozen=True):
     """A model that is served."""
 
     id: str
@@ -185,14 +185,14 @@ class Model(msgspec.Struct, frozen=True):
     object: Literal["model"] = "model"
 
 
-class Models(msgspec.Struct, frozen=True):
+class ModelList(msgspec.Struct, frozen=True):
     """Body of /v1/models."""
 
-    data: list[Model]
+    data: list[ModelCard]
     object: Literal["list"] = "list"
 
 
-class Tokenized(msgspec.Struct, frozen=True):
+class TokenizeResponse(msgspec.Struct, frozen=True):
     """Body of /tokenize."""
 
     count: int
@@ -200,13 +200,13 @@ class Tokenized(msgspec.Struct, frozen=True):
     tokens: Sequence[int]
 
 
-class Detokenized(msgspec.Struct, frozen=True):
+class DetokenizeResponse(msgspec.Struct, frozen=True):
     """Body of /detokenize."""
 
     prompt: str
 
 
-class HealthBody(msgspec.Struct, frozen=True):
+class HealthResponse(msgspec.Struct, frozen=True):
     """Body of /health."""
 
     status: str
