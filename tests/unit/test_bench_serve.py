@@ -215,7 +215,7 @@ def test_a_vocabulary_that_is_too_small_is_told() -> None:
 
 
 def test_nobody_there_is_told() -> None:
-    with pytest.raises(PlanError, match=r"asking http://127.0.0.1:9/v1/models.*Check --url"):
+    with pytest.raises(PlanError, match=r"listing the models of http://127.0.0.1:9/v1/models.*Check --url"):
         bench("http://127.0.0.1:9")
     with pytest.raises(PlanError, match="no connection"):
         bench("http://127.0.0.1:9", "--model", "x")

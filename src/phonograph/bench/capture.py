@@ -30,7 +30,7 @@ def measure(bench: Bench) -> None:
 
 
 def _measure_backend(bench: Bench, backend: str, *, with_decode: bool) -> None:
-    # The KV cache has no part in it; as asked, it needs no rehearsal, and so the first capture is the first.
+    # The KV cache has no part in it; with a size given, it needs no rehearsal, so the first capture is the first.
     options = EngineOptions(cache_tokens=4096)
     if bench.settings.quick:
         options = EngineOptions(max_seqs=4, max_tokens=16, max_len=64, cache_tokens=256)

@@ -74,7 +74,7 @@ class EngineDriver:
         return updates
 
     def steady(self, count: int) -> list[StepTime]:
-        """Times of so many steps, launched ahead as the engine does it."""
+        """Times of `count` steps, launched ahead as the engine does it."""
         times = []
         before, busy = time.perf_counter(), self.device_total
         for _ in range(count):

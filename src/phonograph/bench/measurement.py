@@ -28,7 +28,7 @@ EAGER = "eager"
 
 @dataclass(frozen=True)
 class MeasurementSettings:
-    """What was asked for on the command line."""
+    """The settings of a measurement, from the command line."""
 
     shape: str
     quick: bool = False
@@ -106,7 +106,7 @@ def row_of(
 
 
 def greedy(new_tokens: int) -> SamplingParams:
-    """So many tokens, whatever they are."""
+    """Greedy parameters for this number of tokens, whatever they are."""
     return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
 
 

@@ -43,7 +43,7 @@ PEERS = (
 
 
 def measure_peers(args: argparse.Namespace, shape: str, out: Path, seconds: float) -> dict[str, str]:
-    """Measure the peers that flags ask for and that have no result in `out` yet; returns what went wrong, by name."""
+    """Measure the peers that flags name and that have no result in `out` yet; returns what went wrong, by name."""
     out, deadline = out.resolve(), Deadline(seconds)
     runs: dict[str, Callable[[float], Done]] = {}
     if args.peers is not None:

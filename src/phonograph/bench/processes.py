@@ -14,7 +14,7 @@ from types import MappingProxyType
 from phonograph import settings
 
 _GRACE = 10.0
-"""Seconds between asking a process to end and ending it."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)

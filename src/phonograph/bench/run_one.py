@@ -97,7 +97,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _compare(args: argparse.Namespace, settings: MeasurementSettings, bench: Bench) -> None:
-    """Measure the peers that were asked for, and put all that the folder has beside our figures."""
+    """Measure the peers that flags name, and join all results of the folder with ours."""
     with tempfile.TemporaryDirectory() as temporary:
         out = settings.out or Path(temporary)
         for name, problem in measure_peers(args, settings.shape, out, bench.deadline.left).items():
@@ -106,7 +106,7 @@ def _compare(args: argparse.Namespace, settings: MeasurementSettings, bench: Ben
 
 
 def _draw(report: Report) -> None:
-    """Beside the JSON file; without the library that draws, a note says so."""
+    """Next to the JSON file; without the library that draws, a note says so."""
     if report.path is None or not report.rows:
         return
     try:

@@ -34,20 +34,20 @@ def _default(device: Device, plan: Plan) -> str:
     return "cpu" if device.torch_device.type == "cpu" and not plan.is_recorded else "reference"
 
 
-def _native(asked: str | None, best: str, what: str, progress: Progress) -> Library | DeviceError:
-    """The C++ kernels, or why they can't be had where nobody asked for them."""
+def _native(requested: str | None, best: str, what: str, progress: Progress) -> Library | DeviceError:
+    """The C++ kernels, or why there are none, where they were not requested by name."""
     if best != "cpu":
-        raise PlanError(f"{what}='cpu' serves a CPU on which nothing is recorded. Leave it out, or say device='cpu'.")
+        raise PlanError(f"{what}='cpu' needs device='cpu' and no graphs. Leave it out, or set both.")
     try:
         return library(progress)
     except DeviceError as error:
-        if asked is not None:
+        if requested is not None:
             raise
         return error
 
 
 def select_attention(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Attention:
-    """The attention that was asked for, or the one that the device and the plan are best served by."""
+    """The attention that the options name, or the one that serves the device and the plan best."""
     best = _default(device, plan)
     name = options.attention or best
     if name == "cpu":
@@ -68,9 +68,9 @@ def refuse_unsupported(device: Device, options: EngineOptions, plan: Plan) -> No
     """Refuse implementations that the device, the dtype or the plan can't have."""
     on = device.torch_device.type
     for name in ("attention", "kernels"):
-        asked = getattr(options, name)
-        if asked in ("triton", "flashinfer") and on == "cpu":
-            raise PlanError(f"{name}={asked!r} needs a GPU, and this is a CPU. Leave it out.")
+        requested = getattr(options, name)
+        if requested in ("triton", "flashinfer") and on == "cpu":
+            raise PlanError(f"{name}={requested!r} needs a GPU, and this is a CPU. Leave it out.")
     if options.attention != "flashinfer":
         return
     if on != "cuda":
@@ -83,12 +83,12 @@ def refuse_unsupported(device: Device, options: EngineOptions, plan: Plan) -> No
         if plan.phase(name).backend == "full":
             raise PlanError(
                 "attention='flashinfer' plans every prompt on the host, which one graph can't hold. "
-                f"Ask for {name}.backend='breakable', or leave the backend out."
+                f"Set {name}.backend='breakable', or leave the backend out."
             )
 
 
 def select_kernels(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:
-    """The kernels that were asked for, or those that the device and the plan are best served by."""
+    """The kernels that the options name, or those that serve the device and the plan best."""
     best = _default(device, plan)
     name = options.kernels or best
     if name == "cpu":

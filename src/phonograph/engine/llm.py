@@ -55,7 +55,7 @@ class Completion:
     index: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each token, where they were asked for."""
+    """One for each token, where they were requested."""
     text: str = ""
     finish: FinishReason | None = None
     error: str = ""
@@ -174,7 +174,7 @@ class LLM:
         return self._generated([self._encoded(prompt) for prompt in many], params, continues=True)
 
     def chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         return self._generated([self._rendered(messages)], params, continues=False)[0]
 
     def stream(self, prompt: str | Many[int], params: SamplingParams | None = None) -> Iterator[str]:
@@ -182,7 +182,7 @@ class LLM:
         return self._streamed(self._encoded(prompt), params, continues=True)
 
     def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
-        """The answer to a conversation, as it comes."""
+        """The next message of a conversation, as it comes."""
         return self._streamed(self._rendered(messages), params, continues=False)
 
     @property
@@ -209,8 +209,8 @@ class LLM:
         however it ends, by a Ctrl-C too."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
-                "this LLM is generating for somebody else, a stream that is open or another thread. Finish or close "
-                "that first, or take AsyncLLM, which serves many at once."
+                "this LLM is generating already: a stream is open, or another thread is at it. Finish or close that "
+                "first, or use AsyncLLM, which serves many requests at once."
             )
         try:
             yield
@@ -230,7 +230,7 @@ class LLM:
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise CheckpointError(f"{self.checkpoint.source} has no tokenizer: give token ids.")
+            raise CheckpointError(f"encoding a text: {self.checkpoint.source} has no tokenizer. Give token ids.")
         return self.tokenizer
 
     def _encoded(self, prompt: str | Many[int]) -> tuple[int, ...]:
@@ -263,7 +263,7 @@ class LLM:
     def _submit(
         self, prompts: Many[tuple[int, ...]], params: SamplingParams, *, continues: bool = True
     ) -> dict[Sequence, _Reader]:
-        """With `continues` an answer goes on where its prompt ended: a leading space belongs to it."""
+        """With `continues` an output goes on where its prompt ended: a leading space belongs to it."""
         params = with_special_stops(params.resolved(self.sampling), self.tokenizer, self.executor.vocab)
         readers = dict[Sequence, _Reader]()
         for prompt in prompts:

@@ -47,7 +47,7 @@ OPERATIONS = (
     Operation(
         "/v1/chat/completions",
         "post",
-        "Answer a conversation",
+        "Generate the next message of a conversation",
         ChatResponse,
         ChatRequest,
         event=ChatChunk,

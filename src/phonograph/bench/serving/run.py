@@ -20,7 +20,7 @@ _TICK = 0.005
 
 @dataclass
 class LoadTest:
-    """One run over some jobs; `outcomes` fills up as answers end."""
+    """One run over some jobs; `outcomes` fills up as responses end."""
 
     endpoint: Endpoint
     jobs: Sequence[Job]

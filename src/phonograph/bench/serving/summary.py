@@ -33,7 +33,7 @@ class Summary:
     """What a load test found."""
 
     seconds: float
-    """From the first request sent to the last answer."""
+    """From the first request sent to the end of the last response."""
     completed: int
     failed: int
     prompt_tokens: int

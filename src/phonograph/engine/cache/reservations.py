@@ -64,7 +64,7 @@ class Reservations:
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others share the full pages of the first `num_tokens`, which committed steps have written.
 
-        Not past the last known token: behind it lies what was launched ahead in vain.
+        Not past the last known token: after it lies what was launched ahead in vain.
         """
         self.prefixes.insert(sequence.known()[:num_tokens], sequence.pages)
 

@@ -99,7 +99,9 @@ class Rows:
             )
         stuck = [seq for seq in self._seated.values() if seq.finish is not None and seq not in self._leaving]
         if stuck:
-            raise PhonographError(f"integrity of the rows: finished, and yet nothing takes their row back: {stuck}.")
+            raise PhonographError(
+                f"integrity of the rows: finished sequences whose rows no step in flight will release: {stuck}."
+            )
         self.reservations.check(self._seated.values())
 
     def _release(self, sequence: Sequence) -> None:

@@ -30,7 +30,7 @@ class EngineArguments:
 
     @property
     def name(self) -> str:
-        """What the model is called where nobody gave it a name."""
+        """The model's name where no other is given."""
         if self.shape is not None:
             return self.shape
         return "SmolLM2-135M-Instruct" if self.model is None else Path(self.model).expanduser().resolve().stem

@@ -33,7 +33,7 @@ from phonograph.graphs.progress import Progress, silent
 _CHOICE_SIZE = 16
 """What it takes to begin a choice, in tokens."""
 _LONGEST_WAIT = 60.0
-"""Seconds that a client is asked to wait at most."""
+"""The longest Retry-After, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,13 @@ class AsyncLLM:
     async def check(self) -> IntegrityReport:
         """Raise if the core has lost a row, a page or a sequence."""
         if self.health.state not in ("ready", "draining"):
-            raise CoreError(f"the engine core can't be asked: {self.health.reason or 'it is starting'}.")
-        answer: asyncio.Future[IntegrityReport] = asyncio.get_running_loop().create_future()
-        self._checks.append(answer)
+            raise CoreError(
+                f"checking the engine core: {self.health.reason or 'it is starting'}. Wait until it is ready."
+            )
+        report: asyncio.Future[IntegrityReport] = asyncio.get_running_loop().create_future()
+        self._checks.append(report)
         self._core.send(CheckIntegrity())
-        found = await answer
+        found = await report
         if found.problem:
             raise PhonographError(found.problem)
         return found
@@ -170,7 +172,7 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
     ) -> AsyncIterator[Delta]:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         tokens = await self.text.render(messages)
         async with self.submit([tokens], params or SamplingParams(), timeout=timeout) as generation:
             async for delta in generation:
@@ -186,9 +188,9 @@ class AsyncLLM:
         timeout: float | None = None,
         continues: bool = False,
     ) -> Generation:
-        """Send prompts to the core, all or none; close the generation when nobody wants the rest.
+        """Send prompts to the core, all or none; close the generation if the rest is not needed.
 
-        With `continues` an answer goes on where its prompt ended: a leading space belongs to it.
+        With `continues` an output goes on where its prompt ended: a leading space belongs to it.
         """
         self.refuse_unless_ready()
         with self._refusals_counted():
@@ -231,7 +233,9 @@ class AsyncLLM:
         deadline = None if timeout is None else now + timeout
         added, most = len(prompts) * params.n, self.max_active
         if not prompts or added > most:
-            problem = f"the request asks for {added} sequences; 1 to {most} can run or wait here."
+            problem = (
+                f"the request makes {added} sequences; expected 1 to {most}, which may run or wait here. Send fewer."
+            )
             raise RequestError(problem, field="n" if params.n > 1 else "prompt")
         for prompt in prompts:
             refuse_unlike_prompts(prompt)
@@ -285,7 +289,8 @@ class AsyncLLM:
         for request in requests:
             if request.id in self._live:
                 problem = "this id is being served already. Give every request its own"
-                raise RequestError(f"request {request.id!r}: {problem}; of several prompts, the second is id-1.")
+                problem += "; of several prompts, the second is id-1."
+                raise RequestError(f"request {request.id!r}: {problem}", field="request_id")
 
     def _refuse_overflow(self, added: int) -> None:
         active, most = self.num_active, self.max_active
@@ -298,7 +303,7 @@ class AsyncLLM:
             )
 
     def _wait_for(self, ends: int) -> float:
-        """Seconds until so many sequences will have ended, going by the latest."""
+        """Seconds until `ends` sequences will have ended, going by the latest."""
         if len(self._ends) < 2:
             return 1.0
         seconds = (time.monotonic() - self._ends[0]) / len(self._ends) * ends
@@ -336,9 +341,9 @@ class AsyncLLM:
                 self._ended(generation, num_left)
 
     def checked(self, found: IntegrityReport) -> None:
-        answer = self._checks.popleft()
-        if not answer.done():
-            answer.set_result(found)
+        report = self._checks.popleft()
+        if not report.done():
+            report.set_result(found)
 
     def down(self, reason: str, *, final: bool) -> None:
         if self.health.state in ("starting", "ready", "down"):
@@ -348,8 +353,8 @@ class AsyncLLM:
                 self._lost.set()
         error = CoreError(f"the engine core went down while the request ran: {reason}. Send the request again.")
         self._fail_all(error)
-        for answer in self._checks:
-            answer.set_exception(error)
+        for report in self._checks:
+            report.set_exception(error)
         self._checks.clear()
 
     def _fail_all(self, error: CoreError) -> None:
@@ -360,7 +365,7 @@ class AsyncLLM:
             self._ended(generation, num_left)
 
     def _closed(self, generation: Generation, num_left: int) -> None:
-        """The reader has left while so many choices had not ended."""
+        """The reader has left while `num_left` choices had not ended."""
         for request in generation.requests:
             self._core.send(Cancel(request.id))
         self._ended(generation, num_left)

@@ -51,11 +51,11 @@ class Restarts:
     longest_wait: float = 30.0
     steady: float = 60.0
     silence: float = 300.0
-    """A core that says nothing for so many seconds is killed: it hangs. One with nothing to do has a little longer."""
+    """Seconds of silence after which a core is killed: it hangs. One with nothing to do has a little longer."""
 
 
 class Listener(Protocol):
-    """Who is told what the core says; all calls come from the event loop."""
+    """Receives the messages of the core; all calls come from the event loop."""
 
     @property
     def busy_since(self) -> float | None:
@@ -144,18 +144,18 @@ class CoreClient:
         return found
 
     def encoded(self, message: ToCore) -> msgspec.Raw:
-        """A message as it is sent, made in any thread; one that can't be is its sender's error, and nobody else's."""
+        """A message as it is sent, made in any thread; one that can't be encoded is an error of its sender alone."""
         return msgspec.Raw(msgspec.msgpack.encode(message))
 
     def send(self, message: ToCore | msgspec.Raw) -> None:
-        """Tell the core; all that is told in one turn of the event loop goes in one frame."""
+        """Send to the core; all messages of one turn of the event loop go in one frame."""
         encoded = message if isinstance(message, msgspec.Raw) else self.encoded(message)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(encoded)
 
     async def stop(self, patience: float = _DYING) -> None:
-        """End the core; if it does not end by itself in so many seconds, it is killed."""
+        """End the core; if it does not end by itself within `patience` seconds, it is killed."""
         self._is_stopping = True
         self.send(Shutdown())
         if self._process is not None:

@@ -51,7 +51,7 @@ log = logging.getLogger("phonograph")
 STATS_SECONDS = 0.25
 """How often figures are sent while there is something to do."""
 HEARTBEAT_SECONDS = 10.0
-"""How long nothing may happen before a heartbeat pass asks the device; then the front hears from this process too."""
+"""Seconds of rest before a heartbeat pass checks the device; then the front hears from this process too."""
 _COMPILING_SECONDS = 0.002
 """How often is looked whether a grammar is ready while there is nothing else to do."""
 _COMPILERS = 2
@@ -209,7 +209,7 @@ class _ToFront(logging.Handler):
             text = self.format(record).encode(errors="backslashreplace").decode()
             self._channel.send(msgspec.msgpack.encode(Logged(record.levelno, text)))
         except EOFError:
-            pass  # nobody is left to read it
+            pass  # no front is left to read it
         except Exception:
             self.handleError(record)
 
@@ -254,7 +254,7 @@ def end_with(sock: socket.socket) -> None:
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(sock, 0)  # a hang-up is told without being asked for
+        poll.register(sock, 0)  # a hang-up is reported without being registered for
         poll.poll()
         os._exit(0)
 
@@ -275,4 +275,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # a grammar that is still being compiled holds nobody up
+    os._exit(status)  # without waiting for a grammar that is still being compiled

@@ -17,7 +17,7 @@ from phonograph.engine.text import StopStrings, TextReader, Tokenizer
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice since somebody looked last."""
+    """What is new of one choice since the last `take`."""
 
     choice: int
     """Which prompt and which of its n sequences: `prompt * n + index`."""
@@ -57,7 +57,7 @@ class TokenUsage:
 class Generation:
     """All choices of one or several prompts. Iterate, or `take` all that is new; leaving early cancels the rest.
 
-    What nobody has looked at yet is kept as one delta for each choice, so a slow reader costs at most its own answer.
+    What is not taken yet is kept as one delta for each choice, so a slow reader costs at most its own output.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Generation:
     # -- for the reader ---------------------------------------------------------------------------------------------
 
     async def take(self) -> list[Delta]:
-        """Everything new, at least one delta; nothing once all choices have ended and were looked at."""
+        """Everything new, at least one delta; nothing once all choices have ended and were taken."""
         while not self._pending:
             if self._error is not None:
                 raise self._error
@@ -144,7 +144,7 @@ class Generation:
         await self._waiter
 
     def close(self) -> None:
-        """Give up what has not ended; whoever waits gets nothing more."""
+        """Give up what has not ended; a waiting reader gets nothing more."""
         num_left = self._left
         if num_left:
             for choice in self._choices:
@@ -171,10 +171,10 @@ class Generation:
     ) -> None:
         self.close()
 
-    # -- for the one who brings the news ----------------------------------------------------------------------------
+    # -- for the receiver of the core's outputs ---------------------------------------------------------------------
 
     def put(self, output: messages.Output, now: float) -> bool:
-        """Take in what the core says of one sequence; True if its text has just reached a stop string."""
+        """Take in the core's output of one sequence; True if its text has just reached a stop string."""
         choice = self._choices[self._first[output.request_id] + output.index]
         if choice.finish is not None:
             return False
@@ -198,7 +198,7 @@ class Generation:
         return hit and output.finish is None
 
     def fail(self, error: Exception, now: float) -> None:
-        """End everything: whoever waits, or looks next, gets the error, once what came before is taken."""
+        """End everything: the reader gets the error, once what came before is taken."""
         self._error = error
         for choice in self._choices:
             self._end(choice, FinishReason.ERROR, now)

@@ -22,7 +22,7 @@ class Add(_ToCore, frozen=True):
 
 
 class Cancel(_ToCore, frozen=True):
-    """Nobody waits for this request any more; no output has to follow."""
+    """The reader of this request has left; no output has to follow."""
 
     request_id: str
 
@@ -35,7 +35,7 @@ class Finish(_ToCore, frozen=True):
 
 
 class CheckIntegrity(_ToCore, frozen=True):
-    """Look for lost rows, pages and sequences; answered by `IntegrityReport`."""
+    """Look for lost rows, pages and sequences; the response is an `IntegrityReport`."""
 
 
 class Shutdown(_ToCore, frozen=True):
@@ -87,7 +87,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     cached: int = 0
     """Prompt tokens that were not computed, since their pages were cached."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each token, where the request asked for them."""
+    """One for each token, where the request has logprobs."""
     refused: bool = False
     """The whole request was not taken, for `error`."""
     field: str = ""
@@ -103,7 +103,7 @@ class StepOutput(_FromCore, frozen=True):
 
 
 class IntegrityReport(_FromCore, frozen=True):
-    """The answer to `CheckIntegrity`."""
+    """The response to `CheckIntegrity`."""
 
     problem: str
     """Empty where nothing is lost."""
@@ -113,7 +113,7 @@ class IntegrityReport(_FromCore, frozen=True):
 
 
 class Logged(_FromCore, frozen=True):
-    """What the core has to say to whoever reads the log."""
+    """A line of the core's log."""
 
     level: int
     text: str

@@ -31,7 +31,7 @@ class RecordingStats(msgspec.Struct, frozen=True):
 
     @property
     def padded_rows(self) -> int:
-        """Rows that replays computed for nobody."""
+        """Padding: rows that replays computed without a sequence."""
         return self.replays * self.size - self.used_rows
 
 

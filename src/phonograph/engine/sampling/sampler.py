@@ -27,7 +27,7 @@ _FEW = 1 << 18
 
 
 class Sampling(IntEnum):
-    """How much a batch asks of the sampler; each level has recordings of its own and can do all below it."""
+    """How much a batch needs of the sampler; each level has recordings of its own and can do all below it."""
 
     GREEDY = 0
     SAMPLED = 1
@@ -39,7 +39,7 @@ class Sampling(IntEnum):
 
 
 def level_of(params: SamplingParams) -> Sampling:
-    """How much a request asks of the sampler."""
+    """How much a request needs of the sampler."""
     if params.is_penalised:
         return Sampling.PENALISED
     if params.temperature == 0:

@@ -39,7 +39,7 @@ def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence
 
 def refuse_unknown_tokens(request: Request, vocab: int) -> None:
     """Refuse ids that are no row of the embedding table: on a device they would read whatever lies there, or, as the
-    end of an answer, never come."""
+    end of an output, never come."""
     params = request.params
     named = {"prompt": request.prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
     for field, tokens in named.items():

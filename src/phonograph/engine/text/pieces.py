@@ -64,5 +64,5 @@ class Spelling:
                 return cls(sentencepiece_bytes)
         raise CheckpointError(
             f"opening the tokenizer of {source}: its decoder is {' + '.join(kinds)}; supported are ByteLevel, "
-            "and Replace(▁) + ByteFallback + Fuse (+ Strip)."
+            "and Replace(▁) + ByteFallback + Fuse (+ Strip). Use a model with one of these."
         )

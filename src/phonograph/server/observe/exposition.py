@@ -53,7 +53,7 @@ class Exposition:
         """The metrics in Prometheus' classic format.
 
         Never in OpenMetrics, whatever a scraper prefers: the client library then writes `phonograph_` for
-        `phonograph:`, and the names would depend on who asks.
+        `phonograph:`, and the names would depend on the client.
         """
         return generate_latest(self._registry)
 
@@ -111,7 +111,9 @@ class Exposition:
         padded = [(labels, made.padded_rows) for labels, made in each]
         yield self._counter("graph_padded_rows", "Rows that replays computed as padding.", by_bucket, padded)
         used = [(labels, made.used_rows) for labels, made in each]
-        yield self._counter("graph_used_rows", "Rows that replays computed for somebody.", by_bucket, used)
+        yield self._counter(
+            "graph_used_rows", "Rows of sequences that replays computed, without padding.", by_bucket, used
+        )
         recorded = [((p.name, p.backend), sum(not made.error for made in p.recordings)) for p in phases]
         yield self._gauge("graph_recordings", "Recordings that can be replayed.", ["phase", "backend"], recorded)
         failed = [((p.name,), sum(bool(made.error) for made in p.recordings)) for p in phases]

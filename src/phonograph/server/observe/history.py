@@ -36,10 +36,10 @@ class HistoryPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HistoryPoints(msgspec.Struct, frozen=True):
-    """Consecutive samples as rows under column names."""
+    """Consecutive points as rows under column names."""
 
     first: int
-    """The number of the first row; numbers go on from sample to sample."""
+    """The number of the first row; numbers go on from point to point."""
     columns: tuple[str, ...]
     rows: tuple[HistoryPoint, ...]
 
@@ -54,7 +54,7 @@ class LatencyQuantiles(msgspec.Struct, frozen=True):
 
 
 class History:
-    """HistoryPoints metrics when told to, and keeps a bounded number of samples."""
+    """Samples the metrics at each `tick`, and keeps a bounded number of points."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -66,7 +66,7 @@ class History:
         """What the distributions had counted at each of the last ticks."""
 
     def tick(self, now: float) -> None:
-        """Take a sample of what happened since the last one; `now` is in Unix time."""
+        """Add a point for what happened since the last one; `now` is in Unix time."""
         stats = self._metrics.stats
         before = self._marks[-1] if self._marks else [[], [], []]
         first_token, token_gap, _ = zip(self._timed, before, strict=True)
@@ -90,7 +90,7 @@ class History:
         self._marks.append([list(timed.counts) for timed in self._timed])
 
     def since(self, number: int) -> HistoryPoints:
-        """The samples from this number on, as far as they are kept."""
+        """The points from this number on, as far as they are kept."""
         first = max(number, self._num_taken - len(self._rows))
         rows = tuple(self._rows)[first - self._num_taken :] if first < self._num_taken else ()
         return HistoryPoints(min(first, self._num_taken), HistoryPoint.__struct_fields__, rows)
@@ -110,7 +110,7 @@ def _rates(before: EngineStats | None, now: EngineStats | None, interval: float)
         return 0.0, 0.0
     seconds = now.clock - before.clock
     if not before.running and not before.waiting:
-        # The core has slept since, and said nothing: what it did, it did after the last sample.
+        # The core has slept since, and said nothing: what it did, it did after the last point.
         seconds = min(seconds, interval)
     outputs, prompts = now.generated_tokens - before.generated_tokens, now.prompt_tokens - before.prompt_tokens
     return round(outputs / seconds, 1), round(prompts / seconds, 1)

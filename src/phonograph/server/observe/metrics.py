@@ -36,7 +36,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """An observer of requests, and the holder of what cores said; all calls come from one event loop."""
+    """An observer of requests, and the holder of the cores' stats; all calls come from one event loop."""
 
     def __init__(self) -> None:
         self.first_token_seconds = Distribution(_FIRST_TOKEN)

@@ -71,7 +71,7 @@ class Status(msgspec.Struct, frozen=True):
     """None until the engine core is ready for the first time."""
     health: Health
     started: float
-    """Unix time; another one means that another server answers, and samples are numbered from 0 again."""
+    """Unix time; another one means another server, whose points are numbered from 0 again."""
     uptime: float
     running: int
     waiting: int
@@ -84,7 +84,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class StatusKeeper:
-    """Puts the document together; `tick` is called once a second."""
+    """Makes the document; `tick` is called once a second."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class StatusKeeper:
         self._started = clock()
 
     def tick(self) -> None:
-        """Take a sample for the history."""
+        """Add a point to the history."""
         self._history.tick(self._clock())
 
     def status(self, since: int = 0) -> Status:
-        """The status, with samples from this number on."""
+        """The status, with points of the history from this number on."""
         stats = self._metrics.stats
         return Status(
             facts=self._facts(),

@@ -16,8 +16,8 @@ from phonograph.server.observe.metrics import Metrics
 from phonograph.server.observe.status import ServerInfo, StatusKeeper
 from phonograph.server.observe.status_page import routes
 
-_EVERY = 1.0
-"""Seconds between samples."""
+_POLL_INTERVAL = 1.0
+"""Poll interval, in seconds."""
 
 
 class Watch:
@@ -53,11 +53,11 @@ class Watch:
         due = loop.time()
         while True:
             self.sample()
-            due = max(due + _EVERY, loop.time())
+            due = max(due + _POLL_INTERVAL, loop.time())
             await asyncio.sleep(due - loop.time())
 
     def sample(self) -> None:
-        """Take in what the core said last, and add a second to the history."""
+        """Take in the newest stats of the core, and add a point to the history."""
         self._take()
         self._keeper.tick()
 
@@ -69,7 +69,7 @@ class Watch:
             self._metrics.take(llm.stats, llm.incarnation)
 
     def info(self) -> ServerInfo | None:
-        """What the engine is, as its core said when it was ready; None before."""
+        """The engine as its core reported it when it was ready; None before."""
         if self._llm.incarnation < 0:
             return None
         about = self._llm.about

@@ -112,7 +112,7 @@ class Api:
         return await self._response(request, body, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         self._llm.refuse_unless_ready()
         max_len = self._llm.about.limits.max_len
 
@@ -136,13 +136,13 @@ class Api:
             )
             self._check_context(prompt, "messages")
         max_calls = 1 if body.parallel_tool_calls is False else None
-        callable_tools = tools if params.grammar is None else None  # what follows a grammar is what was asked for
+        callable_tools = tools if params.grammar is None else None  # what follows a grammar is content
         writer = ChatWriter(head, self._logprobs if body.logprobs else None, callable_tools, max_calls)
         return await self._response(request, body, [prompt], params, writer)
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
-        """Tell the observer of requests that don't get as far as the engine; it tells of the others itself."""
+        """Report requests that don't get as far as the engine to the observer; the engine reports the others."""
         try:
             yield
         except (ApiError, RequestError):
@@ -212,7 +212,9 @@ class Api:
             check_message_fields(body.messages or (), self._llm.text.template.message_fields)
             self._checked_model(body.model)
             if (body.prompt is None) == (body.messages is None):
-                raise ApiError(400, "send either `prompt` or `messages`.", param="prompt", code="invalid_value")
+                found = "neither" if body.prompt is None else "both"
+                message = f"expected either `prompt` or `messages`, found {found}. Send one of them."
+                raise ApiError(400, message, param="prompt", code="invalid_value")
             return body
 
         body, size = await self._tokenize_bodies.read(request, self._llm.text.off_loop, checked)
@@ -268,9 +270,9 @@ class Api:
         return ModelCard(name, self._created, self._llm.about.limits.max_len, sampling)
 
     def _checked_model(self, name: str | None) -> str:
-        """The name that an answer bears."""
+        """The name of the model in the response."""
         if name is not None and name not in self.names:
-            message = f"the model {name[:100]!r} is not served here; there is {', '.join(map(repr, self.names))}."
+            message = f"the model {name[:100]!r} is not served here; expected {' or '.join(map(repr, self.names))}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
 

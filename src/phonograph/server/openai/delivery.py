@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 _CHARS_OF_AN_ENTRY = 256
 """Characters of text that are written in the time of one logprob."""
 GONE = 499
-"""The status of an answer that nobody waits for any more, and nobody sees."""
+"""The status of a response whose client has left; no one sees it."""
 
 
 class DisconnectWatch:
@@ -53,7 +53,7 @@ class DisconnectWatch:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One answer on its way."""
+    """One response on its way."""
 
     generation: Generation
     writer: ResponseWriter
@@ -61,11 +61,11 @@ class Delivery:
     timeout: float | None
     """What the request's deadline was, for the message when it is missed."""
     off_loop: OffLoop
-    """For answers that are long to write."""
+    """For responses that take long to write."""
     with_usage: bool = False
 
     async def whole(self, request: Request) -> Response:
-        """The answer in one body."""
+        """The response in one body."""
         async with self.generation as generation:
             with DisconnectWatch(request.receive, generation) as client, self._failures_logged():
                 choices = await generation.whole()
@@ -82,7 +82,7 @@ class Delivery:
         return await self.off_loop(_weight(deltas), lambda: self.writer.events(deltas))
 
     async def stream(self, request: Request) -> Response:
-        """The answer as server-sent events; what fails before the first token has a status of its own."""
+        """The response as server-sent events; what fails before the first token has a status of its own."""
         try:
             with DisconnectWatch(request.receive, self.generation) as client, self._failures_logged():
                 first = await self.generation.take()
@@ -97,7 +97,7 @@ class Delivery:
 
     def check(self, deltas: Sequence[Delta]) -> None:
         """Raise if a choice did not end well."""
-        self.log.answers(deltas)
+        self.log.outputs(deltas)
         for delta in deltas:
             if (failure := failure_of_finish(delta, self.timeout)) is not None:
                 raise failure

@@ -19,10 +19,10 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TextOffsets:
-    """Where the tokens of one answer begin in its text: those that make up one character all where it is."""
+    """Where the tokens of one output begin in its text: those that make up one character all where it is."""
 
     def __init__(self, spaces: LeadingSpaces | None = None) -> None:
-        """`spaces` are those in front of the answer that its text does not have."""
+        """`spaces` are those in front of the output that its text does not have."""
         self._decoder = _utf8_decoder("replace")
         self._spaces = spaces
         self._end = 0
@@ -47,7 +47,7 @@ class LogprobWriter:
         self._entry = lru_cache(_CACHED)(self._looked_up)
 
     def offsets(self, prompt: Sequence[int], *, verbatim: bool) -> TextOffsets:
-        """Those of an answer that goes on where a prompt ended."""
+        """Those of an output that goes on where a prompt ended."""
         spaces = None if self._tokenizer is None else LeadingSpaces(self._tokenizer, prompt, verbatim=verbatim)
         return TextOffsets(spaces)
 
@@ -56,7 +56,7 @@ class LogprobWriter:
         return ChatLogprobs([self._token(one) for one in self._said(found)])
 
     def text(self, found: Sequence[TokenLogprob], offsets: TextOffsets) -> TextLogprobs:
-        """For /v1/completions; `offsets` are those of the answer, which these tokens continue."""
+        """For /v1/completions; `offsets` are those of the output, which these tokens continue."""
         found = self._said(found)
         names = [self._names(one) for one in found]
         return TextLogprobs(
@@ -88,7 +88,7 @@ class LogprobWriter:
         yield from (f"token_id:{token}#{number}" for number in count())
 
     def _said(self, found: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-        """Without the tokens that are no text, as the one that ends an answer: they are not in it."""
+        """Without the tokens that are no text, as the end-of-sequence token: they are not in the text."""
         special = self._tokenizer.special_ids if self._tokenizer is not None else frozenset[int]()
         return [one for one in found if one.token not in special]
 

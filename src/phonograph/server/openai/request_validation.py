@@ -68,7 +68,7 @@ def check_detokenize(request: DetokenizeRequest, bounds: ModelBounds) -> None:
 def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[str]) -> None:
     """Refuse what is in messages and has no effect: it is neither known nor `read` by the chat template.
 
-    Null and what is empty say nothing: clients send back answers, with all fields of OpenAI's.
+    Null and what is empty say nothing: clients send messages back with all fields of OpenAI's.
     """
     for place, message in enumerate(messages):
         where = f"messages[{place}]."
@@ -93,7 +93,7 @@ def _refuse_unread(found: dict[str, Any], known: Collection[str], read: Collecti
 
 
 def check_logprobs(params: SamplingParams, num_prompts: int, max_len: int) -> None:
-    """What an answer with logprobs takes grows with all of these together."""
+    """The size of a response with logprobs grows with the product of all of these."""
     if params.logprobs is not None:
         entries = num_prompts * params.n * min(params.max_tokens, max_len) * (1 + params.logprobs)
         limits.LOGPROBS.check(entries)

@@ -39,13 +39,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=limits.CHOICES.most)] | None = None
-    """How many answers to one prompt."""
+    """Choices for one prompt."""
     temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
     """0 always takes the likeliest token. Default: the model's own, else 1."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Stops | None = None
-    """Texts that end the answer, and are not part of it."""
+    """Texts that end the output, and are not part of it."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
@@ -58,7 +58,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     """Not in OpenAI's API."""
     ignore_eos: bool | None = None
-    """Go on after the token that ends an answer. Not in OpenAI's API."""
+    """Go on after the end-of-sequence token. Not in OpenAI's API."""
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     """Not in OpenAI's API."""
 

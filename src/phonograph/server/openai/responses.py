@@ -96,7 +96,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the client is asked to make."""
+    """A call that the client should make."""
 
     id: str
     function: FunctionCall
@@ -113,7 +113,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The answer."""
+    """The message that was generated."""
 
     content: str | None
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -122,7 +122,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One answer."""
+    """One message that was generated."""
 
     index: int
     message: ChatMessage
@@ -150,7 +150,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
 
 class ChatDeltaChoice(msgspec.Struct, frozen=True):
-    """What is new of one answer."""
+    """What is new of one message."""
 
     index: int
     delta: ChatDelta
@@ -178,7 +178,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     id: str
     created: int
     max_model_len: int
-    """Tokens of a prompt and its answer together."""
+    """Tokens of a prompt and its output together."""
     sampling: dict[str, float]
     """What holds where a request leaves it out: temperature, top_k, top_p, min_p, repetition_penalty."""
     owned_by: str = "phonograph"

@@ -21,12 +21,12 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
     _refuse(request.echo, "echo", "the prompt is not repeated")
     _refuse(request.suffix, "suffix", "text is only continued, not filled in")
     if request.best_of not in (None, request.n or 1):
-        raise _refusal("best_of", "no more answers are made than are returned: use `n`")
+        raise _refusal("best_of", "no more choices are made than are returned: use `n`")
     return _params(request, request.max_tokens or _COMPLETION_TOKENS, request.logprobs)
 
 
 def chat_params(request: ChatRequest, max_len: int) -> SamplingParams:
-    """For /v1/chat/completions; without a limit an answer may fill the context."""
+    """For /v1/chat/completions; without a limit an output may fill the context."""
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "`top_logprobs` needs `logprobs`: true.", param="top_logprobs", code="invalid_value")
     if request.tool_choice not in (None, "auto", "none"):

@@ -46,7 +46,7 @@ _FINISH: dict[FinishReason | None, Finish | None] = {
 
 
 class ResponseWriter(Protocol):
-    """How one request is answered; it has a state, so there is one for each request."""
+    """Writes the response to one request; it has a state, so there is one for each request."""
 
     id: str
 
@@ -54,14 +54,14 @@ class ResponseWriter(Protocol):
         """Server-sent events for what is new."""
 
     def usage_event(self, used: TokenUsage) -> bytes:
-        """The last event, for a client that asked for numbers."""
+        """The last event, for a client that set include_usage."""
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
-        """The whole answer, in pieces of limited size; takes the logprobs out of the choices."""
+        """The whole response, in pieces of limited size; takes the logprobs out of the choices."""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What every event and body of one answer begins with."""
+    """What every event and body of one response begins with."""
 
     id: str
     created: int

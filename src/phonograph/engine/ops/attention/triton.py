@@ -56,7 +56,7 @@ class TritonAttention:
             num_tiles = tiles.shape[0]
         splits = launch.splits(ceil_div(rows.shape[0], tile_tokens), kv_heads)
         dim_columns = max(16, next_power_of_two(head_dim))
-        # Where nothing is split, nobody counts, and nothing is left for others.
+        # Where nothing is split, no program counts, and none leaves a part for others.
         arrived, parts = rows, cache.keys
         if splits > 1:
             arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device)
@@ -124,7 +124,7 @@ class _TritonStep:
 
 
 class _TritonDecode(_TritonStep):
-    """One token of each sequence: nobody waits for a key of another's program, so all of it is one launch."""
+    """One token of each sequence: no program waits for a key of another, so all of it is one launch."""
 
     def rotate_and_attend(
         self, layer: int, qkv: torch.Tensor, heads: Heads, places: Places, window: int | None
