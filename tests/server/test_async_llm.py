@@ -196,7 +196,7 @@ def test_a_caller_that_stops_listening_cancels(served: Served) -> None:
         ([[1, 999]], GREEDY, "token 999 is not in the vocabulary of 256"),
         ([[]], GREEDY, "empty"),
         ([], GREEDY, "0 sequences"),
-        ([[1]], SamplingParams(n=99), "99 sequences; 1 to 16"),
+        ([[1]], SamplingParams(n=99), "99 sequences; expected 1 to 16"),
     ],
 )
 def test_what_can_not_be_served_is_refused(
