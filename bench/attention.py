@@ -1,8 +1,8 @@
 """Attention by itself: microseconds of one layer in a graph of many, and how far that is from the memory's limit.
 
 `--sweep` tries launches (block sizes, warps, stages, splits) and says which is best for each case, for the table in
-`phonograph.engine.ops.attention.launch_config`. FlashInfer is measured beside it where it can be imported. On the CPU the
-kernel is interpreted, on a tiny shape, to keep the script alive.
+`phonograph.engine.ops.attention.launch_config`. FlashInfer is measured beside it where it can be imported. On the CPU
+the kernel is interpreted, on a tiny shape, to keep the script alive.
 """
 
 from __future__ import annotations
