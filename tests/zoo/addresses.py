@@ -252,30 +252,3 @@ def averaged_weights_switched_in(on: torch.device) -> Subject:
         return held["model"](x)
 
     return changed(step, on, lambda: held.update(model=averaged))
-
-
-@bug(ADDRESSES)
-def weight_view_written_in_place(on: torch.device) -> Subject:
-    """A row of a weight is written in place through a view of it."""
-    model = Net().to(on)
-
-    def change() -> None:
-        model.linear.weight.detach()[1].fill_(0.5)
-        model.linear.weight.data.view(-1)[0] = 4.0
-
-    return changed(model, on, change)
-
-
-@bug(ADDRESSES)
-def optimizer_step_between_calls(on: torch.device) -> Subject:
-    """Weights are updated by an optimizer, in place, between calls."""
-    model = Net().to(on)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def change() -> None:
-        with torch.enable_grad():
-            model(rows(on, 5)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return changed(model, on, change)

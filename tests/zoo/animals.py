@@ -71,7 +71,7 @@ class Run:
         except Exception as error:
             self.raised = error
             raise _CallRefusedError from error
-        self.results.append(_copied(found))
+        self.results.append(copied(found))
         return found
 
 
@@ -114,6 +114,8 @@ class Animal:
     open: str = ""
     """What the product does not do yet, beginning with SILENT, CRASHED, UNNAMED or FALSE ALARM; empty where it does."""
     needs_gpu: bool = False
+    kills_gpu: bool = False
+    """Whether it ends the device's context, and all tests after it."""
     open_on_gpu: str | None = None
     """As `open`, where it is another on a GPU."""
 
@@ -185,7 +187,7 @@ def played_eagerly(make: Make, device: Device) -> Served:
     subject.before(Run(call))
     run = Run(call)
     play(subject, run)
-    return Served(None, run.results, _copied(subject.state()), 0, {}, run.raised)
+    return Served(None, run.results, copied(subject.state()), 0, {}, run.raised)
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ def played_through_graphs(make: Make, device: Device, *, verified: bool = False)
     play(subject, run)
     details = {reason: detail for reason, detail in runner.stats.details.items() if reason not in before[1]}
     replays = runner.stats.replays.total() - before[0]
-    return Served(report, run.results, _copied(subject.state()), replays, details, run.raised), checked
+    return Served(report, run.results, copied(subject.state()), replays, details, run.raised), checked
 
 
 def verified(make: Make, device: Device) -> VerifyReport | None:
@@ -255,18 +257,18 @@ def verified(make: Make, device: Device) -> VerifyReport | None:
 # -- what calls return ----------------------------------------------------------------------------------------
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """The same values in tensors of their own; objects become dicts of what they hold."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_copied(item) for item in value]
+        return [copied(item) for item in value]
     if dataclasses.is_dataclass(value):
-        return {one.name: _copied(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {one.name: copied(getattr(value, one.name)) for one in dataclasses.fields(value)}
     if hasattr(value, "__dict__") and not callable(value):
-        return {key: _copied(item) for key, item in vars(value).items()}
+        return {key: copied(item) for key, item in vars(value).items()}
     return value
 
 

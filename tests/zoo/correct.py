@@ -278,7 +278,11 @@ def scripted_function(on: torch.device) -> Subject:
 def vmapped_function(on: torch.device) -> Subject:
     """A function of one row, mapped over rows by torch.func.vmap."""
     matrix = rows(on, WIDTH, 5)
-    return in_turn(calling(vmap(lambda row: torch.tanh(matrix @ row) + row.sum())), on)
+
+    def of_a_row(row: Tensor) -> Tensor:
+        return torch.tanh(matrix @ row) + row.sum()
+
+    return in_turn(calling(vmap(of_a_row)), on)
 
 
 @correct

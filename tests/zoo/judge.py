@@ -60,9 +60,10 @@ def judge(animal: Animal, device: Device) -> Verdict:
     """Play a bug eagerly and through graphs; wrong results are caught only if verify fails right after capture."""
     wanted = played_eagerly(animal.make, device)
     served, _ = played_through_graphs(animal.make, device)
+    crash = ""
     if served.raised is not None and not isinstance(served.raised, PhonographError | type(wanted.raised)):
-        return Verdict("CRASHED", f"{type(served.raised).__name__}: {served.raised}")
-    wrong = _wrong(served, wanted)
+        crash = f"{type(served.raised).__name__}: {served.raised}"
+    wrong = _wrong(served, wanted) or crash
     refusals = "; ".join(str(row.error) for row in served.report.failures) if served.report else ""
     if not wrong and refusals:
         return Verdict("refused", refusals)
@@ -77,7 +78,7 @@ def judge(animal: Animal, device: Device) -> Verdict:
         return Verdict("CRASHED", f"verify raised {type(error).__name__}: {error}")
     if report is not None and not report.ok:
         return Verdict("failed verify", str(report))
-    return Verdict("SILENT", wrong) if wrong else Verdict("harmless")
+    return Verdict("CRASHED" if crash else "SILENT", wrong) if wrong else Verdict("harmless")
 
 
 def _wrong(served: Served, wanted: Served) -> str:

@@ -153,13 +153,13 @@ def grad_left_on(on: torch.device) -> Subject:
     """Capture and calls are made with gradients on, over weights that need them."""
     model = Net().to(on)
 
+    found: list[Tensor] = []
+
     def calls(run: Run) -> None:
         with torch.enable_grad():
-            run(x=rows(on, 3, 1))
-            found = run(x=rows(on, 3, 2))
-        assert not found.requires_grad
+            found.extend(run(x=rows(on, 3, seed)) for seed in (1, 2))
 
-    return Subject(model, calls, before=lambda run: run(x=rows(on, 3)))
+    return Subject(model, calls, state=lambda: [one.requires_grad for one in found])
 
 
 @bug(MODES, names="hook")

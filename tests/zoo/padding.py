@@ -163,7 +163,7 @@ def output_buffer_partly_written(on: torch.device) -> Subject:
     return Subject(step, calls)
 
 
-@bug(OUTPUTS, names="index|IndexError", open="CRASHED: verify ends with the exception of one check")
+@bug(OUTPUTS, names="index|IndexError", kills_gpu=True, open="CRASHED: verify ends with the exception of one check")
 def index_legal_only_without_padding(on: torch.device) -> Subject:
     """A running sum of lengths indexes a table; padded rows, of length 4, run past its end."""
     table = torch.arange(16.0, device=on)
@@ -174,6 +174,7 @@ def index_legal_only_without_padding(on: torch.device) -> Subject:
 
     def calls(run: Run) -> None:
         run(x=rows(on, 3), lens=ints(on, 1, 2, 1))
+        run(x=rows(on, 5), lens=ints(on, 1, 2, 1, 1, 1))
 
     def sample(extent: object, seed: int) -> dict[str, Tensor]:
         count = extent.used["rows"]  # type: ignore[attr-defined]
@@ -198,7 +199,12 @@ def capacity_from_the_padded_size(on: torch.device) -> Subject:
 @bug(OUTPUTS)
 def special_path_for_one_row(on: torch.device) -> Subject:
     """A batch of one takes a path of its own, which a bucket of four never does."""
-    return repeated(lambda x: x * 2 if x.shape[0] == 1 else x * 3, on)
+
+    def calls(run: Run) -> None:
+        for count in (3, 1, 8):
+            run(x=rows(on, count))
+
+    return Subject(lambda x: x * 2 if x.shape[0] == 1 else x * 3, calls)
 
 
 @bug(OUTPUTS, open="SILENT: sizes strictly inside a bucket are not tried by default")

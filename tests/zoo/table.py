@@ -16,7 +16,9 @@ def main() -> None:
     device = open_device(sys.argv[1] if len(sys.argv) > 1 else "emulated")
     wanted = sys.argv[2] if len(sys.argv) > 2 else ""
     for animal in sorted(BUGS, key=lambda one: one.mechanism.value):
-        if (animal.needs_gpu and device.name != "cuda") or wanted not in animal.make.__module__ + "." + animal.name:
+        if (
+            animal.kills_gpu if device.name == "cuda" else animal.needs_gpu
+        ) or wanted not in animal.make.__module__ + "." + animal.name:
             continue
         begun = time.perf_counter()
         verdict = judge(animal, device)
@@ -25,7 +27,9 @@ def main() -> None:
         seconds = time.perf_counter() - begun
         print(f"{mark}{animal.mechanism.value[:28]:<28} {animal.name:<36} {seconds:5.2f} {unnamed}{verdict!s:.300}")
     for animal in CORRECT:
-        if (animal.needs_gpu and device.name != "cuda") or wanted not in animal.make.__module__ + "." + animal.name:
+        if (
+            animal.kills_gpu if device.name == "cuda" else animal.needs_gpu
+        ) or wanted not in animal.make.__module__ + "." + animal.name:
             continue
         begun = time.perf_counter()
         told = alarm(animal, device)

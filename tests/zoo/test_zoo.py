@@ -14,7 +14,8 @@ import pytest
 
 from conftest import HAS_GPU
 from phonograph import Device, EmulatedDevice, open_device
-from zoo.animals import Animal
+from zoo.animals import Animal, Mechanism
+from zoo.by_hand import bites
 from zoo.every import BUGS, CORRECT
 from zoo.judge import alarm, judge, names_it
 
@@ -34,7 +35,7 @@ def on_each_device(animals: Sequence[Animal]) -> list[Any]:
     params = []
     for name in DEVICES:
         for animal in animals:
-            if animal.needs_gpu and name != "cuda":
+            if animal.kills_gpu if name == "cuda" else animal.needs_gpu:
                 continue
             marks = [pytest.mark.gpu] if name == "cuda" else []
             if animal.open_on(name):
@@ -52,6 +53,15 @@ def test_every_bug_is_caught_and_named(animal: Animal, name: str) -> None:
     verdict = judge(animal, opened(name))
     assert verdict.is_caught, f"{animal.says} {verdict}"
     assert names_it(animal, verdict), f"{animal.says} What is told does not name it: {verdict}"
+
+
+BITING = [animal for animal in BUGS if not animal.needs_gpu and animal.mechanism is not Mechanism.GAPS]
+
+
+@pytest.mark.parametrize("animal", BITING, ids=lambda animal: animal.name)
+def test_every_bug_bites_graphs_made_by_hand(animal: Animal) -> None:
+    """Else it would be no bug, and that it is caught would say nothing."""
+    assert bites(animal), animal.says
 
 
 @pytest.mark.parametrize(("animal", "name"), on_each_device(CORRECT))
