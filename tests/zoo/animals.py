@@ -91,8 +91,8 @@ class Subject:
     """Whether it is served by a runner over a phase, whose batches may have fields that are no slots."""
     state: Callable[[], Any] = lambda: None
     """What must be the same after the script, besides what calls return."""
-    before: Callable[[Run], None] = lambda run: None
-    """What is called before capture, on both twins."""
+    eager: Callable[[dict[str, Any]], Any] | None = None
+    """The same calls without graphs, where they are more than the function: a plan, a tail."""
 
 
 Make = Callable[[torch.device], Subject]
@@ -182,9 +182,10 @@ def played_eagerly(make: Make, device: Device) -> Served:
 
     def call(batch: dict[str, Any]) -> Any:
         with torch.no_grad(), entering(Current(batch=batch)):
+            if subject.eager is not None:
+                return subject.eager(batch)
             return subject.function(batch) if subject.is_phase else subject.function(**batch)
 
-    subject.before(Run(call))
     run = Run(call)
     play(subject, run)
     return Served(None, run.results, copied(subject.state()), 0, {}, run.raised)
@@ -216,7 +217,6 @@ def captured(subject: Subject, device: Device) -> Captured:
         )
         runner = made.runner
         call = lambda batch: made(**batch)  # noqa: E731
-    subject.before(Run(call))
     return Captured(runner, call, runner.capture(silent))
 
 

@@ -42,7 +42,7 @@ class ByHand:
         with torch.no_grad():
             for slot in self._subject.slots:
                 if slot.field in buffers:
-                    _load(buffers[slot.field], batch[slot.field], slot)
+                    _load(buffers[slot.field], batch.get(slot.field), slot)
         graph.replay()
         return _sliced(outputs, size, used)
 
@@ -56,11 +56,14 @@ def _sample(subject: Subject, size: int) -> dict[str, Any]:
     return found
 
 
-def _load(buffer: torch.Tensor, value: torch.Tensor, slot: Slot) -> None:
+def _load(buffer: torch.Tensor, value: torch.Tensor | None, slot: Slot) -> None:
     padding = slot.pad.value if slot.pad is not None else None
     if padding is not None:
         buffer.fill_(padding)
-    buffer[: value.shape[0]].copy_(value)
+    if value is not None:
+        buffer[: value.shape[0]].copy_(value)
+    elif slot.absent is not None:
+        buffer.fill_(slot.absent)
 
 
 def _sliced(outputs: Any, size: int, used: int) -> Any:

@@ -40,7 +40,7 @@ def of_tokens(body: Any, on: torch.device, **more: Any) -> Subject:
     return Subject(body, calls, slots=[TOKEN], **more)
 
 
-@correct
+@correct()
 def tied_weights(on: torch.device) -> Subject:
     """The head is the embedding's weight."""
 
@@ -57,7 +57,7 @@ def tied_weights(on: torch.device) -> Subject:
     return of_tokens(Tied().to(on), on)
 
 
-@correct
+@correct()
 def shared_layers(on: torch.device) -> Subject:
     """One layer stands three times in a ModuleList."""
     layer = nn.Linear(WIDTH, WIDTH).to(on)
@@ -71,14 +71,14 @@ def shared_layers(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def in_place_activations(on: torch.device) -> Subject:
     """Activations are computed in place, on intermediates."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, 2), nn.SiLU(inplace=True))
     return in_turn(calling(model.to(on)), on)
 
 
-@correct
+@correct()
 def kv_cache_by_index_copy(on: torch.device) -> Subject:
     """A KV cache is a buffer written by index_copy_; row 0 is nobody's, and padding's."""
 
@@ -108,7 +108,7 @@ def kv_cache_by_index_copy(on: torch.device) -> Subject:
     return Subject(model, calls, slots=[X, place], options={"sample": sample}, state=lambda: model.keys[1:])
 
 
-@correct
+@correct()
 def sliding_window_buffer(on: torch.device) -> Subject:
     """A window of the last hidden states of each sequence, by its row, is rolled in place."""
     window = torch.zeros(9, 3, WIDTH, device=on)
@@ -130,7 +130,7 @@ def sliding_window_buffer(on: torch.device) -> Subject:
     return Subject(step, calls, slots=[X, row], options={"sample": sample}, state=lambda: window[1:])
 
 
-@correct
+@correct()
 def step_counter_on_the_device(on: torch.device) -> Subject:
     """A step counter is a tensor that the body advances in place."""
     steps = torch.zeros((), dtype=torch.int64, device=on)
@@ -142,7 +142,7 @@ def step_counter_on_the_device(on: torch.device) -> Subject:
     return in_turn(step, on, state=lambda: steps)
 
 
-@correct
+@correct()
 def mixture_of_experts_dense(on: torch.device) -> Subject:
     """All experts run on all tokens, and a gate of the two best weighs them."""
     experts = torch.randn(3, WIDTH, WIDTH, device=on)
@@ -156,13 +156,13 @@ def mixture_of_experts_dense(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def cumulative_sum_over_rows(on: torch.device) -> Subject:
     """A running sum over rows goes forwards, so that padding at the end changes nobody."""
     return in_turn(lambda x: x.cumsum(0) + x.flip(-1).cumprod(-1), on)
 
 
-@correct
+@correct()
 def sorted_columns(on: torch.device) -> Subject:
     """Sort, argsort and searchsorted within rows."""
 
@@ -173,7 +173,7 @@ def sorted_columns(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def fourier_transform(on: torch.device) -> Subject:
     """FFT over columns, filtered, and back: complex intermediates and a complex output."""
 
@@ -184,7 +184,7 @@ def fourier_transform(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def complex_rotary(on: torch.device) -> Subject:
     """Rotary embedding by complex multiplication, over view_as_complex."""
     turns = torch.polar(torch.ones(8, WIDTH // 2), torch.arange(8.0)[:, None] * torch.tensor([1.0, 0.1])).to(on)
@@ -201,13 +201,13 @@ def complex_rotary(on: torch.device) -> Subject:
     return Subject(step, calls, slots=[X, position])
 
 
-@correct
+@correct()
 def integers_only(on: torch.device) -> Subject:
     """Hashes of tokens by integer arithmetic and bits."""
     return of_tokens(lambda token: ((token * 2654435761) ^ (token >> 1)) % 97, on)
 
 
-@correct
+@correct()
 def boolean_masks(on: torch.device) -> Subject:
     """Masks in, masks out, with logical operators and where."""
     keep = Slot("keep", ("rows", WIDTH), torch.bool, pad=Pad.fill(False))
@@ -222,26 +222,26 @@ def boolean_masks(on: torch.device) -> Subject:
     return Subject(step, calls, slots=[X, keep])
 
 
-@correct
+@correct()
 def group_norm(on: torch.device) -> Subject:
     """GroupNorm and LayerNorm normalise within a row."""
     model = nn.Sequential(nn.GroupNorm(2, WIDTH), nn.LayerNorm(WIDTH)).to(on)
     return in_turn(calling(model), on)
 
 
-@correct
+@correct()
 def weight_norm(on: torch.device) -> Subject:
     """A weight-normalised layer computes its weight at every call."""
     return in_turn(calling(parametrizations.weight_norm(nn.Linear(WIDTH, 3)).to(on)), on)
 
 
-@correct
+@correct()
 def spectral_norm_in_eval(on: torch.device) -> Subject:
     """Spectral norm in eval mode reads its vectors and does not move them."""
     return in_turn(calling(parametrizations.spectral_norm(nn.Linear(WIDTH, 3)).to(on).eval()), on)
 
 
-@correct
+@correct()
 def batch_norm_in_eval(on: torch.device) -> Subject:
     """BatchNorm in eval mode uses its running statistics."""
     norm = nn.BatchNorm1d(WIDTH).to(on)
@@ -250,7 +250,7 @@ def batch_norm_in_eval(on: torch.device) -> Subject:
     return in_turn(calling(norm.eval()), on)
 
 
-@correct
+@correct()
 def checkpointed_block(on: torch.device) -> Subject:
     """A block runs under activation checkpointing, as training code left it."""
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).to(on)
@@ -261,7 +261,7 @@ def checkpointed_block(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def scripted_function(on: torch.device) -> Subject:
     """A TorchScript function with a loop over columns."""
 
@@ -274,7 +274,7 @@ def scripted_function(on: torch.device) -> Subject:
     return in_turn(calling(torch.jit.script(scan)), on)
 
 
-@correct
+@correct()
 def vmapped_function(on: torch.device) -> Subject:
     """A function of one row, mapped over rows by torch.func.vmap."""
     matrix = rows(on, WIDTH, 5)
@@ -285,7 +285,7 @@ def vmapped_function(on: torch.device) -> Subject:
     return in_turn(calling(vmap(of_a_row)), on)
 
 
-@correct
+@correct()
 def weights_by_functional_call(on: torch.device) -> Subject:
     """functional_call with a scaled copy of the weights, made at every call."""
     model = nn.Linear(WIDTH, 3).to(on)
@@ -296,7 +296,7 @@ def weights_by_functional_call(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def autocast_inside(on: torch.device) -> Subject:
     """The body enters and leaves autocast by itself."""
     model = nn.Linear(WIDTH, 3).to(on)
@@ -322,14 +322,14 @@ class Straight(torch.autograd.Function):
         return grads[0]
 
 
-@correct
+@correct()
 def custom_autograd_function(on: torch.device) -> Subject:
     """A torch.autograd.Function that saves for a backward pass that never comes."""
     model = nn.Linear(WIDTH, WIDTH).to(on)
     return in_turn(lambda x: Straight.apply(model(x) * 4) / 4, on)
 
 
-@correct
+@correct()
 def double_precision(on: torch.device) -> Subject:
     """All in float64, with a float64 slot."""
     slot = Slot("x", ("rows", WIDTH), torch.float64)
@@ -342,7 +342,7 @@ def double_precision(on: torch.device) -> Subject:
     return Subject(lambda x: torch.linalg.vector_norm(x @ weight, dim=-1), calls, slots=[slot])
 
 
-@correct
+@correct()
 def ragged_tokens_by_segment(on: torch.device) -> Subject:
     """Tokens of several sequences lie flat, with a second dim of their segments' starts; padding is a segment apart."""
     segment = Slot("segment", ("rows",), torch.int64, pad=Pad.fill(3), valid=(0, 3))
@@ -363,7 +363,7 @@ def ragged_tokens_by_segment(on: torch.device) -> Subject:
     return Subject(step, calls, slots=[X, segment], options={"sample": sample})
 
 
-@correct
+@correct()
 def attention_over_a_second_dim(on: torch.device) -> Subject:
     """Keys have a dim of their own with a limit; a mask slot hides what is padding."""
     keys = Slot("keys", ("rows", "context", WIDTH), torch.float32)

@@ -41,7 +41,7 @@ class Hidden:
     loss: Tensor | None = None
 
 
-@correct
+@correct()
 def nested_outputs(on: torch.device) -> Subject:
     """A dataclass of tuples and None, inside a dict and a list."""
 
@@ -56,7 +56,7 @@ class Pair(NamedTuple):
     indices: Tensor
 
 
-@correct
+@correct()
 def named_tuples(on: torch.device) -> Subject:
     """A named tuple of the body's own, and torch's own of topk."""
     return in_turn(lambda x: (Pair(*x.max(-1)), x.topk(2)), on)
@@ -72,13 +72,13 @@ class ModelOutput(OrderedDict[str, Any]):
             raise AttributeError(name) from None
 
 
-@correct
+@correct()
 def dict_subclass_returned(on: torch.device) -> Subject:
     """The output is of a subclass of OrderedDict."""
     return in_turn(lambda x: ModelOutput(logits=x * 2, cache=None), on)
 
 
-@correct
+@correct()
 def nothing_returned(on: torch.device) -> Subject:
     """The body returns None and writes a buffer in place."""
     seen = torch.zeros(WIDTH, device=on)
@@ -89,13 +89,13 @@ def nothing_returned(on: torch.device) -> Subject:
     return in_turn(step, on, state=lambda: seen)
 
 
-@correct
+@correct()
 def input_returned(on: torch.device) -> Subject:
     """The input is returned as it is, beside a view of it."""
     return in_turn(lambda x: (x, x[:, 1:], x.T), on)
 
 
-@correct
+@correct()
 def view_of_state_returned(on: torch.device) -> Subject:
     """A view of a buffer that later calls write is returned."""
     total = torch.zeros(2, WIDTH, device=on)
@@ -107,7 +107,7 @@ def view_of_state_returned(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def no_rows_and_no_columns(on: torch.device) -> Subject:
     """Batches without rows, and tensors without columns on the way."""
 
@@ -127,7 +127,7 @@ class Batch:
     name: str = "request"
 
 
-@correct
+@correct()
 def dataclass_batch(on: torch.device) -> Subject:
     """A phase whose batch holds a dataclass, with a slot inside it."""
     slot = replace(X, source="inputs.x")
@@ -145,7 +145,7 @@ def dataclass_batch(on: torch.device) -> Subject:
     return Subject(body, calls, slots=[slot], is_phase=True, options={"sample": sample})
 
 
-@correct
+@correct()
 def constant_argument(on: torch.device) -> Subject:
     """An argument that is no slot has the same value in samples and in all calls, in a new object each time."""
 
@@ -162,7 +162,7 @@ def constant_argument(on: torch.device) -> Subject:
 # -- what models hold -----------------------------------------------------------------------------------------
 
 
-@correct
+@correct()
 def memo_table(on: torch.device) -> Subject:
     """A memo of constants by size is filled on the way."""
     memo: dict[int, float] = {}
@@ -176,7 +176,7 @@ def memo_table(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def cached_function(on: torch.device) -> Subject:
     """functools.lru_cache over a pure function of sizes that makes a tensor."""
 
@@ -187,7 +187,7 @@ def cached_function(on: torch.device) -> Subject:
     return in_turn(lambda x: x * slopes(x.shape[-1]), on)
 
 
-@correct
+@correct()
 def lazy_rotary_cache(on: torch.device) -> Subject:
     """A rotary table is built at the first call, from nothing but the config."""
 
@@ -202,7 +202,7 @@ def lazy_rotary_cache(on: torch.device) -> Subject:
     return in_turn(Rotary(), on)
 
 
-@correct
+@correct()
 def same_value_set_every_call(on: torch.device) -> Subject:
     """The body sets an attribute to the same value at every call."""
 
@@ -217,7 +217,7 @@ def same_value_set_every_call(on: torch.device) -> Subject:
     return in_turn(Setting(), on)
 
 
-@correct
+@correct()
 def hooks_that_do_nothing(on: torch.device) -> Subject:
     """Hooks on modules that return None, and one that logs."""
     model = Net().to(on)
@@ -226,7 +226,7 @@ def hooks_that_do_nothing(on: torch.device) -> Subject:
     return in_turn(model, on)
 
 
-@correct
+@correct()
 def lora_adders(on: torch.device) -> Subject:
     """Two adapters with low-rank weights are added by a loop over a dict."""
     base = nn.Linear(WIDTH, WIDTH).to(on)
@@ -241,7 +241,7 @@ def lora_adders(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def gradient_inside(on: torch.device) -> Subject:
     """No-grad and enable-grad blocks inside the body; nothing is differentiated."""
     model = nn.Linear(WIDTH, 3).to(on)
@@ -255,7 +255,7 @@ def gradient_inside(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct
+@correct()
 def module_with_computed_attributes(on: torch.device) -> Subject:
     """Properties, __getattr__ and a class-level table are read at every call."""
 
@@ -277,7 +277,7 @@ def module_with_computed_attributes(on: torch.device) -> Subject:
     return in_turn(Computed(), on)
 
 
-@correct
+@correct()
 def several_graph_breaks(on: torch.device) -> Subject:
     """Two gaps, one of which reads the live batch, between three graphs."""
 
@@ -295,7 +295,7 @@ def several_graph_breaks(on: torch.device) -> Subject:
     return in_turn(step, on, options={"backend": "breakable"})
 
 
-@correct
+@correct()
 def random_numbers_beside_the_rows(on: torch.device) -> Subject:
     """Noise has a shape of its own, whatever the batch, from torch's generator."""
     return in_turn(lambda x: x + torch.rand(WIDTH, device=x.device), on)

@@ -29,7 +29,7 @@ def undisturbed(body: Any, on: torch.device, *changes: Callable[[], object], **m
     return Subject(body, calls, **more)
 
 
-@correct
+@correct()
 def values_set_to_equals(on: torch.device) -> Subject:
     """Numbers, lists and words that the body reads are assigned anew, with equal values."""
     model = Net().to(on)
@@ -41,7 +41,7 @@ def values_set_to_equals(on: torch.device) -> Subject:
     return undisturbed(model, on, change)
 
 
-@correct
+@correct()
 def values_that_nobody_reads(on: torch.device) -> Subject:
     """Attributes that the body does not read are changed, added and removed."""
     model = Net().to(on)
@@ -53,7 +53,7 @@ def values_that_nobody_reads(on: torch.device) -> Subject:
     return undisturbed(model, on, change, lambda: delattr(model, "hits"), lambda: setattr(model, "hits", 5))
 
 
-@correct
+@correct()
 def weights_updated_in_place(on: torch.device) -> Subject:
     """Weights are loaded by copy_, and one by load_state_dict, into the same memory."""
     model = Net().to(on)
@@ -66,7 +66,7 @@ def weights_updated_in_place(on: torch.device) -> Subject:
     return undisturbed(model, on, change, lambda: model.load_state_dict(other))
 
 
-@correct
+@correct()
 def modes_entered_and_left(on: torch.device) -> Subject:
     """Between calls somebody trains, uses autocast and inference mode, and leaves all as it was."""
     model = Net().to(on).eval()
@@ -80,7 +80,7 @@ def modes_entered_and_left(on: torch.device) -> Subject:
     return undisturbed(model, on, change, change)
 
 
-@correct
+@correct()
 def eager_calls_between(on: torch.device) -> Subject:
     """The model is also called directly, copied, moved to where it is, and asked for its parameters."""
     model = Net().to(on)
@@ -94,7 +94,7 @@ def eager_calls_between(on: torch.device) -> Subject:
     return undisturbed(model, on, change, change)
 
 
-@correct
+@correct()
 def another_model_changed(on: torch.device) -> Subject:
     """Another instance of the same class is trained, hooked and thrown away."""
     model, other = Net().to(on), Net().to(on)
@@ -114,7 +114,7 @@ def unused_context() -> Iterator[None]:
         yield
 
 
-@correct
+@correct()
 def caller_uses_its_own_context(on: torch.device) -> Subject:
     """Calls are made inside no_grad, inference mode and contexts of the caller's own, and outside of them."""
     model = Net().to(on)
@@ -130,7 +130,7 @@ def caller_uses_its_own_context(on: torch.device) -> Subject:
     return Subject(model, calls)
 
 
-@correct
+@correct()
 def optimizer_step_between_calls(on: torch.device) -> Subject:
     """Weights are updated by an optimizer, in place, between calls."""
     model = Net().to(on)

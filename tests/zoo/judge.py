@@ -27,12 +27,14 @@ def bug(mechanism: Mechanism, **more: Any) -> Callable[[Make], Make]:
     return keep
 
 
-def correct(make: Make | None = None, **more: Any) -> Any:
-    """Keep a model that is unusual and right."""
-    if make is None:
-        return lambda one: correct(one, **more)
-    CORRECT.append(Animal(make.__name__, _sentence(make), make, **more))
-    return make
+def correct(**more: Any) -> Callable[[Make], Make]:
+    """Keep a model that is right, and unusual as its docstring says."""
+
+    def keep(make: Make) -> Make:
+        CORRECT.append(Animal(make.__name__, _sentence(make), make, **more))
+        return make
+
+    return keep
 
 
 def _sentence(make: Make) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phonograph import Slot
 from zoo.animals import WIDTH, Mechanism, Run, Subject, rows
 from zoo.judge import bug
 from zoo.python_state import repeated
+from zoo.python_values import changed
 
 OPS, OTHER = Mechanism.OPS, Mechanism.OTHER
 
@@ -89,3 +91,69 @@ def address_by_value(on: torch.device) -> Subject:
         run(x=rows(on, 5, 2)[1:])
 
     return Subject(step, calls)
+
+
+_gain = 2.0
+
+
+@torch.library.custom_op("zoo::gain", mutates_args=())
+def gain(x: Tensor) -> Tensor:
+    """An op written in Python, which reads a global number."""
+    return x * _gain
+
+
+@gain.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@bug(
+    Mechanism.VALUES,
+    names="_gain",
+    needs_gpu=True,
+    open="SILENT: a value that a custom op reads in Python is frozen",
+)
+def custom_op_reads_a_global(on: torch.device) -> Subject:
+    """A custom op reads a global number that is changed; the emulated device runs its Python at every replay."""
+    globals()["_gain"] = 2.0
+    return changed(lambda x: gain(x) + 1, on, lambda: globals().update(_gain=5.0))
+
+
+@bug(
+    Mechanism.ADDRESSES,
+    names="weight",
+    needs_gpu=True,
+    open="SILENT: a storage that is freed and made again has another address, in the same tensor",
+)
+def storage_freed_and_made_again(on: torch.device) -> Subject:
+    """Sharded weights are freed between steps by resizing their storage to 0, and gathered again elsewhere."""
+    weight = rows(on, WIDTH, 3)
+    others: list[Tensor] = []
+
+    def change() -> None:
+        storage, values = weight.untyped_storage(), weight.clone() * 2
+        num_bytes = storage.nbytes()
+        storage.resize_(0)
+        others.extend(torch.zeros(WIDTH, WIDTH, device=on) for _ in range(64))
+        storage.resize_(num_bytes)
+        weight.copy_(values)
+
+    return changed(lambda x: x @ weight, on, change)
+
+
+@bug(Mechanism.MODES, names="tf32|precision", needs_gpu=True, open="SILENT: whether TF32 is allowed is not compared")
+def tf32_allowed_later(on: torch.device) -> Subject:
+    """Matrix products are allowed to round to TF32 after capture."""
+    weight = rows(on, 512, 3, 512)
+    slot = Slot("x", ("rows", 512), torch.float32)
+
+    def calls(run: Run) -> None:
+        run(x=rows(on, 8, 1, 512))
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            run(x=rows(on, 8, 2, 512))
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    return Subject(lambda x: x @ weight, calls, slots=[slot])
