@@ -252,3 +252,25 @@ def averaged_weights_switched_in(on: torch.device) -> Subject:
         return held["model"](x)
 
     return changed(step, on, lambda: held.update(model=averaged))
+
+
+WINDOW = 64
+"""Addresses are looked at in turn: a moved parameter is seen within so many calls."""
+
+
+@bug(ADDRESSES, names="parameters|weight|77", open=SILENT)
+def one_of_many_weights_moved(on: torch.device) -> Subject:
+    """One of 150 parameters moves, and must be seen within the window that is documented."""
+    model = nn.ParameterList(torch.full((WIDTH,), float(index)) for index in range(150)).to(on)
+
+    def step(x: Tensor) -> Tensor:
+        return x + torch.stack(list(model)).sum(0)
+
+    def calls(run: Run) -> None:
+        run(x=rows(on, 3, 1))
+        model[77].data = torch.full((WIDTH,), 5000.0, device=on)
+        for _ in range(WINDOW):
+            run.unjudged(x=rows(on, 3, 2))
+        run(x=rows(on, 3, 3))
+
+    return Subject(step, calls)

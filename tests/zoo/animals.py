@@ -66,13 +66,21 @@ class Run:
     raised: Exception | None = None
 
     def __call__(self, **batch: Any) -> Any:
+        found = self.unjudged(**batch)
+        self.results.append(copied(found))
+        return found
+
+    def unjudged(self, **batch: Any) -> Any:
+        """A call inside of a documented window, after which a change is seen."""
         try:
-            found = self.call(batch)
+            return self.call(batch)
         except Exception as error:
             self.raised = error
             raise _CallRefusedError from error
-        self.results.append(copied(found))
-        return found
+
+
+def stateless() -> None:
+    """Of an animal whose calls leave nothing behind."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class Subject:
     """Of `graphed`, or of the phase."""
     is_phase: bool = False
     """Whether it is served by a runner over a phase, whose batches may have fields that are no slots."""
-    state: Callable[[], Any] = lambda: None
+    state: Callable[[], Any] = stateless
     """What must be the same after the script, besides what calls return."""
     eager: Callable[[dict[str, Any]], Any] | None = None
     """The same calls without graphs, where they are more than the function: a plan, a tail."""
@@ -252,6 +260,18 @@ def verified(make: Make, device: Device) -> VerifyReport | None:
     except PhonographError:
         return None
     return verify(runner) if runner.captured else None
+
+
+def moved_by_capture(make: Make, device: Device) -> str:
+    """What capture and verify change of an animal's state, which is the caller's; empty where they leave it alone."""
+    subject = fresh(make, device.torch_device)
+    if subject.state is stateless:
+        return ""
+    before = copied(subject.state())
+    runner = captured(subject, device).runner
+    with suppress(Exception):  # what verify raises is judged elsewhere
+        verify(runner)
+    return difference(copied(subject.state()), before, "state")
 
 
 # -- what calls return ----------------------------------------------------------------------------------------

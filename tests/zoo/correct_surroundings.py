@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zoo.animals import WIDTH, Run, Subject, calling, rows
 from zoo.correct_python import Net
@@ -143,3 +144,81 @@ def optimizer_step_between_calls(on: torch.device) -> Subject:
         optimizer.zero_grad()
 
     return undisturbed(model, on, change, change)
+
+
+@correct()
+def other_key_of_a_dict_that_is_read(on: torch.device) -> Subject:
+    """The body reads one key of a dict, and callers count in another."""
+    config: dict[str, Any] = {"scale": 2.0, "hits": 0}
+
+    def change() -> None:
+        config["hits"] += 1
+        config[f"request {config['hits']}"] = "served"
+
+    return undisturbed(lambda x: x * config["scale"], on, change, change)
+
+
+@correct()
+def unrelated_globals(on: torch.device) -> Subject:
+    """Globals of the module come and go, one of which the body reads and nobody touches."""
+
+    def step(x: Tensor) -> Tensor:
+        return x * WIDTH
+
+    def change() -> None:
+        globals()["_unrelated"] = globals().get("_unrelated", 0) + 1
+
+    return undisturbed(step, on, change, change, lambda: globals().pop("_unrelated"))
+
+
+@correct()
+def config_replaced_by_an_equal(on: torch.device) -> Subject:
+    """The config is replaced by a deep copy at every request, as generation configs are."""
+    model = Net().to(on)
+    held = {"config": SimpleNamespace(scale=2.0, names=["a"])}
+
+    def step(x: Tensor) -> Tensor:
+        return model(x) * held["config"].scale * len(held["config"].names)
+
+    return undisturbed(step, on, lambda: held.update(config=copy.deepcopy(held["config"])))
+
+
+@correct()
+def hook_added_and_removed(on: torch.device) -> Subject:
+    """A hook is registered for one eager call and removed before the next."""
+    model = Net().to(on)
+
+    def change() -> None:
+        hook = model.linear.register_forward_hook(lambda module, args, out: out * 2)
+        model(rows(on, 2))
+        hook.remove()
+
+    return undisturbed(model, on, change, change)
+
+
+@correct()
+def changes_that_are_put_back(on: torch.device) -> Subject:
+    """A value, a weight and its memory are changed for an eager call and put back."""
+    model = Net().to(on)
+
+    def change() -> None:
+        scale, weight, memory = model.scale, model.linear.weight, model.linear.bias.data
+        model.scale, model.linear.weight = 7.0, nn.Parameter(torch.zeros(WIDTH, WIDTH, device=on))
+        model.linear.bias.data = torch.ones(WIDTH, device=on)
+        model(rows(on, 2))
+        model.scale, model.linear.weight = scale, weight
+        model.linear.bias.data = memory
+
+    return undisturbed(model, on, change, change)
+
+
+@correct()
+def gradients_of_the_weights(on: torch.device) -> Subject:
+    """Somebody trains the same weights: gradients come and go, and are switched off."""
+    model = Net().to(on)
+
+    def change() -> None:
+        with torch.enable_grad():
+            model(rows(on, 2)).sum().backward()
+
+    return undisturbed(model, on, change, model.zero_grad, lambda: model.requires_grad_(False))

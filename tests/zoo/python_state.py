@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zoo.animals import WIDTH, Mechanism, Run, Subject, rows
+from zoo.animals import WIDTH, Mechanism, Run, Subject, rows, stateless
 from zoo.judge import bug
 
 STATE = Mechanism.STATE
 UNNAMED = "UNNAMED: verify finds it, and names no line"
 
 
-def repeated(body: Callable[..., Any], on: torch.device, state: Callable[[], Any] = lambda: None) -> Subject:
+def repeated(body: Callable[..., Any], on: torch.device, state: Callable[[], Any] = stateless) -> Subject:
     """Calls of several sizes; what the first leaves behind shows in the second."""
 
     def calls(run: Run) -> None:
