@@ -31,7 +31,7 @@ def plan_makes_new_tensors(on: torch.device) -> Subject:
         plan(batch, None)
         return body(batch)
 
-    subject = phase(body, on, *({"x": rows(on, 3, seed)} for seed in (1, 2, 3)), plan=plan)
+    subject = phase(body, on, *({"x": rows(on, 3, seed)} for seed in (1, 2, 3)), host_plan=plan)
     return replace(subject, eager=eagerly)
 
 
