@@ -12,7 +12,7 @@ from phonograph.engine.passes.registry import PHASES
 from phonograph.graphs.planning import flags as graph_flags
 
 if TYPE_CHECKING:
-    from phonograph.engine.process.arguments import EngineSpec
+    from phonograph.engine.process.arguments import EngineArguments
     from phonograph.engine.requests.request import SamplingParams
 
 
@@ -66,12 +66,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     graph_flags.add_flags(parser, PHASES)
 
 
-def spec_from(args: argparse.Namespace) -> EngineSpec:
+def arguments_from(args: argparse.Namespace) -> EngineArguments:
     """The engine that the flags ask for."""
     import torch
 
     from phonograph.engine.options import EngineOptions
-    from phonograph.engine.process.arguments import EngineSpec
+    from phonograph.engine.process.arguments import EngineArguments
 
     options = EngineOptions(
         max_seqs=args.max_seqs,
@@ -90,7 +90,7 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         shadow_tokens=getattr(args, "log_prompts", False),
     )
     asked = graph_flags.asked_from(args, PHASES, variables=settings.environment())
-    return EngineSpec(args.model, args.shape, args.device, options, asked)
+    return EngineArguments(args.model, args.shape, args.device, options, asked)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from phonograph.cli.flags import add_engine_flags, spec_from
+from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.errors import PlanError
 from phonograph.graphs.progress import bar
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     sock = server.listen(options)
     metrics = Metrics()
     llm = AsyncLLM(
-        spec_from(args),
+        arguments_from(args),
         observers=[metrics],
         max_queue=options.max_queue,
         chat_template=_read(args.chat_template) if args.chat_template is not None else None,
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         log_level=max(level, logging.WARNING),
     )
 
-    watch = Watch(llm, metrics, (options.names or (llm.spec.name,))[0])
+    watch = Watch(llm, metrics, (options.names or (llm.arguments.name,))[0])
     app = create_app(llm, options, further=watch.routes(), open_paths=PUBLIC_PATHS)
 
     drawn = bar()
@@ -177,7 +177,7 @@ def _run(work: Coroutine[None, None, None]) -> None:
 
 def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
     """What is served, with which plan and why, and the line to try."""
-    about, name = llm.about, (options.names or (llm.spec.name,))[0]
+    about, name = llm.about, (options.names or (llm.arguments.name,))[0]
     limits, port = about.limits, sock.getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{port}"

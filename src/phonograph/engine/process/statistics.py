@@ -1,4 +1,4 @@
-"""What the engine knows about itself, as plain values that can be sent to another process."""
+"""EngineStats: counters and state of the engine, as plain values that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RecordingStats(msgspec.Struct, frozen=True):
 
     @property
     def padded_rows(self) -> int:
-        """Rows that replays computed for nobody."""
+        """Padding: rows that replays computed without a sequence."""
         return self.replays * self.size - self.used_rows
 
 
@@ -88,6 +88,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_lookup_tokens: int
     prefix_hit_tokens: int
     phases: tuple[PhaseStats, ...]
+    shadow_checks: int = 0
+    """Steps that ran a second time, eagerly."""
+    shadow_mismatches: int = 0
+    """Those whose replay gave other bits."""
 
     @property
     def kv_use(self) -> float:
@@ -98,11 +102,14 @@ class EngineStats(msgspec.Struct, frozen=True):
 def engine_stats(core: EngineCore[Executor]) -> EngineStats:
     """Gather all figures; reads counters only, so it can be called between any two steps."""
     counts, limits, executor = core.scheduler.counts, core.scheduler.limits, core.executor
+    shadow = executor.shadow
     return EngineStats(
         clock=time.monotonic(),
         total_pages=limits.num_pages - 1,
         page_size=limits.page_size,
         phases=tuple(phase_stats(name, runner, executor.device_seconds) for name, runner in executor.runners.items()),
+        shadow_checks=shadow.num_checked if shadow is not None else 0,
+        shadow_mismatches=shadow.num_wrong if shadow is not None else 0,
         **_counted(counts),
     )
 
