@@ -50,7 +50,7 @@ def weight_data_reassigned(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(model.linear.weight, "data", weight(on)))
 
 
-@bug(ADDRESSES, names="scale", open=SILENT)
+@bug(ADDRESSES, names="scale")
 def buffer_replaced(on: torch.device) -> Subject:
     """A buffer is assigned anew."""
     model = Net().to(on)
@@ -111,7 +111,7 @@ def offloaded_and_woken(on: torch.device) -> Subject:
     return changed(model, on, change)
 
 
-@bug(ADDRESSES, names="caches|keys", open=SILENT)
+@bug(ADDRESSES, names="caches|keys")
 def cache_reset_by_new_tensors(on: torch.device) -> Subject:
     """A reset gives a static cache new tensors in place of zeroing the old ones."""
     caches = [torch.zeros(8, WIDTH, device=on)]
@@ -129,7 +129,7 @@ def cache_reset_by_new_tensors(on: torch.device) -> Subject:
     return Subject(step, calls)
 
 
-@bug(ADDRESSES, names="head|weight", open=SILENT)
+@bug(ADDRESSES, names="head|weight")
 def tie_broken(on: torch.device) -> Subject:
     """The head that shares the embedding's weight gets its own copy, which is then changed."""
     embedding, head = nn.Linear(WIDTH, WIDTH, bias=False).to(on), nn.Linear(WIDTH, WIDTH, bias=False).to(on)
@@ -147,7 +147,7 @@ class Negated(nn.Module):
         return -weight
 
 
-@bug(ADDRESSES, names="linear|weight|parametriz", open=SILENT)
+@bug(ADDRESSES, names="linear|weight|parametriz")
 def parametrization_added(on: torch.device) -> Subject:
     """A weight is parametrized after capture."""
     model = Net().to(on)
@@ -180,7 +180,7 @@ def rotary_table_rebuilt(on: torch.device) -> Subject:
     return Subject(Rotary(), calls)
 
 
-@bug(ADDRESSES, names="workspace", open=SILENT)
+@bug(ADDRESSES, names="workspace")
 def workspace_grown(on: torch.device) -> Subject:
     """A workspace that keeps sums grows when a batch too large for any graph comes, and recordings have the old one."""
 
@@ -229,7 +229,7 @@ def weight_behind_a_scripted_module(on: torch.device) -> Subject:
     return changed(step, on, lambda: setattr(scripted.weight, "data", weight(on)))
 
 
-@bug(ADDRESSES, names="embedding|weight", open=SILENT)
+@bug(ADDRESSES, names="embedding|weight")
 def embedding_resized(on: torch.device) -> Subject:
     """The embedding is resized for added tokens: a new module with more rows, and other values in the old ones."""
     model = nn.ModuleDict({"embedding": nn.Embedding(8, WIDTH).to(on)})
@@ -258,7 +258,7 @@ WINDOW = 64
 """Addresses are looked at in turn: a moved parameter is seen within so many calls."""
 
 
-@bug(ADDRESSES, names="parameters|weight|77", open=SILENT)
+@bug(ADDRESSES, names="parameters|weight|77")
 def one_of_many_weights_moved(on: torch.device) -> Subject:
     """One of 150 parameters moves, and must be seen within the window that is documented."""
     model = nn.ParameterList(torch.full((WIDTH,), float(index)) for index in range(150)).to(on)

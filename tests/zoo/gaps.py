@@ -66,7 +66,7 @@ def gap_argument_changed_later(on: torch.device) -> Subject:
     return broken(step, on)
 
 
-@bug(GAPS, names="scale", open="SILENT: a plain value that a gap was passed keeps what it was at capture")
+@bug(GAPS, names="scale")
 def gap_argument_read_from_the_module(on: torch.device) -> Subject:
     """The body reads a number of the module and passes it to a gap, which gets that of capture."""
     model = SimpleNamespace(scale=2.0)

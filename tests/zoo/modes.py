@@ -33,14 +33,14 @@ def under(body: Callable[..., object], on: torch.device, mode: Callable[[], Abst
     return Subject(body, calls)
 
 
-@bug(MODES, names="training", open="SILENT: `training` is not compared at the call")
+@bug(MODES, names="training")
 def train_called(on: torch.device) -> Subject:
     """`.train()` turns on a dropout that zeroes everything."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(1.0)).to(on).eval()
     return changed(calling(model), on, model.train, model.eval)
 
 
-@bug(MODES, names="training", open="SILENT: `training` is not compared at the call")
+@bug(MODES, names="training")
 def one_submodule_in_training(on: torch.device) -> Subject:
     """Only a submodule is set to training: its own flag, not the model's."""
     dropout = nn.Dropout(1.0)
@@ -48,14 +48,14 @@ def one_submodule_in_training(on: torch.device) -> Subject:
     return changed(calling(model), on, dropout.train)
 
 
-@bug(MODES, names="autocast", open=SILENT)
+@bug(MODES, names="autocast")
 def autocast_entered(on: torch.device) -> Subject:
     """Calls are made inside torch.autocast, which the recording was not made in."""
     model = Net().to(on)
     return under(model, on, lambda: torch.autocast(on.type, dtype=torch.float16))
 
 
-@bug(MODES, names="autocast", open=SILENT)
+@bug(MODES, names="autocast")
 def autocast_read(on: torch.device) -> Subject:
     """A library asks for the autocast state and rounds by itself, as custom kernels do."""
 
@@ -75,7 +75,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@bug(MODES, names="default dtype|default_dtype", open=SILENT)
+@bug(MODES, names="default dtype|default_dtype")
 def default_dtype_changed(on: torch.device) -> Subject:
     """The body makes tensors of the default dtype, which is changed later."""
 
@@ -94,7 +94,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@bug(MODES, names="deterministic", open=SILENT)
+@bug(MODES, names="deterministic")
 def deterministic_algorithms(on: torch.device) -> Subject:
     """The body picks its algorithm by whether deterministic ones are asked for; the fast one rounds."""
 
@@ -104,7 +104,7 @@ def deterministic_algorithms(on: torch.device) -> Subject:
     return under(step, on, deterministic)
 
 
-@bug(MODES, names="sdp|attention|SDP", open=SILENT)
+@bug(MODES, names="sdp|attention|SDP")
 def attention_backend_changed(on: torch.device) -> Subject:
     """The body asks which attention kernels are allowed, and scales for one of them."""
 
@@ -126,7 +126,7 @@ def matmul_precision(word: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-@bug(MODES, names="precision", open=SILENT)
+@bug(MODES, names="precision")
 def matmul_precision_lowered(on: torch.device) -> Subject:
     """A fused layer looks at the precision of float32 products and rounds its operands by it."""
 
@@ -136,7 +136,7 @@ def matmul_precision_lowered(on: torch.device) -> Subject:
     return under(step, on, lambda: matmul_precision("medium"))
 
 
-@bug(Mechanism.VALUES, names="tracks", open=SILENT)
+@bug(Mechanism.VALUES, names="tracks")
 def grad_mode_set_by_a_flag(on: torch.device) -> Subject:
     """The body sets the grad mode by the model's own flag, and picks a path by it."""
     model = SimpleNamespace(tracks=False)
@@ -169,7 +169,7 @@ def forward_hook_added(on: torch.device) -> Subject:
     return changed(model, on, lambda: model.linear.register_forward_hook(lambda module, args, out: out * 2))
 
 
-@bug(MODES, names="hook", open="SILENT: hooks of a module that a plain function calls are not watched")
+@bug(MODES, names="hook")
 def forward_hook_on_a_module_in_a_closure(on: torch.device) -> Subject:
     """A hook is registered on a module that the graphed function only calls."""
     model = Net().to(on)
@@ -196,7 +196,7 @@ def global_forward_hook(on: torch.device) -> Subject:
     return Subject(model, calls)
 
 
-@bug(MODES, names="gain", open="SILENT: what a hook reads is not compared at the call")
+@bug(MODES, names="gain")
 def hook_reads_a_value(on: torch.device) -> Subject:
     """A steering hook that was there at capture adds a vector whose strength is changed later."""
     model = Net().to(on)

@@ -18,7 +18,7 @@ CODE = "SILENT: the code that a body calls is not compared at the call"
 ABSENT = "SILENT: that something was absent at capture is no fact that is compared"
 
 
-@bug(VALUES, names="forward", open=CODE)
+@bug(VALUES, names="forward")
 def forward_patched_on_an_instance(on: torch.device) -> Subject:
     """A layer's forward is wrapped on the instance, as offloading libraries do."""
     model = Net().to(on)
@@ -30,7 +30,7 @@ def forward_patched_on_an_instance(on: torch.device) -> Subject:
     return changed(model, on, change)
 
 
-@bug(VALUES, names="forward", open=CODE)
+@bug(VALUES, names="forward")
 def forward_patched_on_the_class(on: torch.device) -> Subject:
     """A class's forward is replaced by a fused one that differs, as kernel libraries do."""
 
@@ -54,7 +54,7 @@ def class_of_a_layer_swapped(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(model.linear, "__class__", Doubled))
 
 
-@bug(VALUES, names="lora", open=ABSENT)
+@bug(VALUES, names="lora")
 def attribute_that_appears(on: torch.device) -> Subject:
     """The body asks by getattr with a default for an attribute that is set later."""
 
@@ -67,7 +67,7 @@ def attribute_that_appears(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(model, "lora", torch.ones(WIDTH, device=on)))
 
 
-@bug(VALUES, names="alpha", open=ABSENT)
+@bug(VALUES, names="alpha")
 def instance_that_shadows_its_class(on: torch.device) -> Subject:
     """A value of the class is overridden on the instance."""
 
@@ -104,7 +104,7 @@ def container_that_is_no_longer_empty(on: torch.device) -> Subject:
     return changed(step, on, lambda: biases.append(torch.ones(WIDTH, device=on)))
 
 
-@bug(VALUES, names="scale", open="SILENT: attributes of tensors are not compared at the call")
+@bug(VALUES, names="scale")
 def attribute_of_a_weight_changed(on: torch.device) -> Subject:
     """A quantised weight carries its scale as an attribute, which new weights set."""
     weight: Any = rows(on, WIDTH, 3)
@@ -116,7 +116,7 @@ def attribute_of_a_weight_changed(on: torch.device) -> Subject:
     return changed(step, on, lambda: setattr(weight, "scale", 2.0))
 
 
-@bug(VALUES, names="limits", open="SILENT: elements of a tuple in a list are not compared at the call")
+@bug(VALUES, names="limits")
 def tuple_replaced_in_a_list(on: torch.device) -> Subject:
     """Limits are tuples in a list of the module; one is replaced by another."""
     limits = [(0.0, 1.0), (0.0, 2.0)]

@@ -49,7 +49,7 @@ class Scaled(nn.Module):
         return x * self.find(self)
 
 
-@bug(VALUES, names="window", open=SILENT)
+@bug(VALUES, names="window")
 def baked_python_int(on: torch.device) -> Subject:
     """An attention window is a Python int of the module, and is lowered after capture."""
 
@@ -65,7 +65,7 @@ def baked_python_int(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(model, "window", 1))
 
 
-@bug(VALUES, names="scale", open=SILENT)
+@bug(VALUES, names="scale")
 def closure_changed(on: torch.device) -> Subject:
     """A variable around the function is given another value."""
     scale = 2.0
@@ -91,7 +91,7 @@ class Config:
     norm: NormConfig = field(default_factory=NormConfig)
 
 
-@bug(VALUES, names="eps", open=SILENT)
+@bug(VALUES, names="eps")
 def config_field_changed(on: torch.device) -> Subject:
     """A number two levels deep in the config is set after capture."""
     config = Config()
@@ -99,7 +99,7 @@ def config_field_changed(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(config.norm, "eps", 0.5))
 
 
-@bug(VALUES, names="config", open=SILENT)
+@bug(VALUES, names="config")
 def config_replaced(on: torch.device) -> Subject:
     """The whole config is replaced by a copy with another value."""
     model = Scaled(lambda self: self.config.scale, config=Config())
@@ -109,7 +109,7 @@ def config_replaced(on: torch.device) -> Subject:
 _factor = 2.0
 
 
-@bug(VALUES, names="_factor", open=SILENT)
+@bug(VALUES, names="_factor")
 def global_changed(on: torch.device) -> Subject:
     """A global number of the module is set between calls."""
     globals()["_factor"] = 2.0
@@ -120,7 +120,7 @@ def global_changed(on: torch.device) -> Subject:
     return changed(step, on, lambda: globals().update(_factor=5.0))
 
 
-@bug(VALUES, names="alpha", open=SILENT)
+@bug(VALUES, names="alpha")
 def class_attribute_changed(on: torch.device) -> Subject:
     """A default that stands on the class is set there."""
 
@@ -136,7 +136,7 @@ def class_attribute_changed(on: torch.device) -> Subject:
 _context = SimpleNamespace(lens=None)
 
 
-@bug(VALUES, names="lens", open=SILENT)
+@bug(VALUES, names="lens")
 def forward_context(on: torch.device) -> Subject:
     """The engine sets a new metadata tensor in a global forward context before each step."""
     _context.lens = torch.tensor(1.0, device=on)
@@ -179,7 +179,7 @@ class Schedule:
         return 1.0 / (1 + self.num_steps)
 
 
-@bug(VALUES, names="num_steps", open=SILENT)
+@bug(VALUES, names="num_steps")
 def float_from_a_schedule(on: torch.device) -> Subject:
     """A coefficient comes from a schedule that advances between calls."""
     schedule = Schedule()
@@ -241,7 +241,7 @@ def default_argument_changed(on: torch.device) -> Subject:
     return changed(step, on, lambda: setattr(negative, "__defaults__", (0.7,)))
 
 
-@bug(VALUES, names="activation|partial", open=SILENT)
+@bug(VALUES, names="activation|partial")
 def partial_replaced(on: torch.device) -> Subject:
     """The activation is a functools.partial in an attribute, replaced by one with another value."""
     leaky = functools.partial(functional.leaky_relu, negative_slope=0.1)
@@ -253,7 +253,7 @@ def partial_replaced(on: torch.device) -> Subject:
     return changed(step, on, lambda: setattr(model, "activation", functools.partial(leaky, negative_slope=0.8)))
 
 
-@bug(VALUES, names="temperature", open=SILENT)
+@bug(VALUES, names="temperature")
 def attribute_read_by_name(on: torch.device) -> Subject:
     """The body reads an attribute by getattr with a name that it puts together."""
     model = Scaled(lambda self: getattr(self, "temp" + "erature"), temperature=2.0)
@@ -268,7 +268,7 @@ def attribute_read_through_vars(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(config, "scale", 4.0))
 
 
-@bug(VALUES, names="factor|rope", open=SILENT)
+@bug(VALUES, names="factor|rope")
 def nested_dict_changed(on: torch.device) -> Subject:
     """A number three dicts deep in a Hugging Face style config is changed."""
     config = {"rope": {"scaling": {"factor": 2.0}}}
@@ -283,7 +283,7 @@ class Slotted:
         self.scale = 2.0
 
 
-@bug(VALUES, names="scale", open=SILENT)
+@bug(VALUES, names="scale")
 def slotted_object_changed(on: torch.device) -> Subject:
     """The value stands in an object with __slots__, which lies in a list."""
     layers = [Slotted(), Slotted()]
@@ -291,7 +291,7 @@ def slotted_object_changed(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(layers[1], "scale", 9.0))
 
 
-@bug(VALUES, names="mode", open=SILENT)
+@bug(VALUES, names="mode")
 def word_changed(on: torch.device) -> Subject:
     """A mode is a word, and another word picks another branch."""
 
@@ -305,7 +305,7 @@ def word_changed(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(model, "mode", "max"))
 
 
-@bug(VALUES, names="mask", open=SILENT)
+@bug(VALUES, names="mask")
 def stale_optional_mask(on: torch.device) -> Subject:
     """An optional mask is an attribute that the caller sets for one step and takes away after it."""
 
@@ -345,19 +345,19 @@ def adapters(change: Callable[[Adapted], object]) -> Make:
     return make
 
 
-@bug(VALUES, names="active", open=SILENT)
+@bug(VALUES, names="active")
 def active_adapter_switched(on: torch.device) -> Subject:
     """Another LoRA adapter is made the active one."""
     return adapters(lambda model: setattr(model, "active", ["b"]))(on)
 
 
-@bug(VALUES, names="active", open=SILENT)
+@bug(VALUES, names="active")
 def adapter_added(on: torch.device) -> Subject:
     """A second LoRA adapter is appended to the list of active ones."""
     return adapters(lambda model: model.active.append("b"))(on)
 
 
-@bug(VALUES, names="act", open=SILENT)
+@bug(VALUES, names="act")
 def submodule_replaced(on: torch.device) -> Subject:
     """The activation module is replaced by another one."""
     model = nn.Sequential()
@@ -365,7 +365,7 @@ def submodule_replaced(on: torch.device) -> Subject:
     return changed(calling(model), on, lambda: setattr(model, "act", nn.Tanh()))
 
 
-@bug(VALUES, names="layers|1", open=SILENT)
+@bug(VALUES, names="layers|1")
 def layer_dropped(on: torch.device) -> Subject:
     """The last layer is cut off a ModuleList, for early exit."""
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)).to(on)
@@ -381,7 +381,7 @@ def layer_dropped(on: torch.device) -> Subject:
 _ops = SimpleNamespace(activation=torch.relu)
 
 
-@bug(VALUES, names="activation", open=SILENT)
+@bug(VALUES, names="activation")
 def library_function_patched(on: torch.device) -> Subject:
     """A function in a library's namespace is patched with a faster one that rounds."""
     _ops.activation = torch.relu
