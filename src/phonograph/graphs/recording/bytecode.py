@@ -1,4 +1,4 @@
-"""Reads in bytecode: which globals, cells, attributes and items each instruction of a function reads.
+"""Bytecode of a function: which globals, cells, attributes and items each instruction reads.
 
 A read is known where it starts at a local, a global or a closure cell and goes on by constant names and keys. What a
 call returns is not known.

@@ -1,4 +1,4 @@
-"""Reads: what a run of a body reads from outside of it, seen at each instruction that runs."""
+"""Recorded reads: values from outside that a run of a body reads, seen at each instruction that runs."""
 
 from __future__ import annotations
 
