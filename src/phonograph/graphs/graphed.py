@@ -230,6 +230,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         without=frozenset(_all_of(str, without, "without")),
         eager_without=frozenset(_all_of(str, eager_without, "eager_without")),
         adopt=adopt or {},
+        compares_others=True,
         live=lives,
     )
     options = RunnerOptions(

@@ -25,6 +25,7 @@ from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.backends import BACKENDS, DebugBackend, Recording
 from phonograph.graphs.recording.capture import Capture, Captured
 from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.recording.guarding import GuardOptions
 from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
 from phonograph.graphs.recording.profiling import profiled
 from phonograph.graphs.recording.written_inputs import EagerWrites
@@ -101,6 +102,7 @@ class Runner:
             self.options.collect_garbage,
             self.options.barrier,
             trims=self.buckets is not None and not self.buckets.exact,
+            guard=GuardOptions(self.options.guard, self.options.guarded),
         )
 
     @contextmanager

@@ -9,6 +9,7 @@ from typing import Literal
 from phonograph.errors import DeclarationError
 from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.planning.resolve import PhasePlan
+from phonograph.graphs.recording.guarding import GuardedSizes, GuardMode, GuardOptions
 
 Outputs = Literal["own", "view"]
 
@@ -30,12 +31,18 @@ class RunnerOptions:
     caller's own device tensors, and what must be made of other values is made anew for each call."""
     barrier: Callable[[], None] | None = None
     """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
+    guard: GuardMode = "refuse"
+    """What becomes of a shape whose ops depend on the sample: it gets no recording, or one and a finding; or nobody
+    looks."""
+    guarded: GuardedSizes = "all"
+    """Every recording, or the largest and the smallest of each product."""
     profile: str | None = None
     """A folder for traces of warm-ups and captures."""
 
     def __post_init__(self) -> None:
         if self.outputs not in ("own", "view"):
             raise DeclarationError(f"outputs is {self.outputs!r}; expected 'own' or 'view'.")
+        GuardOptions(self.guard, self.guarded)
 
 
 def buckets_for(plan: PhasePlan, bucketed: str) -> Buckets | None:

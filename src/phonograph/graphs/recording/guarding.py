@@ -1,0 +1,181 @@
+"""Guarding: two runs of a shape from different samples, before it is recorded, and what they do differently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+
+from phonograph.devices.op_trace import OpTrace
+from phonograph.errors import DeclarationError
+from phonograph.graphs.inputs.extent import Extent
+from phonograph.graphs.inputs.fields import path_of
+from phonograph.graphs.inputs.tree import Item, reachable
+from phonograph.graphs.phases.context import Current
+from phonograph.graphs.phases.decisions import Group, ShapeKey
+from phonograph.graphs.phases.phase import Phase, Sample
+from phonograph.graphs.recording.frozen_values import Difference, find_difference
+from phonograph.graphs.recording.memory_names import names_of_memory
+
+GuardMode = Literal["refuse", "report", "off"]
+"""What becomes of a shape whose ops depend on the sample: no recording, a recording and a finding, nobody looks."""
+GuardedSizes = Literal["all", "ends"]
+"""Every recording, or the largest and the smallest of each product; where one of these differs, the others too."""
+_FIRST_SEED, _OTHER_SEEDS, _MAX_OTHERS = 0, range(1, 7), 3
+_PLAIN = (bool, int, float, complex, str)
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """Whether and where the guard looks."""
+
+    mode: GuardMode = "refuse"
+    sizes: GuardedSizes = "all"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("guard", self.mode, GuardMode), ("guarded sizes", self.sizes, GuardedSizes)):
+            if value not in get_args(known):
+                raise DeclarationError(f"{name} is {value!r}; expected one of {', '.join(get_args(known))}.")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A shape whose ops depend on the sample."""
+
+    key: ShapeKey
+    difference: Difference
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.difference}"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sample, and how much of every dim it uses."""
+
+    extent: Extent
+    sample: Sample
+
+
+Attempt = Callable[[ShapeKey, Callable[[ShapeKey], None]], None]
+"""Runs one step of a key that has not failed; what it raises is the key's failure, and ranks meet after it."""
+Trace = Callable[[ShapeKey, Drawn, OpTrace], None]
+"""Runs the key's body on what was drawn, followed by the trace; leaves state as it was."""
+
+
+@dataclass(eq=False)
+class Guard:
+    """The guard of one phase."""
+
+    phase: Phase
+    trace: Trace
+    measure: Callable[[Sample], Mapping[str, int]]
+    findings: list[Finding] = field(default_factory=list)
+    _first: tuple[Drawn, OpTrace] | None = None
+
+    def look(
+        self, keys: Sequence[ShapeKey], options: GuardOptions, attempt: Attempt, *, trims: bool
+    ) -> dict[ShapeKey, Difference]:
+        """Run the keys that the options name, each step an attempt of its own; returns all that get no recording.
+
+        What one size shows holds for the others of its product: other samples might have shown it there too.
+        """
+        for key in guarded(keys, options.sizes):
+            fewest = fewest_rows(key, keys) if trims else key.size
+            attempt(key, self.first)
+            attempt(key, partial(self.compare, fewest=fewest))
+        shown = {found.key.group: found.difference for found in self.findings} if options.mode == "refuse" else {}
+        return {key: shown[key.group] for key in keys if key.group in shown}
+
+    def first(self, key: ShapeKey) -> None:
+        """The run on the sample that a recording is made with."""
+        self._first, drawn, trace = None, _full(self.phase, key, _FIRST_SEED), OpTrace()
+        self.trace(key, drawn, trace)
+        self._first = drawn, trace
+
+    def compare(self, key: ShapeKey, fewest: int) -> None:
+        """Runs on other samples, some of as few rows as the recording serves; what one does differently is noted."""
+        assert self._first is not None
+        (drawn, trace), self._first = self._first, None
+        for other in self._others(key, fewest, drawn):
+            second = OpTrace()
+            self.trace(key, other, second)
+            batches = [part for one in (drawn, other) for part in (one.sample.batch, one.sample.beside)]
+            difference = find_difference(trace, second, partial(names_of_memory, self.phase.code, batches))
+            if difference is not None:
+                self.findings.append(Finding(key, difference))
+                return
+
+    def _others(self, key: ShapeKey, fewest: int, first: Drawn) -> list[Drawn]:
+        """Other valid samples; several where they differ in what is no slot, which a replay would not see.
+
+        Where calls that differ in such values are not replayed anyway, one that is like the first.
+        """
+        plain = _plain_values(self.phase, first.sample)
+        if self.phase.compares_others:
+            drawn = list(self._drawn(key, key.size, plain))
+            return ([one for one in drawn if _plain_values(self.phase, one.sample) == plain] or drawn)[:1]
+        drawn = list(self._drawn(key, fewest, plain))
+        unlike = {str(found): one for one in drawn if (found := _plain_values(self.phase, one.sample)) != plain}
+        return list(unlike.values())[:_MAX_OTHERS] or drawn[:1]
+
+    def _drawn(self, key: ShapeKey, used: int, plain: Mapping[str, object]) -> Iterator[Drawn]:
+        for seed in _OTHER_SEEDS if plain else _OTHER_SEEDS[:1]:
+            yield self._partial(key, used, seed) if used < key.size else _full(self.phase, key, seed)
+
+    def _partial(self, key: ShapeKey, used: int, seed: int) -> Drawn:
+        """A sample that does not fill its recording."""
+        sizes = self.phase.padded(used)
+        try:
+            sample = self.phase.sample_for(key, Extent(sizes, sizes), seed)
+            measured = self.measure(sample)
+        except Exception:  # whether samples of this size can be made, only their maker knows
+            return _full(self.phase, key, seed)
+        return Drawn(Extent(measured, self.phase.padded(key.size)), sample)
+
+
+def guarded(keys: Sequence[ShapeKey], sizes: GuardedSizes) -> list[ShapeKey]:
+    """The keys to look at, in their order."""
+    if sizes == "all":
+        return list(keys)
+    by_group: dict[Group, list[int]] = {}
+    for key in keys:
+        by_group.setdefault(key.group, []).append(key.size)
+    return [key for key in keys if key.size in (min(by_group[key.group]), max(by_group[key.group]))]
+
+
+def fewest_rows(key: ShapeKey, keys: Sequence[ShapeKey]) -> int:
+    """Few rows that the recording of a key serves: about half of it, and more than the next smaller one holds."""
+    smaller = [one.size for one in keys if one.group == key.group and one.size < key.size]
+    return max(max(smaller, default=0) + 1, key.size // 2)
+
+
+def following(trace: OpTrace, now: Current) -> Current:
+    """What is current while a trace follows a body: gaps are left out, but for what they are passed and give."""
+
+    def on_gap(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        made = [leaf for _, leaf in reachable(result) if isinstance(leaf, torch.Tensor)]
+        trace.add_gap(name, {f"argument {at}": value for at, value in enumerate(args)} | kwargs, made)
+
+    return replace(now, around_gap=trace.paused, on_gap=on_gap)
+
+
+def _full(phase: Phase, key: ShapeKey, seed: int) -> Drawn:
+    padded = phase.padded(key.size)
+    extent = Extent(padded, padded)
+    return Drawn(extent, phase.sample_for(key, extent, seed))
+
+
+def _plain_values(phase: Phase, sample: Sample) -> dict[str, object]:
+    """The numbers and texts of a sample that no buffer is loaded with, by path."""
+    loaded = {slot.path for slot in phase.slots if slot.name not in phase.without}
+    loaded |= {path_of(dim.field) for dim in phase.all_dims.values() if dim.field is not None}
+    found: dict[str, object] = {}
+    for path, leaf in [*reachable(sample.batch), *reachable(dict(sample.beside))]:
+        steps = tuple(str(step.key) if isinstance(step, Item) else step for step in path)
+        if isinstance(leaf, _PLAIN) and not any(steps[: len(one)] == one for one in loaded):
+            found[str(path)] = leaf
+    return found
