@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,9 @@ from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.running.runner import Runner, RunnerOptions, buckets_for
+from phonograph.graphs.trust.coverage import Coverage, coverage
+
+log = logging.getLogger("phonograph")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class Executor:
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
+        self.coverage: dict[str, Coverage] = {}
+        """By pass that serves requests, which batches have a graph; known after capture."""
 
     def _new_runners(
         self, phases: Mapping[str, Phase], plans: Mapping[str, PhasePlan], options: RunnerOptions
@@ -124,7 +130,22 @@ class Executor:
         shown = progress if progress is not None else bar()
         with ExitStack() as stack:
             records = [stack.enter_context(runner.warmed(shown)) for runner in largest]
-            return [record() for record in records]
+            reports = [record() for record in records]
+        self.coverage = {name: self._covered(name) for name in self.runners if self.passes[name].declared.serves}
+        for covered in self.coverage.values():
+            level = logging.WARNING if covered.gaps and self.runners[covered.phase].selection else logging.INFO
+            log.log(level, "%s", covered)
+        return reports
+
+    def _covered(self, name: str) -> Coverage:
+        """Which batches of a pass that the limits admit have a graph; a gap is measured, unless nothing is recorded."""
+        runner, largest = self.runners[name], self.passes[name].declared.limit(self.limits)
+        return coverage(runner, range(1, largest + 1), measured=runner.selection is not None)
+
+    def refuse_gaps(self) -> None:
+        """Raise where a batch that the limits admit has no graph."""
+        for covered in self.coverage.values():
+            covered.refuse_gaps()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -174,6 +195,7 @@ def _options(plan: Plan, eager_copies: bool) -> RunnerOptions:
         debug=plan.debug,
         collect_garbage=plan.gc,
         eager_copies=eager_copies,
+        guarded="ends",
         profile=plan.profile,
     )
 

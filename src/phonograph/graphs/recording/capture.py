@@ -195,7 +195,7 @@ class Capture:
 
     def _guard_all(self, keys: Sequence[ShapeKey]) -> None:
         """Refuse or report shapes whose ops depend on the sample."""
-        guard = Guard(self.phase, self._trace, lambda sample: self.registry.measure(sample.batch, sample.beside))
+        guard = Guard(self.phase, self._trace, self.registry.measure, 3 if self.barrier is None else 1)
         refused = guard.look(keys, self.guard, self._attempt, trims=self.trims)
         self._findings = guard.findings
         for key, difference in refused.items():

@@ -24,7 +24,7 @@ GuardMode = Literal["refuse", "report", "off"]
 """What becomes of a shape whose ops depend on the sample: no recording, a recording and a finding, nobody looks."""
 GuardedSizes = Literal["all", "ends"]
 """Every recording, or the largest and the smallest of each product; where one of these differs, the others too."""
-_FIRST_SEED, _OTHER_SEEDS, _MAX_OTHERS = 0, range(1, 7), 3
+_FIRST_SEED, _OTHER_SEEDS = 0, range(1, 7)
 _PLAIN = (bool, int, float, complex, str)
 
 
@@ -72,7 +72,10 @@ class Guard:
 
     phase: Phase
     trace: Trace
-    measure: Callable[[Sample], Mapping[str, int]]
+    measure: Callable[[Any, Mapping[str, Any]], Mapping[str, int]]
+    """Takes a batch and what is passed beside it; how much of every dim they use."""
+    max_others: int = 3
+    """Samples that the first is compared with at most; 1 where other ranks run as often."""
     findings: list[Finding] = field(default_factory=list)
     _first: tuple[Drawn, OpTrace] | None = None
 
@@ -87,12 +90,15 @@ class Guard:
             fewest = fewest_rows(key, keys) if trims else key.size
             attempt(key, self.first)
             attempt(key, partial(self.compare, fewest=fewest))
-        shown = {found.key.group: found.difference for found in self.findings} if options.mode == "refuse" else {}
-        return {key: shown[key.group] for key in keys if key.group in shown}
+        if options.mode != "refuse":
+            return {}
+        by_key = {found.key: found.difference for found in self.findings}
+        by_group = {key.group: difference for key, difference in by_key.items()}
+        return {key: by_key.get(key, by_group[key.group]) for key in keys if key.group in by_group}
 
     def first(self, key: ShapeKey) -> None:
         """The run on the sample that a recording is made with."""
-        self._first, drawn, trace = None, _full(self.phase, key, _FIRST_SEED), OpTrace()
+        self._first, drawn, trace = None, drawn_for(self.phase, key, _FIRST_SEED), OpTrace()
         self.trace(key, drawn, trace)
         self._first = drawn, trace
 
@@ -120,20 +126,20 @@ class Guard:
             return ([one for one in drawn if _plain_values(self.phase, one.sample) == plain] or drawn)[:1]
         drawn = list(self._drawn(key, fewest, plain))
         unlike = {str(found): one for one in drawn if (found := _plain_values(self.phase, one.sample)) != plain}
-        return list(unlike.values())[:_MAX_OTHERS] or drawn[:1]
+        return list(unlike.values())[: self.max_others] or drawn[:1]
 
     def _drawn(self, key: ShapeKey, used: int, plain: Mapping[str, object]) -> Iterator[Drawn]:
         for seed in _OTHER_SEEDS if plain else _OTHER_SEEDS[:1]:
-            yield self._partial(key, used, seed) if used < key.size else _full(self.phase, key, seed)
+            yield self._partial(key, used, seed) if used < key.size else drawn_for(self.phase, key, seed)
 
     def _partial(self, key: ShapeKey, used: int, seed: int) -> Drawn:
         """A sample that does not fill its recording."""
         sizes = self.phase.padded(used)
         try:
             sample = self.phase.sample_for(key, Extent(sizes, sizes), seed)
-            measured = self.measure(sample)
+            measured = self.measure(sample.batch, sample.beside)
         except Exception:  # whether samples of this size can be made, only their maker knows
-            return _full(self.phase, key, seed)
+            return drawn_for(self.phase, key, seed)
         return Drawn(Extent(measured, self.phase.padded(key.size)), sample)
 
 
@@ -163,7 +169,8 @@ def following(trace: OpTrace, now: Current) -> Current:
     return replace(now, around_gap=trace.paused, on_gap=on_gap)
 
 
-def _full(phase: Phase, key: ShapeKey, seed: int) -> Drawn:
+def drawn_for(phase: Phase, key: ShapeKey, seed: int = _FIRST_SEED) -> Drawn:
+    """A sample that fills the recording of a key; without a seed, the one that it is made with."""
     padded = phase.padded(key.size)
     extent = Extent(padded, padded)
     return Drawn(extent, phase.sample_for(key, extent, seed))

@@ -31,6 +31,7 @@ def names_of_memory(code: Iterable[Any], batches: Iterable[Any] = ()) -> dict[in
                 names.setdefault(_identity(value), name or "a tensor")
         elif id(value) not in seen and depth < _MAX_DEPTH and not isinstance(value, _CLOSED):
             seen.add(id(value))
+            name = name or (type(value).__name__ if isinstance(value, torch.nn.Module) else "")
             todo += [(part, ".".join(filter(None, (name, step))), depth + 1) for step, part in _parts(value)]
     return names
 
@@ -45,9 +46,7 @@ def _identity(tensor: torch.Tensor) -> int:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.nn.Module):
         # Below it, names are those of its state_dict.
-        prefix = type(value).__name__
-        for name, tensor in [*value.named_parameters(), *value.named_buffers()]:
-            yield f"{prefix}.{name}", tensor
+        yield from [*value.named_parameters(), *value.named_buffers()]
         yield from ((str(name), one) for name, one in vars(value).items() if not str(name).startswith("_"))
     elif isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)

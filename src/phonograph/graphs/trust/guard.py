@@ -1,0 +1,154 @@
+"""Guard on demand: whether the ops of a runner's shapes depend on their samples, and what a shape runs.
+
+Capture looks at the shapes that it records by itself; this looks again, at any of them, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from phonograph.devices.op_trace import OpTrace
+from phonograph.errors import VerifyError
+from phonograph.graphs.phases.context import Current, Stage, entering
+from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.recording.backends import BACKENDS, Backend, WarmUp
+from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardedSizes, GuardOptions, drawn_for, following
+from phonograph.graphs.recording.memory_names import names_of_memory
+from phonograph.graphs.recording.python_state import PythonState
+from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
+from phonograph.graphs.recording.weight_caches import weights_uncached
+from phonograph.graphs.running.runner import Runner
+
+_MAX_STATE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class GuardReport:
+    """What was looked at, and what differs."""
+
+    keys: tuple[ShapeKey, ...]
+    findings: tuple[Finding, ...]
+    failures: tuple[str, ...] = ()
+    """Shapes that could not be looked at, and why."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings and not self.failures
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def raise_if_failed(self) -> None:
+        """Raise with all that was found."""
+        if not self.ok:
+            raise VerifyError(str(self))
+
+    def __str__(self) -> str:
+        found = len(self.findings) + len(self.failures)
+        lines = [f"guard: {len(self.keys)} shapes run on several samples, {found} that differ or fail"]
+        return "\n".join([*lines, *(f"  {one}" for one in (*self.findings, *self.failures))])
+
+
+def guard(runner: Runner, *, sizes: GuardedSizes = "all", keys: Sequence[ShapeKey] | None = None) -> GuardReport:
+    """Run every recorded shape of a runner on different samples, and compare ops, scalars and memory.
+
+    Of all products the shapes of the given sizes, or just the given keys. What the body writes is put back.
+    """
+    asked = list(keys) if keys is not None else list(runner.captured)
+    runs = _Runs(runner)
+    looking = Guard(runner.phase, runs.trace, runner.registry.measure)
+    failures: dict[ShapeKey, str] = {}
+
+    def attempt(key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
+        if key not in failures:
+            try:
+                step(key)
+            except Exception as error:
+                failures[key] = f"{key}: {type(error).__name__}: {error}"
+
+    trims = runner.buckets is not None and not runner.buckets.exact
+    with torch.no_grad(), runner.pool.using(f"guarding {runner.phase.name}"), runs.restored():
+        looking.look(asked, GuardOptions(sizes=sizes), attempt, trims=trims)
+    return GuardReport(tuple(asked), tuple(looking.findings), tuple(failures.values()))
+
+
+@dataclass(frozen=True)
+class BodyTrace:
+    """What one shape runs, op by op."""
+
+    key: ShapeKey
+    trace: OpTrace
+    names: dict[int, str]
+    """By number of its memory, what the user calls it."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.key}: {len(self.trace.ops)} ops"]
+        met: set[int] = set()
+        for op in self.trace.ops:
+            frame = f"  ({op.frame})" if op.frame is not None else ""
+            numbers = {note.memory for _, note in op.arguments if hasattr(note, "memory")}
+            read = sorted(self.names[number] for number in numbers - met if number in self.names)
+            met |= numbers
+            lines.append(f"  {op}{frame}{'  reads ' + ', '.join(read) if read else ''}")
+        return "\n".join(lines)
+
+
+def traced(runner: Runner, key: ShapeKey) -> BodyTrace:
+    """The ops of one shape with their lines, and the memory that they read by name."""
+    runs, drawn, trace = _Runs(runner), drawn_for(runner.phase, key), OpTrace()
+    with torch.no_grad(), runner.pool.using(f"tracing {runner.phase.name}"), runs.restored():
+        runs.trace(key, drawn, trace)
+    names = names_of_memory(runner.phase.code, [drawn.sample.batch, drawn.sample.beside])
+    names |= runs.slots
+    found = {number: names.get(outside.storage._cdata) for number, outside in trace.outside.items()}
+    return BodyTrace(key, trace, {number: name for number, name in found.items() if name is not None})
+
+
+@dataclass(eq=False)
+class _Runs:
+    """Rehearsals of a runner's body, whose effects are undone."""
+
+    runner: Runner
+    slots: dict[int, str] = field(default_factory=dict)
+    """By storage, the slots whose buffer it is."""
+    _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
+    _python: PythonState | None = None
+    _backend: Backend = field(init=False)
+
+    def __post_init__(self) -> None:
+        # One of its own: what a rehearsal of gaps notes is not for the backend that serves.
+        self._backend = BACKENDS[self.runner.plan.backend](self.runner.device, self.runner.memory)
+        if self.runner.phase.preserve is None:
+            self._python = PythonState(self.runner.phase.code)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        with generators_restored(self.runner.device):
+            try:
+                yield
+            finally:
+                self._state.restore()
+
+    def trace(self, key: ShapeKey, drawn: Drawn, trace: OpTrace) -> None:
+        """One rehearsal on a sample, whose ops are noted."""
+        phase, registry, sample = self.runner.phase, self.runner.registry, drawn.sample
+        with self._python.kept() if self._python is not None else nullcontext():
+            view = registry.load(sample.batch, drawn.extent, beside=sample.beside, without=phase.without, anew=True)
+            for name, tensor in phase.inputs(view.batch, view.beside, phase.without).items():
+                self.slots.setdefault(tensor.untyped_storage()._cdata, f"slot {name}")
+            if phase.plan is not None:
+                phase.plan(view.batch, drawn.extent)
+            now = following(trace, Current(phase.name, self._backend.name, Stage.WARMING, view.batch))
+            preserved = phase.preserve(sample.batch) if phase.preserve is not None else self._state.watching()
+
+            def body() -> Any:
+                with weights_uncached():
+                    return phase.forward(view.batch, view.beside)
+
+            with entering(now), preserved, trace.following():
+                self._backend.prepare(key, body, WarmUp.REHEARSAL)
