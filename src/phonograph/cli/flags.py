@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phonograph import settings
@@ -42,6 +43,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="copy the inputs of eager passes into buffers, as graphs need it, to tell wrong inputs from a wrong graph",
     )
     parser.add_argument(
+        "--shadow-verify",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="run this share of the steps a second time, eagerly; a replay that gave other bits reaches nobody, is "
+        "computed again, and its recording is given back",
+    )
+    parser.add_argument("--shadow-dir", help="keep batches that were computed wrongly here, at most 8 files and 1 GiB")
+    parser.add_argument(
         "--attention",
         choices=("triton", "flashinfer", "cpu", "reference"),
         help="default: triton on a GPU, C++ on a CPU; flashinfer is for prompts, decode steps stay with triton",
@@ -75,6 +85,9 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         prefix_cache=not args.no_prefix_cache,
         sampling=args.sampling,
         eager_copies=args.eager_copies,
+        shadow_verify=args.shadow_verify,
+        shadow_dir=Path(args.shadow_dir) if args.shadow_dir else None,
+        shadow_tokens=getattr(args, "log_prompts", False),
     )
     asked = graph_flags.asked_from(args, PHASES, variables=settings.environment())
     return EngineSpec(args.model, args.shape, args.device, options, asked)

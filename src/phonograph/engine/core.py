@@ -8,6 +8,7 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from phonograph.engine.execution.shadow import MistrustedStepError
 from phonograph.engine.execution.step_builder import StepBuilder, StepTables
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
@@ -111,7 +112,9 @@ class EngineCore(Generic[E]):
         """Schedule, execute, commit, report."""
         step = self.scheduler.schedule()
         if step is not None:
-            self._in_flight.append((step, self._execute(step)))
+            launched = self._execute(step)
+            if launched is not None:
+                self._in_flight.append((step, launched))
         if self._in_flight and (step is None or len(self._in_flight) > self.scheduler.limits.max_ahead):
             self._commit(*self._in_flight[0])
             self._in_flight.popleft()
@@ -147,8 +150,13 @@ class EngineCore(Generic[E]):
         return tokens, []
 
     def _execute(self, step: ScheduledStep) -> Any:
+        """What the executor gives for a step, or what it sampled; None for one that is not to be believed."""
         try:
             return self.executor.launch(self._steps.build(step))
+        except MistrustedStepError as error:
+            log.error("step %d is computed again: %s", step.number, error)
+            self._drop(step)
+            return None
         except Exception as error:
             log.warning(
                 "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
@@ -160,6 +168,12 @@ class EngineCore(Generic[E]):
                 self._news += self.scheduler.fail(sequence, "interrupted")
             self._in_flight.append((step, _joined([None] * len(step.sampling))))
             raise
+
+    def _drop(self, step: ScheduledStep) -> None:
+        """Nobody sees what the step gave; its sequences are computed again from the tokens that are committed."""
+        while self._in_flight:
+            self._commit(*self._in_flight.popleft())
+        self.scheduler.drop(step)
 
     def _execute_singly(self, step: ScheduledStep) -> Sampled:
         """One pass per sequence: whoever raises is failed, the others go on.

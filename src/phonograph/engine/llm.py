@@ -24,6 +24,7 @@ from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.shadow import shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
 from phonograph.engine.kernel_selection import attention_for, kernels_for, sampler_for
 from phonograph.engine.models.interface import Model, ModelParts
@@ -149,7 +150,13 @@ class LLM:
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress)
         self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(
-            loaded, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
+            loaded,
+            sampler,
+            self.device,
+            self.plan,
+            self.limits,
+            eager_copies=options.eager_copies,
+            shadow=shadowing_for(options),
         )
         self.reports = self.executor.capture(progress)
         if self.plan.graphs == "strict":

@@ -68,9 +68,9 @@ class Reservations:
         """
         self.prefixes.insert(sequence.known()[:num_tokens], sequence.pages)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take all pages back; none of its steps may be in flight. Full pages stay cached, unless it failed."""
-        if sequence.finish is not FinishReason.ERROR:
+        if keep and sequence.finish is not FinishReason.ERROR:
             # What a step computed past the sequence's last token was written to no page of its own.
             self.keep(sequence, min(sequence.num_computed, sequence.max_computed))
         self.pool.give_back(sequence.pages)

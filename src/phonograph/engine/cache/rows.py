@@ -78,6 +78,10 @@ class Rows:
             self._release(sequence)
         return gone
 
+    def forget(self, sequence: Sequence) -> None:
+        """Take row and pages back, and share nothing of what is in them; none of its steps may be in flight."""
+        self._release(sequence, keep=False)
+
     def page_updates(self) -> tuple[PageUpdate, ...]:
         """What the device tables don't know yet; each page is told once."""
         if not self._untabled:
@@ -102,9 +106,10 @@ class Rows:
             raise PhonographError(f"integrity of the rows: finished, and yet nothing takes their row back: {stuck}.")
         self.reservations.check(self._seated.values())
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, keep: bool = True) -> None:
         self._leaving.pop(sequence, None)
-        self.reservations.release(sequence)
+        self._untabled.pop(sequence, None)
+        self.reservations.release(sequence, keep=keep)
         del self._seated[sequence.row]
         self._free.append(sequence.row)
         sequence.row = 0

@@ -8,7 +8,7 @@ from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import TokenLogprob
-from phonograph.engine.scheduling.scheduler import Counts
+from phonograph.engine.scheduling.counts import Counts
 
 
 class _ToCore(msgspec.Struct, frozen=True, array_like=True, tag=True):

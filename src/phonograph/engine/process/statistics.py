@@ -9,7 +9,7 @@ import msgspec
 
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
-from phonograph.engine.scheduling.scheduler import Counts
+from phonograph.engine.scheduling.counts import Counts
 from phonograph.graphs.phases.decisions import ShapeKey, Stats
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.coverage import Coverage

@@ -43,6 +43,11 @@ class DecodeSet:
         self._has_waits |= not sequence.request.run_ahead
         self._steps_left = 0
 
+    def drop_idle(self) -> None:
+        """Let go at once who does not run any more."""
+        self._members = [sequence for sequence in self._members if sequence.state is State.RUNNING]
+        self._steps_left = 0
+
     def unsettle(self) -> None:
         """Somebody has ended: look again before the next step."""
         self._steps_left = 0

@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from phonograph.engine.cache.rows import Rows
 from phonograph.engine.passes.registry import StepPasses
@@ -15,37 +14,13 @@ from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, State
 from phonograph.engine.requests.step import Chunk, Sampled, ScheduledStep, Update, problem_at
 from phonograph.engine.scheduling.admission import sequences_of
+from phonograph.engine.scheduling.counts import Counts
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
 from phonograph.errors import PhonographError, RequestError
 
 _MAX_PREFILL_STREAK = 8
 """Without mixed steps, so many prefill steps may follow each other while decodes wait."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Where the scheduler stands, for metrics."""
-
-    waiting: int
-    running: int
-    free_pages: int
-    cached_pages: int
-    """Held by the prefix cache, and perhaps by sequences too."""
-    used_pages: int
-    """Held by sequences; every other page is free, or cached and can be evicted."""
-    steps: int
-    """Steps launched."""
-    prompt_tokens: int
-    """Of requests that were admitted, cached or not; n > 1 counts them once."""
-    prefill_tokens: int
-    """Tokens that prefills computed; after a preemption they are computed, and counted, again."""
-    generated_tokens: int
-    preemptions: int
-    prefix_lookup_tokens: int
-    """Tokens that were looked for in the prefix cache."""
-    prefix_hit_tokens: int
-    """Tokens that were not computed, since their pages were cached."""
 
 
 class Scheduler:
@@ -292,10 +267,35 @@ class Scheduler:
             if chunk.samples:
                 self._share_prompt(chunk)
         updates += self.expire(now)
-        for sequence in self.rows.retire(self._committed):
+        self._waiting_again(self.rows.retire(self._committed))
+        return updates
+
+    def _waiting_again(self, retired: Iterable[Sequence]) -> None:
+        for sequence in retired:
             if sequence.finish is None:
                 self._waiting.push(sequence)
-        return updates
+
+    def drop(self, step: ScheduledStep) -> None:
+        """Take back a step whose results are not to be believed; there must be no other in flight.
+
+        Its sequences wait again, and are computed anew from their prompts and committed tokens. No prefix is kept: who
+        knows which pages the same recording has written before.
+        """
+        self._check_order(step)
+        if len(self._in_flight) > 1:
+            raise PhonographError(f"dropping step {step.number}: others were launched after it. Commit one at a time.")
+        self._in_flight.popleft()
+        self._committed = step.number
+        for sequence in step.sequences:
+            if sequence.state is State.RUNNING:
+                self._preemptions += 1
+                sequence.state = State.WAITING
+                self.rows.forget(sequence)
+                self._waiting.push(sequence)
+        self._decodes.drop_idle()
+        self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
+        self._waiting_again(self.rows.retire(self._committed))
+        self.rows.reservations.prefixes.clear()
 
     def _take_one_each(self, step: ScheduledStep, sampled: Sampled) -> list[Update]:
         """What `_take_several` does, for plain steps: so many of them come that each line counts."""

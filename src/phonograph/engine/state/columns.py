@@ -11,6 +11,7 @@ from phonograph.engine.state.column import Access, Array, Column, Entry, Form, G
 _LARGEST = 2**31 - 1
 """More than any vocabulary has."""
 _MOST = torch.iinfo(torch.int16).max
+_NONE: Array = np.zeros(0, dtype=np.int64)
 
 
 def _trial_pages(trial: TrialRows) -> torch.Tensor:
@@ -22,6 +23,8 @@ def _trial_pages(trial: TrialRows) -> torch.Tensor:
 def _counted(entry: Entry) -> tuple[Array, Array]:
     """What the sequence has put out so far: nothing, but after a preemption."""
     said = entry.sequence.outputs
+    if not said:
+        return _NONE, _NONE
     tokens, counts = np.unique(np.fromiter(said, dtype=np.int64, count=len(said)), return_counts=True)
     return tokens, np.minimum(counts, _MOST)
 

@@ -25,6 +25,7 @@ class Reason(Enum):
     CAPTURE_FAILED = "capture failed"
     FEATURE_NOT_CAPTURED = "feature not captured"
     NOT_TRIMMED = "not trimmed"
+    MISTRUSTED = "mistrusted"
     DEBUG = "debug"
 
 

@@ -16,6 +16,7 @@ from phonograph.graphs.planning.resolve import PhasePlan
 Route = list[Decision]
 """By used size."""
 _NOBODY: frozenset[str] = frozenset()
+_NOTHING: Mapping[ShapeKey, RunEagerly] = {}
 
 
 class Routes:
@@ -32,15 +33,17 @@ class Routes:
         self.only: Route | None = None
         """The route of every batch, where the phase tells none apart."""
 
-    def settle(self, plan: PhasePlan, captured: Collection[ShapeKey], failed: Collection[ShapeKey] = ()) -> None:
-        """Decide for every product and size."""
+    def settle(
+        self, plan: PhasePlan, captured: Collection[ShapeKey], refused: Mapping[ShapeKey, RunEagerly] = _NOTHING
+    ) -> None:
+        """Decide for every product and size; `refused` says of keys without a recording why they have none."""
         phase = self._phase
         self._routes.clear()
         self.standing_in.clear()
         known = [(product, absent) for product in all_products(phase.axes) for absent in absences_of(phase)]
         own = {
             group: [
-                self._decide(used, group, plan, captured, failed)
+                self._decide(used, group, plan, captured, refused)
                 for used in range(self._selection.sizes[group[0]].largest + 1)
             ]
             for group in known
@@ -108,15 +111,20 @@ class Routes:
         return merged
 
     def _decide(
-        self, used: int, group: Group, plan: PhasePlan, captured: Collection[ShapeKey], failed: Collection[ShapeKey]
+        self,
+        used: int,
+        group: Group,
+        plan: PhasePlan,
+        captured: Collection[ShapeKey],
+        refused: Mapping[ShapeKey, RunEagerly],
     ) -> Decision:
         dim = self._phase.bucketed
         size = self._selection.sizes[group[0]].fit(used)
         if size is None:
             return RunEagerly(Reason.NOT_CAPTURED, f"{used} {dim} is not one of the exact sizes")
         key = ShapeKey(self._phase.name, dim, size, *group)
-        if key in failed:
-            return RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {key} failed")
+        if key in refused:
+            return refused[key]
         wasted = size - used
         if size > plan.max_padding_ratio * used and wasted > plan.max_padding_rows:
             return RunEagerly(Reason.OVER_PADDED, f"{used} {dim} in a bucket of {size} would waste {wasted} rows")

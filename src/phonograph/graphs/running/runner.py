@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
 from phonograph.graphs.recording.profiling import profiled
 from phonograph.graphs.recording.written_inputs import EagerWrites
 from phonograph.graphs.running.entries import Entry, Loaded
+from phonograph.graphs.running.explained import explained
 from phonograph.graphs.running.routes import Routes
 from phonograph.graphs.running.runner_options import Outputs, RunnerOptions, buckets_for
 
@@ -70,6 +71,8 @@ class Runner:
         """What the latest call ran."""
         self._outputs = OutputBuffers(device.torch_device)
         self._entries: dict[ShapeKey, Entry] = {}
+        self._refused: dict[ShapeKey, RunEagerly] = {}
+        """Keys that have no recording, and why."""
         self._limits = {name: dim.limit for name, dim in phase.all_dims.items() if dim.limit is not None}
         self.selection: Selection | None = None
         """The recordings that a capture makes; None where nothing is recorded."""
@@ -148,7 +151,9 @@ class Runner:
             trimming = captured.trimmings[key.group]
             padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
             self._entries[key] = Entry(recording, padded, trimming, carried, self._outputs.standing.kept)
-        self._route(frozenset(row.key for row in report.failures))
+        for row in report.failures:
+            self._refused[row.key] = RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {row.key} failed")
+        self._route()
         if report.left_out:
             missing = sum(one.num_recordings for one in report.left_out)
             log.warning("capturing %s: %d recordings left out: %s", self.phase.name, missing, report.left_out[0])
@@ -168,9 +173,18 @@ class Runner:
         for entry in self._entries.values():
             entry.recording.release()
         self._entries.clear()
+        self._refused.clear()
         self._loaded = None
         self.report = None
         self._route()
+
+    def mistrust(self, key: ShapeKey, why: str) -> None:
+        """Give a recording back that was found wrong; its batches are served eagerly until the next capture."""
+        with self._using("giving back a recording of"):
+            self._entries.pop(key).recording.release()
+            self._refused[key] = RunEagerly(Reason.MISTRUSTED, f"{key} is not to be trusted: {why}")
+            self._loaded = None
+            self._route()
 
     def recording(self, key: ShapeKey) -> Recording:
         """The recording of a key that has one."""
@@ -250,9 +264,9 @@ class Runner:
                 return refusal
         return None
 
-    def _route(self, failed: Collection[ShapeKey] = ()) -> None:
+    def _route(self) -> None:
         if self._routes is not None:
-            self._routes.settle(self.plan, self._entries, failed)
+            self._routes.settle(self.plan, self._entries, self._refused)
 
     # -- run ----------------------------------------------------------------------------------------------
 
@@ -374,22 +388,11 @@ class Runner:
 
     # -- explain ------------------------------------------------------------------------------------------
 
+    @property
+    def refused(self) -> Mapping[ShapeKey, RunEagerly]:
+        """The keys that have no recording, or one that is not trusted, and why."""
+        return self._refused
+
     def explain(self) -> str:
         """What is captured, how often each recording was replayed, and why calls ran eagerly."""
-        stats = self.stats
-        on = self.device.torch_device.type if self.plan.backend == "disabled" else self.device.name
-        lines = [f"{self.phase.name}: backend {self.plan.backend} on {on}, {len(self._entries)} recordings"]
-        if self._entries:
-            lines.append(f"  {'recording':<28} {'graphs':>6} {'replays':>9} {'padding':>8}")
-            for key, entry in sorted(self._entries.items(), key=lambda item: item[0].in_table_order):
-                num_graphs = len(entry.recording.graphs)
-                lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
-        for row in self.report.failures if self.report else ():
-            lines.append(f"  {row.key} stays eager: {row.error}")
-        lines += [f"  left out: {one}" for one in (self.selection.left_out if self.selection else ())]
-        lines += [f"  {key} is served by {other}" for key, other in self.standing_in.items()]
-        lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")
-        for reason, count in stats.eager.most_common():
-            lines.append(f"    {count} {reason.value}: {stats.details[reason]}")
-        lines.append(f"  buffers: {self.pool.report()}")
-        return "\n".join(lines)
+        return explained(self)
