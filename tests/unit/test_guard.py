@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from phonograph import Axis, CaptureError, Device, Dim, Extent, Pad, RunnerOptions, Slot, graph_break, graphed
+from phonograph.devices.nodes import Node, NodeList, node_difference, nodes_of
 from phonograph.errors import DeclarationError, HostConstantError
 from phonograph.graphs.progress import silent
 from phonograph.graphs.running.runner import Runner
-from phonograph.graphs.trust.guard import guard, traced
+from phonograph.graphs.trust.guard import _Runs, guard, traced
 from runners import WIDTH, make_runner, rows
 
 Body = Callable[[dict[str, Any]], Any]
@@ -394,3 +395,64 @@ def test_integer_slots_and_host_slots_are_no_difference(device: Device) -> None:
         lambda batch: batch["x"] * batch["lens"][:, None], device, sample=drawn, sizes=(4, 8), slots=slots
     )
     assert len(runner.captured) == 2
+
+
+# -- nodes ------------------------------------------------------------------------------------------------------
+
+
+def test_the_nodes_of_two_captures_agree_unless_a_number_is_frozen(device: Device) -> None:
+    """Ops are not compared here: the tapes alone must show it."""
+    for body in (memoised, random_rows, on_device, constants, branch, scaled, constant, own_mask, longest):
+        runner = captured(body, device, options=RunnerOptions(guard="off"))
+        runs = _Runs(runner)
+        with torch.no_grad(), runs.restored():
+            difference, unseen = runs.node_difference(runner.captured[0])
+        assert (difference is not None) == (body in FAULTS), (body, difference)
+        assert unseen == ()
+
+
+def test_nodes_of_graphs_between_gaps_agree_too(device: Device) -> None:
+    @graph_break
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    def body(batch: dict[str, Any]) -> Any:
+        before = batch["x"] + 1
+        return attend(before) * 2 + before
+
+    report = guard(captured(body, device, backend="breakable"), nodes=True)
+    assert report.ok, report
+
+
+def test_a_guard_with_nodes_leaves_no_graph_behind(device: Device) -> None:
+    runner = captured(memoised, device)
+    before = device.memory().used if device.torch_device.type == "cpu" else None
+    report = guard(runner, nodes=True)
+    assert report.ok, report
+    assert before is None or device.memory().used == before
+
+
+def test_a_node_is_compared_by_name_launch_and_arguments() -> None:
+    one = Node("kernel", "gemm", (8, 1, 1), (("parameter 0", "block 0 + 16"), ("parameter 1", 8)))
+    for other, told in (
+        (Node("memset", ""), "node 0 (kernel gemm) is memset"),
+        (Node("kernel", "gemm", (4, 1, 1), one.arguments), "is launched with (8, 1, 1) for one sample and (4, 1, 1)"),
+        (Node("kernel", "gemm", (8, 1, 1), (one.arguments[0], ("parameter 1", 5))), "parameter 1: gets 8 with one"),
+    ):
+        assert told in node_difference(NodeList((one,)), NodeList((other,)))
+    assert node_difference(NodeList((one,)), NodeList((one,))) == ""
+    assert node_difference(NodeList((one,)), NodeList(())) == "one sample gives 1 nodes, another 0"
+
+
+def test_nodes_that_cannot_be_read_are_unseen_with_the_reason() -> None:
+    class Silent:
+        def replay(self) -> None: ...
+
+        def release(self) -> None: ...
+
+    class Failing(Silent):
+        def nodes(self) -> NodeList:
+            raise OSError("libcuda.so.1: cannot open shared object file")
+
+    assert nodes_of(Silent()).unseen == ("nodes unseen: Silent does not tell them",)
+    assert "nodes unseen: OSError: libcuda.so.1" in nodes_of(Failing()).unseen[0]

@@ -102,7 +102,7 @@ class OpTrace:
         def before(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if not self._paused:
                 # An op that works in place may change the form of its argument.
-                named = zip(_names_of(func), args, strict=False)
+                named = zip(argument_names(func), args, strict=False)
                 noted.append(tuple((name, self.note(value)) for name, value in (*named, *kwargs.items())))
 
         def after(func: Any, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
@@ -110,7 +110,7 @@ class OpTrace:
                 self.made(result)
                 code, line = _calling_line()
                 results = tuple(self.note(one) for one in tensors_in(result))
-                self.ops.append(TracedOp(_name_of(func), code, line, noted.pop(), results))
+                self.ops.append(TracedOp(op_name(func), code, line, noted.pop(), results))
 
         with watching_ops(before, after):
             yield
@@ -195,14 +195,16 @@ _argument_names: dict[Any, tuple[str, ...]] = {}
 _skipped_files: dict[str, bool] = {}
 
 
-def _name_of(func: Any) -> str:
+def op_name(func: Any) -> str:
+    """As messages say it: `aten.mul.Tensor`."""
     found = _shown_names.get(func)
     if found is None:
         found = _shown_names[func] = str(func).removesuffix(".default")
     return found
 
 
-def _names_of(func: Any) -> tuple[str, ...]:
+def argument_names(func: Any) -> tuple[str, ...]:
+    """What the schema calls an op's arguments."""
     found = _argument_names.get(func)
     if found is None:
         found = _argument_names[func] = tuple(one.name for one in func._schema.arguments)

@@ -8,16 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
+from phonograph.devices.nodes import NodeList, keeping_nodes, node_difference, nodes_of
 from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import VerifyError
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import ShapeKey
-from phonograph.graphs.recording.backends import BACKENDS, Backend, WarmUp
-from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardedSizes, GuardOptions, drawn_for, following
+from phonograph.graphs.recording.backends import BACKENDS, Backend, Recording, WarmUp
+from phonograph.graphs.recording.frozen_values import Difference
+from phonograph.graphs.recording.guarding import (
+    Drawn,
+    Finding,
+    Guard,
+    GuardedSizes,
+    GuardOptions,
+    drawn_for,
+    following,
+    guarded,
+)
 from phonograph.graphs.recording.memory_names import names_of_memory
 from phonograph.graphs.recording.python_state import PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
@@ -35,6 +47,8 @@ class GuardReport:
     findings: tuple[Finding, ...]
     failures: tuple[str, ...] = ()
     """Shapes that could not be looked at, and why."""
+    unseen: tuple[str, ...] = ()
+    """What could not be read of the nodes of graphs."""
 
     @property
     def ok(self) -> bool:
@@ -51,18 +65,24 @@ class GuardReport:
     def __str__(self) -> str:
         found = len(self.findings) + len(self.failures)
         lines = [f"guard: {len(self.keys)} shapes run on several samples, {found} that differ or fail"]
-        return "\n".join([*lines, *(f"  {one}" for one in (*self.findings, *self.failures))])
+        lines += [f"  {one}" for one in (*self.findings, *self.failures)]
+        return "\n".join([*lines, *(f"  note: {one}" for one in self.unseen)])
 
 
-def guard(runner: Runner, *, sizes: GuardedSizes = "all", keys: Sequence[ShapeKey] | None = None) -> GuardReport:
+def guard(
+    runner: Runner, *, sizes: GuardedSizes = "all", keys: Sequence[ShapeKey] | None = None, nodes: bool = False
+) -> GuardReport:
     """Run every recorded shape of a runner on different samples, and compare ops, scalars and memory.
 
-    Of all products the shapes of the given sizes, or just the given keys. What the body writes is put back.
+    Of all products the shapes of the given sizes, or just the given keys. With `nodes`, each is also recorded twice,
+    into memory of its own, and the graphs are compared node by node, as far as the device tells them. What the body
+    writes is put back.
     """
-    asked = list(keys) if keys is not None else list(runner.captured)
+    asked = guarded(keys if keys is not None else runner.captured, sizes)
     runs = _Runs(runner)
     looking = Guard(runner.phase, runs.trace, runner.registry.measure)
     failures: dict[ShapeKey, str] = {}
+    unseen: dict[str, None] = {}
 
     def attempt(key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
         if key not in failures:
@@ -71,10 +91,20 @@ def guard(runner: Runner, *, sizes: GuardedSizes = "all", keys: Sequence[ShapeKe
             except Exception as error:
                 failures[key] = f"{key}: {type(error).__name__}: {error}"
 
+    def compare_nodes(key: ShapeKey) -> None:
+        difference, not_read = runs.node_difference(key)
+        unseen.update(dict.fromkeys(not_read))
+        if difference is not None:
+            looking.findings.append(Finding(key, difference))
+
     trims = runner.buckets is not None and not runner.buckets.exact
     with torch.no_grad(), runner.pool.using(f"guarding {runner.phase.name}"), runs.restored():
-        looking.look(asked, GuardOptions(sizes=sizes), attempt, trims=trims)
-    return GuardReport(tuple(asked), tuple(looking.findings), tuple(failures.values()))
+        looking.look(asked, GuardOptions(), attempt, trims=trims)
+        known = {finding.key for finding in looking.findings}
+        for key in asked if nodes else ():
+            if key not in known:
+                attempt(key, compare_nodes)
+    return GuardReport(tuple(asked), tuple(looking.findings), tuple(failures.values()), tuple(unseen))
 
 
 @dataclass(frozen=True)
@@ -136,6 +166,34 @@ class _Runs:
 
     def trace(self, key: ShapeKey, drawn: Drawn, trace: OpTrace) -> None:
         """One rehearsal on a sample, whose ops are noted."""
+        with self._bound(drawn, Stage.WARMING) as (body, now), entering(following(trace, now)), trace.following():
+            self._backend.prepare(key, body, WarmUp.REHEARSAL)
+
+    def node_difference(self, key: ShapeKey) -> tuple[Difference | None, tuple[str, ...]]:
+        """How the graphs of two samples differ, and what could not be read of them."""
+        recordings = [self._recorded(key, drawn_for(self.runner.phase, key, seed)) for seed in (0, 1)]
+        try:
+            one, other = ([nodes_of(graph) for graph in recording.graphs] for recording in recordings)
+            pairs = zip_longest(one, other, fillvalue=NodeList(()))
+            found = next((text for ours, theirs in pairs if (text := node_difference(ours, theirs))), "")
+            unseen = tuple(text for part in (*one, *other) for text in part.unseen)
+            return (Difference("", None, found) if found else None), unseen
+        finally:
+            for recording in recordings:
+                recording.release()
+
+    def _recorded(self, key: ShapeKey, drawn: Drawn) -> Recording:
+        """A recording from a sample, in memory of its own: what it overlays is nobody else's."""
+        device = self.runner.device
+        backend = BACKENDS[self.runner.plan.backend](device, device.new_pool())
+        with self._bound(drawn, Stage.WARMING) as (body, now), entering(now):
+            backend.prepare(key, body, WarmUp.REHEARSAL)
+        with self._bound(drawn, Stage.CAPTURING) as (body, now), entering(now), keeping_nodes(device):
+            return backend.capture(key, body)
+
+    @contextmanager
+    def _bound(self, drawn: Drawn, stage: Stage) -> Iterator[tuple[Callable[[], Any], Current]]:
+        """The body on a loaded sample, and what is current while it runs; what it writes is saved."""
         phase, registry, sample = self.runner.phase, self.runner.registry, drawn.sample
         with self._python.kept() if self._python is not None else nullcontext():
             view = registry.load(sample.batch, drawn.extent, beside=sample.beside, without=phase.without, anew=True)
@@ -143,12 +201,11 @@ class _Runs:
                 self.slots.setdefault(tensor.untyped_storage()._cdata, f"slot {name}")
             if phase.plan is not None:
                 phase.plan(view.batch, drawn.extent)
-            now = following(trace, Current(phase.name, self._backend.name, Stage.WARMING, view.batch))
-            preserved = phase.preserve(sample.batch) if phase.preserve is not None else self._state.watching()
 
             def body() -> Any:
                 with weights_uncached():
                     return phase.forward(view.batch, view.beside)
 
-            with entering(now), preserved, trace.following():
-                self._backend.prepare(key, body, WarmUp.REHEARSAL)
+            watched = self._state.watching() if stage is Stage.WARMING else nullcontext()
+            with phase.preserve(sample.batch) if phase.preserve is not None else watched:
+                yield body, Current(phase.name, self._backend.name, stage, view.batch)
