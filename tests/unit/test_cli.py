@@ -53,7 +53,7 @@ def test_explain_shows_the_ops_of_a_phase_with_their_lines(capsys: Capture) -> N
     assert "coverage of decode, seqs 1 to 2 × 3 products: 6 of 6 have a graph" in out
     assert "decode[seqs=1, sampling=detailed]: " in out
     assert "decode.py:" in out
-    assert "prefill[" not in out
+    assert "\nprefill[" not in out
     assert main(["explain", *flags, "--trace", "decoder"]) == 2
     assert "decode" in capsys.readouterr().err
 

@@ -108,7 +108,7 @@ def dropped(batch: dict[str, Any]) -> Any:
     return torch.nn.functional.pad(batch["x"], (0, int(batch["flag"])))  # wrong
 
 
-FAULTS = {
+FAULTS: dict[Body, str] = {
     sliced: "end=) gets 8 with one sample and 5 with another",
     longest: "aten.arange(end=) gets",
     scaled: "aten.mul.Tensor(other=) gets 1.0 with one sample and 0.5 with another",

@@ -31,6 +31,7 @@ from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import BACKENDS
 from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.recording.guarding import GuardMode
 from phonograph.graphs.recording.modules import ModuleCall
 from phonograph.graphs.running.runner import Outputs, Runner, RunnerOptions
 from phonograph.graphs.trust.verify import VerifyReport, verify
@@ -180,6 +181,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     eager_copies: bool = False,
     collect_garbage: bool = False,
     barrier: Callable[[], None] | None = None,
+    guard: GuardMode = "refuse",
 ) -> Graphed:
     """Serve calls of a function or module by recorded graphs.
 
@@ -240,6 +242,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         collect_garbage=resolved.gc,
         eager_copies=eager_copies,
         barrier=barrier,
+        guard=guard,
     )
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
     others.carried = weakref.WeakMethod(runner.carried)

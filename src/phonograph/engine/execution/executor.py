@@ -101,7 +101,7 @@ class Executor:
         self.num_recordings = sum(_num_recordings(phases[name], plans[name]) for name in phases)
         if largest_only:
             plans = {name: _largest(plans[name], phases[name].bucketed) for name in plans}
-        self.runners = self._new_runners(phases, plans, _options(plan, eager_copies))
+        self.runners = self._new_runners(phases, plans, _options(plan, eager_copies, is_trial=largest_only))
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
@@ -109,6 +109,7 @@ class Executor:
         self._num_launched = 0
         self._caches = (self.cache, *beside.values())
         self.shadow = Shadow(shadow, self.tables, self._caches) if shadow is not None else None
+        self._is_trial = largest_only
         self.coverage: dict[str, Coverage] = {}
         """By pass that serves requests, which batches have a graph; known after capture."""
 
@@ -138,7 +139,8 @@ class Executor:
         with ExitStack() as stack:
             records = [stack.enter_context(runner.warmed(shown)) for runner in largest]
             reports = [record() for record in records]
-        self.coverage = {name: self._covered(name) for name in self.runners if self.passes[name].declared.serves}
+        if not self._is_trial:
+            self.coverage = {name: self._covered(name) for name in self.runners if self.passes[name].declared.serves}
         for covered in self.coverage.values():
             level = logging.WARNING if covered.gaps and self.runners[covered.phase].selection else logging.INFO
             log.log(level, "%s", covered)
@@ -209,13 +211,14 @@ class Executor:
 _NO_REQUESTS = Step(0, HEARTBEAT.name)
 
 
-def _options(plan: Plan, eager_copies: bool) -> RunnerOptions:
+def _options(plan: Plan, eager_copies: bool, *, is_trial: bool) -> RunnerOptions:
     return RunnerOptions(
         outputs="view",
         strict=plan.graphs == "strict",
         debug=plan.debug,
         collect_garbage=plan.gc,
         eager_copies=eager_copies,
+        guard="off" if is_trial else "refuse",
         guarded="ends",
         profile=plan.profile,
     )
