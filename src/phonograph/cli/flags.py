@@ -1,4 +1,4 @@
-"""Flags that several commands share, and what they stand for."""
+"""Shared flags: those that several commands have, and what is made of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phonograph.engine.passes.registry import PHASES
 from phonograph.graphs.planning import flags as graph_flags
 
 if TYPE_CHECKING:
-    from phonograph.engine.process.arguments import EngineSpec
+    from phonograph.engine.process.arguments import EngineArguments
     from phonograph.engine.requests.request import SamplingParams
 
 
@@ -66,12 +66,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     graph_flags.add_flags(parser, PHASES)
 
 
-def spec_from(args: argparse.Namespace) -> EngineSpec:
+def arguments_from(args: argparse.Namespace) -> EngineArguments:
     """The engine that the flags ask for."""
     import torch
 
     from phonograph.engine.options import EngineOptions
-    from phonograph.engine.process.arguments import EngineSpec
+    from phonograph.engine.process.arguments import EngineArguments
 
     options = EngineOptions(
         max_seqs=args.max_seqs,
@@ -90,7 +90,7 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         shadow_tokens=getattr(args, "log_prompts", False),
     )
     asked = graph_flags.asked_from(args, PHASES, variables=settings.environment())
-    return EngineSpec(args.model, args.shape, args.device, options, asked)
+    return EngineArguments(args.model, args.shape, args.device, options, asked)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +109,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def greedy_by_default(params: SamplingParams, recommended: SamplingParams) -> SamplingParams:
-    """The likeliest token, where neither a flag nor the model says a temperature: a trial gives the same twice."""
+    """Greedy, where neither a flag nor the model sets a temperature: two trials then give the same tokens."""
     is_open = params.temperature is None and recommended.temperature is None
     return replace(params, temperature=0.0) if is_open else params
 

@@ -1,4 +1,4 @@
-"""The engine core: schedule, execute, commit, report."""
+"""Engine core: schedule, execute, commit, report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("phonograph")
 
 
 class StepExecutor(Protocol):
-    """What runs steps: an `Executor`, or somebody who sends them to one."""
+    """What runs steps: an `Executor`, or a client that sends them to one."""
 
     @property
     def vocab(self) -> int: ...
@@ -45,7 +45,7 @@ class StepExecutor(Protocol):
         ...
 
     def heartbeat(self) -> None:
-        """A pass without requests; raises if the device does not answer."""
+        """A heartbeat pass; raises if the device does not respond."""
         ...
 
 
@@ -122,7 +122,7 @@ class EngineCore(Generic[E]):
         return news
 
     def heartbeat(self) -> None:
-        """Run a pass without requests; raises if the device does not answer any more."""
+        """Run a heartbeat pass; raises if the device does not respond any more."""
         self.executor.heartbeat()
 
     def _commit(self, step: ScheduledStep, launched: Any) -> None:
@@ -163,7 +163,7 @@ class EngineCore(Generic[E]):
             )
             return self._execute_singly(step)
         except BaseException:
-            # A Ctrl-C: nobody knows how far the step is. It is over, and so are its sequences; the engine goes on.
+            # A Ctrl-C: how far the step is, is unknown. It is over, and so are its sequences; the engine goes on.
             for sequence in step.sequences:
                 self._news += self.scheduler.fail(sequence, "interrupted")
             self._in_flight.append((step, _joined([None] * len(step.sampling))))
@@ -176,7 +176,7 @@ class EngineCore(Generic[E]):
         self.scheduler.drop(step)
 
     def _execute_singly(self, step: ScheduledStep) -> Sampled:
-        """One pass per sequence: whoever raises is failed, the others go on.
+        """One pass per sequence: one that raises is failed, the others go on.
 
         Steps in flight are committed first: so many passes would take the host memory that their results wait in. And
         the host must know all tokens up to here, since wherever the step raised, its rows are put back first.

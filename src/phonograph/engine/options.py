@@ -1,4 +1,4 @@
-"""How large the engine is, and how precise; the graph plan is asked for separately."""
+"""EngineOptions: size and precision of the engine; the graph plan has settings of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many pages a sequence holds, and where they come from: the pool, or the least recently used prefixes."""
+"""Reservations: the pages that a sequence holds, taken from the pool or from the least recently used prefixes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Reservations:
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others share the full pages of the first `num_tokens`, which committed steps have written.
 
-        Not past the last known token: behind it lies what was launched ahead in vain.
+        Not past the last known token: after it lies what was launched ahead in vain.
         """
         self.prefixes.insert(sequence.known()[:num_tokens], sequence.pages)
 

@@ -1,4 +1,4 @@
-"""Rows of the device tables with the pages that they list: who has one, and when it may go to the next."""
+"""Rows: rows of the device tables with the pages that they list; a row is reused once no launched step reads it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ class Rows:
             )
         stuck = [seq for seq in self._seated.values() if seq.finish is not None and seq not in self._leaving]
         if stuck:
-            raise PhonographError(f"integrity of the rows: finished, and yet nothing takes their row back: {stuck}.")
+            raise PhonographError(
+                f"integrity of the rows: finished sequences whose rows no step in flight will release: {stuck}."
+            )
         self.reservations.check(self._seated.values())
 
     def _release(self, sequence: Sequence, *, keep: bool = True) -> None:

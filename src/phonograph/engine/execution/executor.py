@@ -1,4 +1,4 @@
-"""Runs the steps that the scheduler plans: every forward pass goes through a runner of the graph layer."""
+"""Executor: runs the steps that the scheduler plans; every forward pass goes through a runner of the graph layer."""
 
 from __future__ import annotations
 

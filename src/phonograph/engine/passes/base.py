@@ -66,7 +66,7 @@ class Pass:
     """The batch of a step that names this pass."""
     body: Callable[..., Any]
     """What is recorded. Takes a batch; in a chain, also what the pass before it returned."""
-    sample: phase.Sampler
+    sample: phase.SampleFunction
     preserve: phase.Preserve
     written: Callable[[Any], tuple[torch.Tensor, torch.Tensor]] | None = None
     """(rows, positions), on the device, whose keys and values a batch writes, rows that decode with all places of

@@ -1,4 +1,4 @@
-"""Decides what each step computes, by counts alone, and what becomes of the tokens when they arrive."""
+"""Scheduler: decides what each step computes, by counts alone, and what becomes of the tokens when they arrive."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from phonograph.engine.scheduling.queue import WaitingQueue
 from phonograph.errors import PhonographError, RequestError
 
 _MAX_PREFILL_STREAK = 8
-"""Without mixed steps, so many prefill steps may follow each other while decodes wait."""
+"""Without mixed steps: prefill steps that may follow each other while decodes wait."""
 
 
 class Scheduler:
     """Plans steps over rows and pages; `commit` follows `schedule` in the same order, up to `max_ahead` steps later.
 
     Rank (see `WaitingQueue`) decides who is admitted first and who is preempted last. Admission gives all pages of the
-    known tokens, or waits at the head of the queue; only a decode without a page preempts. Nobody is preempted while
+    known tokens, or waits at the head of the queue; only a decode without a page preempts. None is preempted while
     one lower in rank runs, and the pool suffices for any one sequence: so the first finishes, and by induction all do.
     """
 
@@ -65,7 +65,8 @@ class Scheduler:
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request; one that can never be served is refused."""
         if request.id in self._live:
-            raise RequestError(f"request {request.id!r}: this id is being served already. Give every request its own.")
+            problem = "this id is being served already. Give every request its own."
+            raise RequestError(f"request {request.id!r}: {problem}", field="id")
         sequences = sequences_of(request, self.limits, self._serial)
         self._serial += len(sequences)
         for sequence in sequences:
@@ -201,7 +202,7 @@ class Scheduler:
             self._waiting.push(sequence)
 
     def _plan_prefills(self, budget: int) -> list[Chunk]:
-        """Go on with prefills that have a row, then admit from the queue, within so many tokens."""
+        """Go on with prefills that have a row, then admit from the queue, within a budget of tokens."""
         chunks: list[Chunk] = []
         if self._prefills:
             self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
@@ -218,7 +219,7 @@ class Scheduler:
         return chunks
 
     def _admit(self) -> Sequence | None:
-        """Seat the head of the queue, if there is a row, and pages once every decode has its own; nobody overtakes."""
+        """Seat the head of the queue, if there is a row, and pages once every decode has its own; none overtakes it."""
         if self._decodes.is_short or not self.rows.has_free:
             return None
         sequence = self._waiting.peek()
@@ -252,9 +253,9 @@ class Scheduler:
     # -- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, step: ScheduledStep, sampled: Sampled, now: float | None = None) -> list[Update]:
-        """Take in the tokens that a step sampled for each of `step.sampling`, and free what nobody uses any more.
+        """Take in the tokens that a step sampled for each of `step.sampling`, and free what is no longer used.
 
-        Tokens of a sequence that ended meanwhile are dropped, so nobody sees what was launched ahead in vain, and so
+        Tokens of a sequence that ended meanwhile are dropped, so what was launched ahead in vain is never seen, and so
         are those after its end. Where a problem comes instead of a token, the sequence fails.
         """
         self._check_order(step)
@@ -324,7 +325,7 @@ class Scheduler:
         fewest, num_decodes = self.limits.fewest_per_row, len(step.decodes)
         for index, (sequence, part) in enumerate(zip(step.sampling, sampled.by_row(), strict=True)):
             if index < num_decodes:
-                # Before anybody is closed, and of those that are: what the prefix cache keeps goes by this count.
+                # Before any sequence is closed, and of those that are: what the prefix cache keeps goes by this count.
                 count = part.stop - part.start
                 sequence.num_computed -= step.tokens_per_row - count
                 sequence.num_launched_outputs += count - fewest
@@ -388,10 +389,10 @@ class Scheduler:
         """Raise if a row, page or sequence is lost; when idle, each row must be free and each page free or cached."""
         self.rows.check()
         if self.is_idle and not self.rows.is_empty:
-            raise PhonographError("integrity: nothing is being served, and yet rows are taken.")
+            raise PhonographError("integrity: no request is left, but rows are taken.")
         placed = {*self._prefills, *self._decodes, *self.rows.leaving, *self._waiting}
         placed.update(follower for followers in self._followers.values() for follower in followers)
         live = [sequence for sequences in self._live.values() for sequence in sequences]
         lost = [sequence for sequence in live if sequence.finish is None and sequence not in placed]
         if lost:
-            raise PhonographError(f"integrity: sequences that nobody will schedule again: {lost}.")
+            raise PhonographError(f"integrity: sequences that are in no queue and in no step: {lost}.")

@@ -12,7 +12,7 @@ import numpy as np
 
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
-from phonograph.engine.state.column import Array, Column, Entry, Form, Group, TableSizes, Writer
+from phonograph.engine.state.column import Array, Column, Form, Group, RowSource, TableSizes, Writer
 from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.values import numpy_dtype
 from phonograph.sizes import next_power_of_two, round_up
@@ -144,7 +144,7 @@ class _Draft:
         """Append a write; its indices are in the block already."""
         self.writes.append(Write(group.name, columns, form, num, indices, self.block.add(values) if values else 0))
 
-    def done(self, entries: Many[Entry]) -> TableUpdates:
+    def done(self, entries: Many[RowSource]) -> TableUpdates:
         """The updates before a step in which these sequences enter."""
         rows = tuple([entry.sequence.row for entry in entries])
         return TableUpdates(rows, self.asking, tuple(self.writes), self.block.packed())
@@ -173,7 +173,7 @@ class UpdateBuilder:
         changes = [(column, listed) for column in self._changing if (listed := column.changes(step))]  # type: ignore[misc]
         if not step.prefills and not changes and not self._told:
             return None
-        draft, entries = _Draft(), [Entry(chunk.sequence, chunk.start) for chunk in step.prefills if chunk.enters]
+        draft, entries = _Draft(), [RowSource(chunk.sequence, chunk.start) for chunk in step.prefills if chunk.enters]
         self._enter(draft, entries)
         self._tell(draft, step)
         for column, listed in changes:
@@ -182,8 +182,8 @@ class UpdateBuilder:
 
     def undone(self, step: ScheduledStep) -> TableUpdates:
         """The rows of a step as they were before it, as if their sequences entered with what they have by then."""
-        entries = [Entry(sequence, sequence.num_computed - step.tokens_per_row) for sequence in step.decodes]
-        entries += [Entry(chunk.sequence, chunk.start) for chunk in step.prefills]
+        entries = [RowSource(sequence, sequence.num_computed - step.tokens_per_row) for sequence in step.decodes]
+        entries += [RowSource(chunk.sequence, chunk.start) for chunk in step.prefills]
         sequences = [entry.sequence for entry in entries]
         pages = tuple((seq.row, index, page) for seq in sequences for index, page in enumerate(seq.pages))
         listed = replace(step, decodes=(), prefills=(), page_updates=pages)
@@ -199,7 +199,7 @@ class UpdateBuilder:
             draft.write(column.group, (column.name,), "rows", len(known), rows, values)
         return draft.done(entries)
 
-    def _enter(self, draft: _Draft, entries: Many[Entry]) -> None:
+    def _enter(self, draft: _Draft, entries: Many[RowSource]) -> None:
         for group, sent in self._at_entry.items():
             asked = group.asked
             asking = entries if asked is None else [entry for entry in entries if asked(entry.sequence)]
@@ -211,9 +211,9 @@ class UpdateBuilder:
         for group, sent in self._every_step.items():
             sequences = self._told.get(group.name, []) + _asking(group, ending)
             if sequences:
-                self._send(draft, group, sent, [Entry(one, one.num_computed) for one in sequences])
+                self._send(draft, group, sent, [RowSource(one, one.num_computed) for one in sequences])
 
-    def _send(self, draft: _Draft, group: Group, sent: _Sent, entries: Many[Entry]) -> None:
+    def _send(self, draft: _Draft, group: Group, sent: _Sent, entries: Many[RowSource]) -> None:
         """What a writer sends of a group for these sequences."""
         num, rows = len(entries), [entry.sequence.row for entry in entries]
         begin = draft.block.add_rows(rows)
@@ -227,7 +227,7 @@ class UpdateBuilder:
         for column in sent.pairs:
             self._pairs(draft, column, entries)
 
-    def _pairs(self, draft: _Draft, column: Column, entries: Many[Entry]) -> None:
+    def _pairs(self, draft: _Draft, column: Column, entries: Many[RowSource]) -> None:
         """Pairs of each sequence: as many as a prompt has tokens, or none."""
         assert column.value is not None
         kind, width = self._kinds[column.name], self._widths[column.name]
@@ -254,7 +254,7 @@ class UpdateBuilder:
         values = self._bytes(column, [value for _, _, value in changes])
         draft.write(column.group, (column.name,), "pairs", len(changes), places, values)
 
-    def _rows(self, column: Column, entries: Many[Entry]) -> bytes:
+    def _rows(self, column: Column, entries: Many[RowSource]) -> bytes:
         """The values of one column, as bytes."""
         assert column.value is not None
         found = [column.value(entry) for entry in entries]

@@ -1,4 +1,4 @@
-"""What to run for a batch, and why: decisions are values, and each reason is counted."""
+"""Decisions: replay or run eagerly, as values with reasons, and each reason is counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phonograph.graphs.phases.axes import PLAIN, Values
 
 log = logging.getLogger("phonograph")
 
-Group = tuple[Values, frozenset[str]]
+RecordingGroup = tuple[Values, frozenset[str]]
 """A product of the axes' values, and the keyed slots that are absent."""
 
 
@@ -50,8 +50,8 @@ class ShapeKey:
         return found
 
     @property
-    def group(self) -> Group:
-        """What it has in common with the recordings of other sizes."""
+    def group(self) -> RecordingGroup:
+        """Product and absent slots: what it shares with the recordings of other sizes."""
         return self.values, self.absent
 
     @property

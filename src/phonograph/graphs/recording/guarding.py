@@ -15,7 +15,7 @@ from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import path_of
 from phonograph.graphs.inputs.tree import Item, reachable
 from phonograph.graphs.phases.context import Current
-from phonograph.graphs.phases.decisions import Group, ShapeKey
+from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.recording.frozen_values import Difference, find_difference
 from phonograph.graphs.recording.memory_names import names_of_memory
@@ -73,7 +73,7 @@ class Guard:
     phase: Phase
     trace: Trace
     measure: Callable[[Any, Mapping[str, Any]], Mapping[str, int]]
-    """Takes a batch and what is passed beside it; how much of every dim they use."""
+    """Takes a batch and its keyword arguments; how much of every dim they use."""
     max_others: int = 3
     """Samples that the first is compared with at most; 1 where other ranks run as often."""
     findings: list[Finding] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Guard:
         for other in self._others(key, fewest, drawn):
             second = OpTrace()
             self.trace(key, other, second)
-            batches = [part for one in (drawn, other) for part in (one.sample.batch, one.sample.beside)]
+            batches = [part for one in (drawn, other) for part in (one.sample.batch, one.sample.kwargs)]
             difference = find_difference(trace, second, partial(names_of_memory, self.phase.code, batches))
             if difference is not None:
                 self.findings.append(Finding(key, difference))
@@ -137,7 +137,7 @@ class Guard:
         sizes = self.phase.padded(used)
         try:
             sample = self.phase.sample_for(key, Extent(sizes, sizes), seed)
-            measured = self.measure(sample.batch, sample.beside)
+            measured = self.measure(sample.batch, sample.kwargs)
         except Exception:  # whether samples of this size can be made, only their maker knows
             return drawn_for(self.phase, key, seed)
         return Drawn(Extent(measured, self.phase.padded(key.size)), sample)
@@ -147,7 +147,7 @@ def guarded(keys: Sequence[ShapeKey], sizes: GuardedSizes) -> list[ShapeKey]:
     """The keys to look at, in their order."""
     if sizes == "all":
         return list(keys)
-    by_group: dict[Group, list[int]] = {}
+    by_group: dict[RecordingGroup, list[int]] = {}
     for key in keys:
         by_group.setdefault(key.group, []).append(key.size)
     return [key for key in keys if key.size in (min(by_group[key.group]), max(by_group[key.group]))]
@@ -181,7 +181,7 @@ def _plain_values(phase: Phase, sample: Sample) -> dict[str, object]:
     loaded = {slot.path for slot in phase.slots if slot.name not in phase.without}
     loaded |= {path_of(dim.field) for dim in phase.all_dims.values() if dim.field is not None}
     found: dict[str, object] = {}
-    for path, leaf in [*reachable(sample.batch), *reachable(dict(sample.beside))]:
+    for path, leaf in [*reachable(sample.batch), *reachable(dict(sample.kwargs))]:
         steps = tuple(str(step.key) if isinstance(step, Item) else step for step in path)
         if isinstance(leaf, _PLAIN) and not any(steps[: len(one)] == one for one in loaded):
             found[str(path)] = leaf

@@ -1,4 +1,4 @@
-"""Routes: which recording serves which size of which product, decided before any batch comes."""
+"""Routes: the recording that serves each size of each product, decided before any batch comes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from phonograph.graphs.inputs.fields import fetch
 from phonograph.graphs.phases.axes import Values, all_products, described, named, spelled, stronger_products
-from phonograph.graphs.phases.decisions import Decision, Group, Reason, Replay, RunEagerly, ShapeKey
+from phonograph.graphs.phases.decisions import Decision, Reason, RecordingGroup, Replay, RunEagerly, ShapeKey
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.phases.selection import Selection, absences_of
 from phonograph.graphs.planning.resolve import PhasePlan
@@ -58,9 +58,9 @@ class Routes:
         if not self._axes and not self._keyed:
             self.only = self._routes[(), _NOBODY]
 
-    def of(self, batch: Any, beside: Mapping[str, Any]) -> Route | None:
+    def of(self, batch: Any, kwargs: Mapping[str, Any]) -> Route | None:
         """The route of a batch, or None where no recording serves its product; `refusal` then says why."""
-        return self._routes.get((tuple([of(batch) for of in self._axes]), self._absent(batch, beside)))
+        return self._routes.get((tuple([of(batch) for of in self._axes]), self._absent(batch, kwargs)))
 
     def refusal(self, batch: Any) -> RunEagerly:
         """Why no recording serves the product of a batch."""
@@ -71,7 +71,7 @@ class Routes:
             return RunEagerly(Reason.FEATURE_NOT_CAPTURED, f"{wrong[0]} is no value of its axis")
         return self._unserved(named(axes, values))
 
-    def each(self) -> Iterator[tuple[Group, Callable[[int], Decision]]]:
+    def each(self) -> Iterator[tuple[RecordingGroup, Callable[[int], Decision]]]:
         """Every product, and what becomes of its batches by size."""
         axes = self._phase.axes
         for product in all_products(axes):
@@ -93,12 +93,12 @@ class Routes:
         detail = f"left out: {left_out}" if left_out else f"no recordings for {described(product)}"
         return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
 
-    def _absent(self, batch: Any, beside: Mapping[str, Any]) -> frozenset[str]:
+    def _absent(self, batch: Any, kwargs: Mapping[str, Any]) -> frozenset[str]:
         if not self._keyed:
             return _NOBODY
-        return frozenset([slot.name for slot in self._keyed if fetch(batch, beside, slot.path) is None])
+        return frozenset([slot.name for slot in self._keyed if fetch(batch, kwargs, slot.path) is None])
 
-    def _merged(self, group: Group, routes: list[Route]) -> Route:
+    def _merged(self, group: RecordingGroup, routes: list[Route]) -> Route:
         """At every size the first that replays, else what is said of the first."""
         merged = [
             next((one for one in options if isinstance(one, Replay)), options[0])
@@ -113,7 +113,7 @@ class Routes:
     def _decide(
         self,
         used: int,
-        group: Group,
+        group: RecordingGroup,
         plan: PhasePlan,
         captured: Collection[ShapeKey],
         refused: Mapping[ShapeKey, RunEagerly],

@@ -14,7 +14,7 @@ from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.registry import LoadMode
 from phonograph.graphs.phases.axes import described
 from phonograph.graphs.phases.context import Current, Stage, entering
-from phonograph.graphs.phases.decisions import Decision, Group, Reason, Replay, RunEagerly, ShapeKey
+from phonograph.graphs.phases.decisions import Decision, Reason, RecordingGroup, Replay, RunEagerly, ShapeKey
 from phonograph.graphs.phases.phase import Sample
 from phonograph.graphs.recording.python_state import PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
@@ -46,7 +46,7 @@ class Cost:
 class Gap:
     """Sizes of a product whose batches run eagerly, for one reason."""
 
-    group: Group
+    group: RecordingGroup
     first: int
     last: int
     reason: Reason
@@ -131,7 +131,7 @@ def _unless_unfilled(runner: Runner, decision: Decision) -> Decision:
     return decision
 
 
-def _add(gaps: list[Gap], group: Group, used: int, decision: RunEagerly) -> None:
+def _add(gaps: list[Gap], group: RecordingGroup, used: int, decision: RunEagerly) -> None:
     """One more size without a graph: of the last gap, if that ends just below it for the same reason."""
     last = gaps[-1] if gaps else None
     follows = last is not None and (last.group, last.last, last.reason) == (group, used - 1, decision.reason)
@@ -171,21 +171,21 @@ def _seconds(runner: Runner, key: ShapeKey, run: Callable[[Runner, ShapeKey, Sam
 
 def _run_eagerly(runner: Runner, key: ShapeKey, sample: Sample, extent: Extent) -> None:
     phase, mode = runner.phase, LoadMode.NO_COPY
-    view = runner.registry.load(sample.batch, extent, mode=mode, beside=sample.beside, without=phase.eager_without)
-    if phase.plan is not None:
-        phase.plan(view.batch, extent)
+    view = runner.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=phase.eager_without)
+    if phase.host_plan is not None:
+        phase.host_plan(view.batch, extent)
     with entering(Current(phase.name, runner.plan.backend, Stage.EAGER, view.batch)):
-        result = phase.forward(view.batch, view.beside)
+        result = phase.forward(view.batch, view.kwargs)
         if phase.tail is not None and not phase.tail_captured:
             phase.tail(result, view.batch)
 
 
 def _replay(runner: Runner, key: ShapeKey, sample: Sample, extent: Extent) -> None:
     phase = runner.phase
-    view = runner.registry.load(sample.batch, extent, beside=sample.beside, without=phase.without)
-    if phase.plan is not None:
-        phase.plan(view.batch, extent)
-    live = runner.registry.live(sample.batch, extent, beside=sample.beside, without=phase.without)
+    view = runner.registry.load(sample.batch, extent, kwargs=sample.kwargs, without=phase.without)
+    if phase.host_plan is not None:
+        phase.host_plan(view.batch, extent)
+    live = runner.registry.live(sample.batch, extent, kwargs=sample.kwargs, without=phase.without)
     with entering(Current(phase.name, runner.plan.backend, Stage.REPLAYING, live.batch)):
         runner.recording(key).replay()
         if phase.tail is not None and not phase.tail_captured:

@@ -133,7 +133,7 @@ def traced(runner: Runner, key: ShapeKey) -> BodyTrace:
     runs, drawn, trace = _Runs(runner), drawn_for(runner.phase, key), OpTrace()
     with torch.no_grad(), runner.pool.using(f"tracing {runner.phase.name}"), runs.restored():
         runs.trace(key, drawn, trace)
-    names = names_of_memory(runner.phase.code, [drawn.sample.batch, drawn.sample.beside])
+    names = names_of_memory(runner.phase.code, [drawn.sample.batch, drawn.sample.kwargs])
     names |= runs.slots
     found = {number: names.get(outside.storage._cdata) for number, outside in trace.outside.items()}
     return BodyTrace(key, trace, {number: name for number, name in found.items() if name is not None})
@@ -196,15 +196,15 @@ class _Runs:
         """The body on a loaded sample, and what is current while it runs; what it writes is saved."""
         phase, registry, sample = self.runner.phase, self.runner.registry, drawn.sample
         with self._python.kept() if self._python is not None else nullcontext():
-            view = registry.load(sample.batch, drawn.extent, beside=sample.beside, without=phase.without, anew=True)
-            for name, tensor in phase.inputs(view.batch, view.beside, phase.without).items():
+            view = registry.load(sample.batch, drawn.extent, kwargs=sample.kwargs, without=phase.without, anew=True)
+            for name, tensor in phase.inputs(view.batch, view.kwargs, phase.without).items():
                 self.slots.setdefault(tensor.untyped_storage()._cdata, f"slot {name}")
-            if phase.plan is not None:
-                phase.plan(view.batch, drawn.extent)
+            if phase.host_plan is not None:
+                phase.host_plan(view.batch, drawn.extent)
 
             def body() -> Any:
                 with weights_uncached():
-                    return phase.forward(view.batch, view.beside)
+                    return phase.forward(view.batch, view.kwargs)
 
             watched = self._state.watching() if stage is Stage.WARMING else nullcontext()
             with phase.preserve(sample.batch) if phase.preserve is not None else watched:

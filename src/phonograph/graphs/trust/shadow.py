@@ -10,7 +10,7 @@ import torch
 
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import expose, fetch
-from phonograph.graphs.inputs.tree import Path
+from phonograph.graphs.inputs.tree import TreePath
 from phonograph.graphs.phases.context import Current, Stage, entering, unbroken
 from phonograph.graphs.phases.decisions import Replay, ShapeKey
 from phonograph.graphs.phases.live_arguments import shown
@@ -78,8 +78,8 @@ def _eager(runner: Runner, key: ShapeKey, batch: Any) -> Any:
     with torch.no_grad(), runner.pool.using(f"shadowing {phase.name}"):
         extent = Extent(registry.measure(batch, {}), phase.padded(key.size))
         view = registry.load(batch, extent, without=phase.without, anew=True)
-        if phase.plan is not None:
-            phase.plan(view.batch, extent)
+        if phase.host_plan is not None:
+            phase.host_plan(view.batch, extent)
         live = registry.live(batch, extent, without=phase.without).batch
         # As in a warm-up: what the host alone knows of a batch is frozen in the recording, and is its sample's.
         sample = phase.sample_for(key, Extent(extent.padded, extent.padded), 0)
@@ -87,7 +87,7 @@ def _eager(runner: Runner, key: ShapeKey, batch: Any) -> Any:
         gaps = _Gaps() if runner.recording(key).has_gaps else None
         now = Current(phase.name, runner.plan.backend, Stage.WARMING, live, gaps)
         with entering(now):
-            outputs = phase.forward(expose(sample.batch, slots), sample.beside)
+            outputs = phase.forward(expose(sample.batch, slots), sample.kwargs)
         outputs = runner.trim(key, outputs, extent.used)
         if phase.tail is None or phase.tail_captured:
             return outputs
@@ -104,7 +104,7 @@ class _Gaps:
             return function(*given, **named)
 
 
-def _difference(found: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> str:
+def _difference(found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any]) -> str:
     for path, value in wanted.items():
         other = found.get(path)
         if isinstance(value, torch.Tensor) and (
