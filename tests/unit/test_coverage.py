@@ -168,6 +168,22 @@ def test_strict_makes_an_eager_step_the_failure_of_its_request() -> None:
     assert "planted" in done.error
 
 
+def test_a_recording_that_is_given_back_is_no_longer_covered() -> None:
+    llm = engine()
+    runner = llm.executor.runners["decode"]
+    runner.mistrust(next(key for key in runner.captured if key.size == 4 and not key.values), "planted")
+    stats = {phase.name: phase.coverage for phase in engine_stats(llm.core).phases}
+    assert stats["decode"] is not None
+    assert "mistrusted" in stats["decode"].gaps[0]
+    assert "mistrusted" in llm.explain()
+
+
+def test_the_engines_guard_can_be_told_what_to_do() -> None:
+    llm = engine(ask("guard", "off", origin="test"))
+    assert {runner.options.guard for runner in llm.executor.runners.values()} == {"off"}
+    assert {runner.options.guarded for runner in llm.executor.runners.values()} == {"ends"}
+
+
 def test_the_engines_own_passes_raise_no_alarm_on_any_axis() -> None:
     for backend in ("full", "breakable"):
         llm = engine(*(ask(f"{name}.backend", backend, origin="test") for name in ("decode", "prefill")))

@@ -210,7 +210,7 @@ class LLM:
         kernels += f"\nattention: {self.executor.model.attention.name}"
         context = f"context: {self.limits.context}"
         about = [self.plan.explain(), kernels, cache, str(self.prefix_sharing), context, described(self.sampling)]
-        return "\n".join([*about, runners, *map(str, self.executor.coverage.values())])
+        return "\n".join([*about, runners, *self.executor.coverage_lines()])
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

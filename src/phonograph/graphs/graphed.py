@@ -24,14 +24,13 @@ from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.phases.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.phases.live_arguments import Live
 from phonograph.graphs.phases.phase import Admission, Phase, Preserve, SampleFunction, sample_from
-from phonograph.graphs.planning.kinds import unknown
+from phonograph.graphs.planning.kinds import GuardMode, unknown
 from phonograph.graphs.planning.resolve import Plan, resolve
 from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import BACKENDS
 from phonograph.graphs.recording.capture_report import CaptureReport
-from phonograph.graphs.recording.guarding import GuardMode
 from phonograph.graphs.recording.modules import ModuleCall
 from phonograph.graphs.running.runner import Outputs, Runner, RunnerOptions
 from phonograph.graphs.trust.verify import VerifyReport, verify
@@ -182,7 +181,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     eager_copies: bool = False,
     collect_garbage: bool = False,
     barrier: Callable[[], None] | None = None,
-    guard: GuardMode = "refuse",
+    guard: GuardMode | None = None,
 ) -> Graphed:
     """Serve calls of a function or module by recorded graphs.
 
@@ -208,6 +207,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         f"{phase}.max_padding_ratio": ("max_padding_ratio", max_padding_ratio),
         f"{phase}.max_padding_rows": ("max_padding_rows", max_padding_rows),
         "graphs": ("strict", "strict" if strict else None),
+        "guard": ("guard", guard),
         "debug": ("debug", debug or None),
         "gc": ("collect_garbage", collect_garbage or None),
     }
@@ -243,7 +243,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         collect_garbage=resolved.gc,
         eager_copies=eager_copies,
         barrier=barrier,
-        guard=guard,
+        guard=resolved.guard,
     )
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
     others.carried = weakref.WeakMethod(runner.carried)

@@ -151,6 +151,17 @@ class Executor:
         runner, largest = self.runners[name], self.passes[name].declared.limit(self.limits)
         return coverage(runner, range(1, largest + 1), measured=runner.selection is not None)
 
+    def coverage_of(self, name: str) -> Coverage | None:
+        """As it was stated, or anew where recordings were given back since; None for a pass that serves nobody."""
+        stated = self.coverage.get(name)
+        if stated is not None and stated.num_recordings != len(self.runners[name].captured):
+            stated = self.coverage[name] = coverage(self.runners[name], stated.sizes)
+        return stated
+
+    def coverage_lines(self) -> list[str]:
+        """What is covered, in words, for every pass that serves requests."""
+        return [str(found) for name in self.runners if (found := self.coverage_of(name)) is not None]
+
     def refuse_gaps(self) -> None:
         """Raise where a batch that the limits admit has no graph."""
         for covered in self.coverage.values():
@@ -218,7 +229,7 @@ def _options(plan: Plan, eager_copies: bool, *, is_trial: bool) -> RunnerOptions
         debug=plan.debug,
         collect_garbage=plan.gc,
         eager_copies=eager_copies,
-        guard="off" if is_trial else "refuse",
+        guard="off" if is_trial else plan.guard,
         guarded="ends",
         profile=plan.profile,
     )

@@ -196,7 +196,7 @@ def ready(llm: LLM) -> Ready:
         coverage="\n".join(
             [
                 *(runner.explain() for runner in llm.executor.runners.values()),
-                *map(str, llm.executor.coverage.values()),
+                *llm.executor.coverage_lines(),
             ]
         ),
     )

@@ -122,7 +122,7 @@ def engine_stats(core: EngineCore[Executor]) -> EngineStats:
         total_pages=limits.num_pages - 1,
         page_size=limits.page_size,
         phases=tuple(
-            phase_stats(name, runner, executor.device_seconds, executor.coverage.get(name))
+            phase_stats(name, runner, executor.device_seconds, executor.coverage_of(name))
             for name, runner in executor.runners.items()
         ),
         **_counted(counts),

@@ -17,11 +17,10 @@ from phonograph.graphs.inputs.tree import Item, reachable
 from phonograph.graphs.phases.context import Current
 from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
+from phonograph.graphs.planning.kinds import GuardMode
 from phonograph.graphs.recording.frozen_values import Difference, find_difference
 from phonograph.graphs.recording.memory_names import names_of_memory
 
-GuardMode = Literal["refuse", "report", "off"]
-"""What becomes of a shape whose ops depend on the sample: no recording, a recording and a finding, nobody looks."""
 GuardedSizes = Literal["all", "ends"]
 """Every recording, or the largest and the smallest of each product; where one of these differs, the others too."""
 _FIRST_SEED, _OTHER_SEEDS = 0, range(1, 7)

@@ -8,8 +8,9 @@ from typing import Literal
 
 from phonograph.errors import DeclarationError
 from phonograph.graphs.phases.buckets import Buckets
+from phonograph.graphs.planning.kinds import GuardMode
 from phonograph.graphs.planning.resolve import PhasePlan
-from phonograph.graphs.recording.guarding import GuardedSizes, GuardMode, GuardOptions
+from phonograph.graphs.recording.guarding import GuardedSizes, GuardOptions
 
 Outputs = Literal["own", "view"]
 

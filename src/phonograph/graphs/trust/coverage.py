@@ -75,6 +75,8 @@ class Coverage:
     worst: tuple[int, ShapeKey] | None
     """The size whose replay computes the largest share of padding, and the recording that serves it."""
     gaps: tuple[Gap, ...]
+    num_recordings: int
+    """Of the phase, when this was found."""
 
     @property
     def num_batches(self) -> int:
@@ -119,7 +121,16 @@ def coverage(runner: Runner, sizes: range, *, measured: bool = False) -> Coverag
                 _add(gaps, group, used, decision)
     if measured:
         gaps = [replace(gap, cost=_cost(runner, gap)) for gap in gaps]
-    return Coverage(runner.phase.name, runner.phase.bucketed, sizes, products, covered, worst, tuple(gaps))
+    return Coverage(
+        runner.phase.name,
+        runner.phase.bucketed,
+        sizes,
+        products,
+        covered,
+        worst,
+        tuple(gaps),
+        num_recordings=len(runner.captured),
+    )
 
 
 def _unless_unfilled(runner: Runner, decision: Decision) -> Decision:
