@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,8 +112,12 @@ class OpTrace:
                 results = tuple(self.note(one) for one in tensors_in(result))
                 self.ops.append(TracedOp(op_name(func), code, line, noted.pop(), results))
 
-        with watching_ops(before, after):
-            yield
+        followers.append(self)
+        try:
+            with watching_ops(before, after):
+                yield
+        finally:
+            followers.remove(self)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -131,6 +135,13 @@ class OpTrace:
         results = tuple(self.note(one) for one in tensors_in(result))
         noted = tuple((at, self.note(value)) for at, value in arguments.items())
         self.ops.append(TracedOp(f"gap {name}", code, line, noted, results))
+
+    def add_launch(self, name: str, grid: Sequence[int], arguments: Mapping[str, object]) -> None:
+        """Note a kernel that torch does not dispatch, by a launcher that knows its arguments' names."""
+        if not self._paused:
+            code, line = _calling_line(3)
+            noted = tuple((at, self.note(value)) for at, value in arguments.items())
+            self.ops.append(TracedOp(f"kernel {name}", code, line, (("grid", tuple(grid)), *noted), ()))
 
     def made(self, result: object) -> None:
         """Number memory that is met for the first time in a result: the pass has made it."""
@@ -162,6 +173,10 @@ class OpTrace:
             self.outside[number] = Outside(storage, _number_in(tensor))
         form = (tensor.storage_offset(), *tensor.stride())
         return TensorNote(number, tuple(tensor.shape), tensor.dtype, form)
+
+
+followers: list[OpTrace] = []
+"""The traces that follow what runs now: launchers past torch's dispatcher tell them of their kernels."""
 
 
 def described(note: Any) -> str:
@@ -211,9 +226,9 @@ def argument_names(func: Any) -> tuple[str, ...]:
     return found
 
 
-def _calling_line() -> tuple[CodeType | None, int]:
+def _calling_line(depth: int = 2) -> tuple[CodeType | None, int]:
     """The innermost line that is neither torch's nor the graph layer's; an engine's own bodies have lines too."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(depth)
     while frame is not None:
         file = frame.f_code.co_filename
         skipped = _skipped_files.get(file)
