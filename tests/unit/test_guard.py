@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -104,8 +105,22 @@ def own_swap(batch: dict[str, Any]) -> Any:
     return (other if batch["flag"] else one).relu()  # wrong
 
 
-def dropped(batch: dict[str, Any]) -> Any:
+def padded_by_flag(batch: dict[str, Any]) -> Any:
     return torch.nn.functional.pad(batch["x"], (0, int(batch["flag"])))  # wrong
+
+
+def clocked(batch: dict[str, Any]) -> Any:
+    return batch["x"] * time.perf_counter()  # wrong
+
+
+TABLES: dict[int, torch.Tensor] = {}
+
+
+def cached_by_value(batch: dict[str, Any]) -> Any:
+    length = batch["max_seqlen"]
+    if length not in TABLES:
+        TABLES[length] = torch.full((WIDTH,), 2.0) * length  # wrong
+    return batch["x"] + TABLES[length]
 
 
 FAULTS: dict[Body, str] = {
@@ -120,7 +135,9 @@ FAULTS: dict[Body, str] = {
     other_weight: "reads WEIGHTS.0 with one sample and WEIGHTS.1 with another",
     own_mask: "reads the batch.mask, which is another tensor in every run",
     own_swap: "that the body made with one sample",
-    dropped: "",
+    padded_by_flag: "aten.constant_pad_nd(pad=) gets 0 with one sample and 1 with another",
+    clocked: "aten.mul.Tensor(other=) gets",
+    cached_by_value: "the body goes another way with another sample",
 }
 
 
