@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +89,9 @@ class OpTrace:
     ops: list[TracedOp] = field(default_factory=list)
     outside: dict[int, Outside] = field(default_factory=dict)
     """By number, the memory that was there before."""
+    find_names: Callable[[], Mapping[int, str]] | None = None
+    """Asked at the end of the run, if what that put in place is undone after it: by storage, what the user calls it."""
+    names: Mapping[int, str] = field(default_factory=dict)
     _numbers: dict[int, int] = field(default_factory=dict)
     _made: list[StorageWeakRef] = field(default_factory=list)
     """A freed storage's address is not given to another while a weak reference is held."""
@@ -116,6 +119,8 @@ class OpTrace:
         try:
             with watching_ops(before, after):
                 yield
+            if self.find_names is not None:
+                self.names = self.find_names()
         finally:
             followers.remove(self)
 

@@ -25,8 +25,8 @@ class Breaker(Protocol):
     def gap(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-OnGap = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
-"""Takes the name of a gap, what it was called with, and what it returned."""
+OnGap = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], None]
+"""Takes the function of a gap, what it was called with, and what it returned."""
 
 
 @dataclass(frozen=True)

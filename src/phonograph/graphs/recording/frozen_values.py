@@ -21,6 +21,7 @@ _REMEDY = (
     "Put the value in a slot, mark the function @graph_break and use backend='breakable', or declare an axis, whose "
     "values have recordings of their own"
 )
+_NOBODYS = "a tensor that is no slot and none of the model's (made in another thread, or of numpy's memory)"
 _ONE_MEMORY = "Put the tensor in a slot, or keep one tensor and write to it in place"
 
 
@@ -105,7 +106,7 @@ class _Comparison:
             return None
         if one.number is not None and other.number is not None:
             same = one.number == other.number or _is_nan(one.number, other.number)
-            return None if same else _frozen(one.number, other.number)
+            return None if same else _frozen(one.number, other.number, self._known(other))
         ours, theirs = self._name(one), self._name(other)
         if ours == theirs:
             problem = f"reads {ours}, which is another tensor in every run, and a recording keeps the first"
@@ -118,8 +119,11 @@ class _Comparison:
         return self._name(outside) if outside is not None else f"a {note} that the body made"
 
     def _name(self, outside: Outside) -> str:
-        name = self.names().get(outside.storage._cdata)
-        return name if name is not None else "a tensor that is no slot"
+        return self._known(outside) or _NOBODYS
+
+    def _known(self, outside: Outside) -> str:
+        number = outside.storage._cdata
+        return self.one.names.get(number) or self.other.names.get(number) or self.names().get(number) or ""
 
 
 @dataclass(frozen=True)
@@ -137,11 +141,10 @@ def find_difference(one: OpTrace, other: OpTrace, names: Callable[[], Mapping[in
         return _Comparison(one, other, names).first()
 
 
-def _frozen(one: Any, other: Any) -> _Problem:
-    return _Problem(
-        f"gets {described(one)} with one sample and {described(other)} with another: a value of the host, which a "
-        "recording would freeze"
-    )
+def _frozen(one: Any, other: Any, name: str = "") -> _Problem:
+    values = f"{described(one)} with one sample and {described(other)} with another"
+    named = f"{name}: " if name else ""
+    return _Problem(f"gets {named}{values}: a value of the host, which a recording would freeze")
 
 
 def _other_way(ours: TracedOp | None, theirs: TracedOp | None) -> Difference:

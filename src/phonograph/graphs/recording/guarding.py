@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -97,7 +98,7 @@ class Guard:
 
     def first(self, key: ShapeKey) -> None:
         """The run on the sample that a recording is made with."""
-        self._first, drawn, trace = None, drawn_for(self.phase, key, _FIRST_SEED), OpTrace()
+        self._first, drawn, trace = None, drawn_for(self.phase, key, _FIRST_SEED), self._new_trace()
         self.trace(key, drawn, trace)
         self._first = drawn, trace
 
@@ -106,13 +107,18 @@ class Guard:
         assert self._first is not None
         (drawn, trace), self._first = self._first, None
         for other in self._others(key, fewest, drawn):
-            second = OpTrace()
+            second = self._new_trace()
             self.trace(key, other, second)
             batches = [part for one in (drawn, other) for part in (one.sample.batch, one.sample.kwargs)]
             difference = find_difference(trace, second, partial(names_of_memory, self.phase.code, batches))
             if difference is not None:
                 self.findings.append(Finding(key, difference))
                 return
+
+    def _new_trace(self) -> OpTrace:
+        # What a host plan makes is put back after the run, and has its name only until then.
+        planned = self.phase.host_plan is not None
+        return OpTrace(find_names=partial(names_of_memory, self.phase.code) if planned else None)
 
     def _others(self, key: ShapeKey, fewest: int, first: Drawn) -> list[Drawn]:
         """Other valid samples; several where they differ in what is no slot, which a replay would not see.
@@ -161,9 +167,12 @@ def fewest_rows(key: ShapeKey, keys: Sequence[ShapeKey]) -> int:
 def following(trace: OpTrace, now: Current) -> Current:
     """What is current while a trace follows a body: gaps are left out, but for what they are passed and give."""
 
-    def on_gap(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def on_gap(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         made = [leaf for _, leaf in reachable(result) if isinstance(leaf, torch.Tensor)]
-        trace.add_gap(name, {f"argument {at}": value for at, value in enumerate(args)} | kwargs, made)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        names = code.co_varnames[inspect.ismethod(function) : code.co_argcount] if code is not None else ()
+        given = {names[at] if at < len(names) else f"argument {at}": value for at, value in enumerate(args)}
+        trace.add_gap(getattr(function, "__qualname__", type(function).__qualname__), given | kwargs, made)
 
     return replace(now, around_gap=trace.paused, on_gap=on_gap)
 

@@ -69,7 +69,7 @@ class _Rehearsing:
         self.gaps.append(_GapSpec(_name(function), _described(result, tensors, _name(function)), objects))
         on_gap = current().on_gap
         if on_gap is not None:
-            on_gap(_name(function), args, kwargs, result)
+            on_gap(function, args, kwargs, result)
         if self._active:
             self._recorder.begin()
         return result
