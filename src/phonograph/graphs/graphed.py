@@ -216,8 +216,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     resolved = resolve(_asks(phase, buckets, asked), facts_of(on), [KNOWN_PHASES[phase]])
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
-    lives = _lives(signature, slots, live, _name_of(function))
-    others = _Others(signature, slots, lives)
+    others = _Others(signature, slots, lives := _lives(signature, slots, live, _name_of(function)))
     declared = Phase(
         name=_name_of(function),
         slots=tuple(slots),
