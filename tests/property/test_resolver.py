@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.flags import add_flags, asked_from, asks_of_json, flag_of
-from phonograph.graphs.planning.kinds import BACKENDS, GRAPHS, Value
+from phonograph.graphs.planning.kinds import BACKENDS, GRAPHS, GUARDS, Value
 from phonograph.graphs.planning.resolve import Plan
 from phonograph.graphs.planning.rules import RULES, DeviceFacts
 from phonograph.graphs.planning.settings import Ask, Asked, Level, Measured, Source
@@ -32,6 +32,7 @@ FIELD_VALUES: dict[str, st.SearchStrategy[Value]] = {
     "graphs": st.sampled_from(GRAPHS),
     "debug": st.booleans(),
     "gc": st.booleans(),
+    "guard": st.sampled_from(GUARDS),
     "profile": st.none() | st.sampled_from(["here", "there"]),
     "ignore_rules": st.frozensets(st.sampled_from([r.name for r in RULES if r.ignorable])).map(
         lambda names: tuple(sorted(names))

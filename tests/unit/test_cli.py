@@ -42,8 +42,20 @@ def test_a_generation_that_fails_is_told_and_ends_with_a_status(default: None, c
     strict = ["--graphs", "strict", "--device", "cpu"]
     assert main(["generate", "--prompt", "One, two,", *strict]) == 2
     assert "every phase's backend is disabled" in capsys.readouterr().err
-    assert main(["generate", "--prompt", "One, two,", *strict, "--ignore-rule", "strict-needs-graphs"]) == 1
-    assert "strict: prefill has no graph for this batch" in capsys.readouterr().err
+    assert main(["generate", "--prompt", "One, two,", *strict, "--ignore-rule", "strict-needs-graphs"]) == 2
+    assert "strict: decode has no graph for some batches that may come" in capsys.readouterr().err
+
+
+def test_explain_shows_the_ops_of_a_phase_with_their_lines(capsys: Capture) -> None:
+    flags = ["--shape", "tiny", "--device", "emulated", "--max-seqs", "2", "--max-len", "64", "--max-step-tokens", "8"]
+    assert main(["explain", *flags, "--trace", "decode"]) == 0
+    out = capsys.readouterr().out
+    assert "coverage of decode, seqs 1 to 2 × 3 products: 6 of 6 have a graph" in out
+    assert "decode[seqs=1, sampling=detailed]: " in out
+    assert "decode.py:" in out
+    assert "\nprefill[" not in out
+    assert main(["explain", *flags, "--trace", "decoder"]) == 2
+    assert "decode" in capsys.readouterr().err
 
 
 def test_generate_on_the_graph_path_as_json(default: None, capsys: Capture) -> None:

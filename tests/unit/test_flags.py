@@ -43,6 +43,7 @@ def refused(*line: str) -> str:
 # A text for a flag of each field, and the value that it asks for.
 EXAMPLES: dict[str, tuple[list[str], Value]] = {
     "graphs": (["strict"], "strict"),
+    "guard": (["report"], "report"),
     "debug": ([], True),
     "gc": ([], True),
     "profile": (["traces"], "traces"),

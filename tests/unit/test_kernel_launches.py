@@ -15,8 +15,10 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
+from phonograph.devices.op_trace import OpTrace
 from phonograph.engine.ops.triton import kernel as module
 from phonograph.engine.ops.triton.kernel import Kernel
+from phonograph.graphs.recording.frozen_values import find_difference
 
 
 class Compiled:
@@ -101,3 +103,21 @@ def test_what_is_remembered_has_an_end(function: Function, monkeypatch: pytest.M
         launch(kernel, size=size)
     assert len(kernel._found) <= 4
     assert len(function.asked) == 20
+
+
+def test_a_trace_has_launches_by_named_arguments(function: Function) -> None:
+    kernel = Kernel(function)
+    function.__name__ = "scale_rows"
+    traces = OpTrace(), OpTrace()
+    for trace, size in zip(traces, (5, 7), strict=True):
+        with trace.following():
+            launch(kernel, size=size)
+        with trace.paused():
+            launch(kernel)
+    found = [[op for op in trace.ops if op.name.startswith("kernel")] for trace in traces]
+    assert [len(ops) for ops in found] == [1, 1]
+    difference = find_difference(*traces, dict)
+    assert difference is not None
+    assert "kernel scale_rows(size=) gets 5 with one sample and 7 with another" in difference.problem
+    assert difference.frame is not None
+    assert difference.frame.file == __file__

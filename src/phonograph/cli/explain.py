@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from phonograph.cli.flags import add_engine_flags, arguments_from
+from phonograph.engine.passes.registry import PHASES
+
+if TYPE_CHECKING:
+    from phonograph.engine.process.arguments import EngineArguments
 
 HELP = "print the plan without loading weights"
 
@@ -12,6 +17,14 @@ HELP = "print the plan without loading weights"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     add_engine_flags(parser)
+    parser.add_argument(
+        "--trace",
+        nargs="?",
+        const="all",
+        metavar="PHASE",
+        help="load and record the model, and show the ops of a phase, or of all: for each its line, arguments and what "
+        "it reads, in the smallest recording of every product",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,4 +54,25 @@ def run(args: argparse.Namespace) -> int:
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()))
     print(plan.explain())
+    if args.trace is not None:
+        print(_traces(arguments, args.trace))
     return 0
+
+
+def _traces(arguments: EngineArguments, phase: str) -> str:
+    """The ops of the smallest recording of every product."""
+    from phonograph.graphs.planning.kinds import unknown
+    from phonograph.graphs.progress import silent
+    from phonograph.graphs.trust.guard import traced
+
+    if phase != "all" and phase not in {declared.name for declared in PHASES}:
+        raise unknown("phase", phase, ("all", *(declared.name for declared in PHASES)), "--trace")
+    llm = arguments.open(silent)
+    lines: list[str] = [str(covered) for covered in llm.executor.coverage.values()]
+    for name, runner in llm.executor.runners.items():
+        if phase in ("all", name):
+            smallest = {key.group: key for key in sorted(runner.captured, key=lambda key: -key.size)}
+            lines += [str(traced(runner, key)) for key in smallest.values()]
+            if not smallest:
+                lines.append(f"{name}: nothing is recorded, so there is no trace")
+    return "\n".join(lines)

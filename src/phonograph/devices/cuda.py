@@ -15,7 +15,9 @@ import torch
 
 from phonograph.devices.base import Capabilities, DeviceGraph, Hardware, MemoryFigures, MemoryPool, Recorder
 from phonograph.devices.capturing import said_to_capture
+from phonograph.devices.cuda_nodes import read_nodes
 from phonograph.devices.emulated import NoGraph
+from phonograph.devices.nodes import NodeList
 from phonograph.devices.trace import forget_modes, refusing
 from phonograph.errors import CaptureError, DeviceError
 
@@ -81,6 +83,14 @@ class CudaGraph:
         self.replay = graph.replay  # no Python frame between the runner and the launch
         _live.add(self)
 
+    def nodes(self) -> NodeList:
+        """What it runs; only of a graph that was recorded in `keeping_nodes`."""
+        if self._graph is None:
+            raise DeviceError("the graph was released")
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        blocks = [(block["address"], block["size"]) for segment in segments for block in segment["blocks"]]
+        return read_nodes(self._graph.raw_cuda_graph(), blocks)
+
     def release(self) -> None:
         if self._graph is not None:
             self._graph.reset()
@@ -121,16 +131,17 @@ class CudaFence:
 
 
 class _CudaRecorder:
-    def __init__(self, pool: CudaPool, stream: torch.cuda.Stream) -> None:
+    def __init__(self, pool: CudaPool, stream: torch.cuda.Stream, *, keeps_nodes: bool) -> None:
         self._pool = pool
         self._stream = stream
+        self._keeps_nodes = keeps_nodes
         self._graph: torch.cuda.CUDAGraph | None = None
         self._forked: list[torch.cuda.Stream] = []
 
     def begin(self) -> None:
         if self._graph is not None:
             raise DeviceError("beginning a graph while one is being recorded. End the first, or abort it.")
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if self._keeps_nodes else torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool.id, capture_error_mode=_ERROR_MODE)
         self._graph = graph
         for side in self._forked:
@@ -265,6 +276,7 @@ class CudaDevice:
         count = torch.cuda.device_count()
         if index is not None and index >= count:
             raise DeviceError(f"opening cuda:{index}: torch finds {count} GPUs. Use an index below {count}.")
+        self._keeps_nodes = False
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     @cached_property
@@ -278,6 +290,15 @@ class CudaDevice:
         """Where graphs are recorded; made with the first, so that asking for the hardware takes no memory."""
         return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def keeping_nodes(self) -> Iterator[None]:
+        """Inside, torch keeps what it instantiates a graph from, which takes host memory."""
+        before, self._keeps_nodes = self._keeps_nodes, True
+        try:
+            yield
+        finally:
+            self._keeps_nodes = before
+
     def new_pool(self) -> CudaPool:
         return CudaPool(self.torch_device, self._stream)
 
@@ -289,7 +310,7 @@ class CudaDevice:
                 "Make it with this device's new_pool()."
             )
         with self._on_capture_stream():
-            recorder = _CudaRecorder(pool, self._stream)
+            recorder = _CudaRecorder(pool, self._stream, keeps_nodes=self._keeps_nodes)
             try:
                 yield recorder
             finally:

@@ -21,6 +21,8 @@ import torch
 
 from phonograph.devices.base import Capabilities, DeviceGraph, Hardware, MemoryFigures, MemoryPool, Recorder
 from phonograph.devices.capturing import said_to_capture
+from phonograph.devices.nodes import Node, NodeList
+from phonograph.devices.op_trace import OpTrace, argument_names, op_name
 from phonograph.devices.trace import (
     OpWatch,
     Refusals,
@@ -56,11 +58,27 @@ class _Op:
     kwargs: dict[str, object]
     fresh: tuple[tuple[int, torch.Tensor], ...]
     """Position among the op's results, and the memory that keeps that result's address."""
+    number: complex | None = None
+    """What it writes, where that is a constant of the host."""
 
     def run(self) -> None:
         results = list(tensors_in(self.func(*self.args, **self.kwargs)))
         for position, kept in self.fresh:
             kept.copy_(results[position])
+
+    def node(self, trace: OpTrace, pool: EmulatedPool) -> Node:
+        """As a node; `trace` numbers memory over all ops of a graph, and what the pool owns may lie anywhere."""
+        given = [*zip(argument_names(self.func), self.args, strict=False), *self.kwargs.items()]
+        noted = [(name, trace.note(value)) for name, value in given if self.number is None or name == "self"]
+        addresses = [
+            (f"address of {name}", value.data_ptr())
+            for name, value in given
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and not pool.owns(value)
+        ]
+        if self.number is not None:
+            addresses = []
+        trace.made([kept for _, kept in self.fresh])
+        return Node("op", op_name(self.func), arguments=(*noted, *addresses, ("number", self.number)))
 
 
 @dataclass(eq=False)
@@ -98,7 +116,8 @@ class _Tape:
         """A number that the body made a tensor of: its own memory, with that number in it at every replay."""
         made, kept = value.clone(), value.clone()
         self.made.setdefault(_storage_id(made), made)
-        self.ops.append(_Op(aten.copy_.default, (made.detach(), kept), {}, ()))
+        number = kept.item() if kept.numel() == 1 else None
+        self.ops.append(_Op(aten.copy_.default, (made.detach(), kept), {}, (), number))
         return made
 
     def _save(self, tensor: torch.Tensor) -> None:
@@ -183,6 +202,14 @@ class EmulatedGraph:
                 self._pool.poison_all_but(self._tape.recording)
             for op in self._tape.ops:
                 op.run()
+
+    def nodes(self) -> NodeList:
+        """Its ops; what they made is numbered in order."""
+        if self._tape is None:
+            raise DeviceError("the graph was released")
+        trace = OpTrace()
+        with torch.inference_mode():
+            return NodeList(tuple(op.node(trace, self._pool) for op in self._tape.ops))
 
     def release(self) -> None:
         if self._tape is not None:

@@ -159,6 +159,8 @@ class LLM:
             shadow=shadowing_for(options),
         )
         self.reports = self.executor.capture(progress)
+        if self.plan.graphs == "strict":
+            self.executor.refuse_gaps()
         self.prefix_sharing = prefix_sharing(options.prefix_cache, [column.name for column in loaded.columns])
         scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
@@ -208,7 +210,7 @@ class LLM:
         kernels += f"\nattention: {self.executor.model.attention.name}"
         context = f"context: {self.limits.context}"
         about = [self.plan.explain(), kernels, cache, str(self.prefix_sharing), context, described(self.sampling)]
-        return "\n".join([*about, runners])
+        return "\n".join([*about, runners, *self.executor.coverage_lines()])
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

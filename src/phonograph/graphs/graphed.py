@@ -24,7 +24,7 @@ from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.phases.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.phases.live_arguments import Live
 from phonograph.graphs.phases.phase import Admission, Phase, Preserve, SampleFunction, sample_from
-from phonograph.graphs.planning.kinds import unknown
+from phonograph.graphs.planning.kinds import GuardMode, unknown
 from phonograph.graphs.planning.resolve import Plan, resolve
 from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
@@ -192,6 +192,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     barrier: Callable[[], None] | None = None,
     facts: FactsOption = "check",
     ignore: Collection[str] = (),
+    guard: GuardMode | None = None,
 ) -> Graphed:
     """Serve calls of a function or module by recorded graphs.
 
@@ -217,6 +218,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         f"{phase}.max_padding_ratio": ("max_padding_ratio", max_padding_ratio),
         f"{phase}.max_padding_rows": ("max_padding_rows", max_padding_rows),
         "graphs": ("strict", "strict" if strict else None),
+        "guard": ("guard", guard),
         "debug": ("debug", debug or None),
         "gc": ("collect_garbage", collect_garbage or None),
     }
@@ -225,8 +227,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     resolved = resolve(_asks(phase, buckets, asked), facts_of(on), [KNOWN_PHASES[phase]])
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
-    lives = _lives(signature, slots, live, _name_of(function))
-    others = _Others(signature, slots, lives)
+    others = _Others(signature, slots, lives := _lives(signature, slots, live, _name_of(function)))
     declared = Phase(
         name=_name_of(function),
         slots=tuple(slots),
@@ -242,6 +243,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         without=frozenset(_all_of(str, without, "without")),
         eager_without=frozenset(_all_of(str, eager_without, "eager_without")),
         adopt=adopt or {},
+        compares_others=True,
         live=lives,
     )
     options = RunnerOptions(
@@ -253,6 +255,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         barrier=barrier,
         facts=facts,
         ignore=_all_of(str, ignore, "ignore"),
+        guard=resolved.guard,
     )
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
     others.carried = weakref.WeakMethod(runner.carried)

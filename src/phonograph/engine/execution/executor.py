@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -36,7 +37,10 @@ from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.running.runner import Runner, RunnerOptions, buckets_for
+from phonograph.graphs.trust.coverage import Coverage, coverage
 from phonograph.graphs.trust.shadow import Mismatch, shadowed
+
+log = logging.getLogger("phonograph")
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Executor:
         self.num_recordings = sum(_num_recordings(phases[name], plans[name]) for name in phases)
         if largest_only:
             plans = {name: _largest(plans[name], phases[name].bucketed) for name in plans}
-        self.runners = self._new_runners(phases, plans, _options(plan, eager_copies))
+        self.runners = self._new_runners(phases, plans, _options(plan, eager_copies, is_trial=largest_only))
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
@@ -105,6 +109,9 @@ class Executor:
         self._num_launched = 0
         self._caches = (self.cache, *beside.values())
         self.shadow = Shadow(shadow, self.tables, self._caches) if shadow is not None else None
+        self._is_trial = largest_only
+        self.coverage: dict[str, Coverage] = {}
+        """By pass that serves requests, which batches have a graph; known after capture."""
 
     def _new_runners(
         self, phases: Mapping[str, Phase], plans: Mapping[str, PhasePlan], options: RunnerOptions
@@ -131,7 +138,34 @@ class Executor:
         shown = progress if progress is not None else bar()
         with ExitStack() as stack:
             records = [stack.enter_context(runner.warmed(shown)) for runner in largest]
-            return [record() for record in records]
+            reports = [record() for record in records]
+        if not self._is_trial:
+            self.coverage = {name: self._covered(name) for name in self.runners if self.passes[name].declared.serves}
+        for covered in self.coverage.values():
+            level = logging.WARNING if covered.gaps and self.runners[covered.phase].selection else logging.INFO
+            log.log(level, "%s", covered)
+        return reports
+
+    def _covered(self, name: str) -> Coverage:
+        """Which batches of a pass that the limits admit have a graph; a gap is measured, unless nothing is recorded."""
+        runner, largest = self.runners[name], self.passes[name].declared.limit(self.limits)
+        return coverage(runner, range(1, largest + 1), measured=runner.selection is not None)
+
+    def coverage_of(self, name: str) -> Coverage | None:
+        """As it was stated, or anew where recordings were given back since; None for a pass that serves nobody."""
+        stated = self.coverage.get(name)
+        if stated is not None and stated.num_recordings != len(self.runners[name].captured):
+            stated = self.coverage[name] = coverage(self.runners[name], stated.sizes)
+        return stated
+
+    def coverage_lines(self) -> list[str]:
+        """What is covered, in words, for every pass that serves requests."""
+        return [str(found) for name in self.runners if (found := self.coverage_of(name)) is not None]
+
+    def refuse_gaps(self) -> None:
+        """Raise where a batch that the limits admit has no graph."""
+        for covered in self.coverage.values():
+            covered.refuse_gaps()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -188,13 +222,15 @@ class Executor:
 _NO_REQUESTS = Step(0, HEARTBEAT.name)
 
 
-def _options(plan: Plan, eager_copies: bool) -> RunnerOptions:
+def _options(plan: Plan, eager_copies: bool, *, is_trial: bool) -> RunnerOptions:
     return RunnerOptions(
         outputs="view",
         strict=plan.graphs == "strict",
         debug=plan.debug,
         collect_garbage=plan.gc,
         eager_copies=eager_copies,
+        guard="off" if is_trial else plan.guard,
+        guarded="ends",
         profile=plan.profile,
         facts="verify",
     )

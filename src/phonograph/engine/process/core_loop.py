@@ -193,7 +193,12 @@ def ready(llm: LLM) -> Ready:
         device=llm.where,
         plan=llm.plan.explain(),
         captured=tuple(str(report) for report in llm.reports if report.rows),
-        coverage="\n".join(runner.explain() for runner in llm.executor.runners.values()),
+        coverage="\n".join(
+            [
+                *(runner.explain() for runner in llm.executor.runners.values()),
+                *llm.executor.coverage_lines(),
+            ]
+        ),
     )
 
 

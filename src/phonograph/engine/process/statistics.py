@@ -12,6 +12,7 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.scheduling.counts import Counts
 from phonograph.graphs.phases.decisions import ShapeKey, Stats
 from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.trust.coverage import Coverage
 
 
 class RecordingStats(msgspec.Struct, frozen=True):
@@ -44,6 +45,22 @@ class EagerStats(msgspec.Struct, frozen=True):
     """Of the latest of them."""
 
 
+class CoverageStats(msgspec.Struct, frozen=True):
+    """Which batches of a phase that may come have a graph, by size and product."""
+
+    smallest: int
+    largest: int
+    products: int
+    batches: int
+    """Sizes × products."""
+    covered: int
+    worst_used: int
+    """The size whose replay computes the largest share of padding; 0 where nothing is replayed."""
+    worst_padded: int
+    gaps: tuple[str, ...]
+    """The sizes of a product that run eagerly, why, and what a batch of them takes, where that was measured."""
+
+
 class PhaseStats(msgspec.Struct, frozen=True):
     """What a phase has captured, and what became of its calls."""
 
@@ -57,6 +74,8 @@ class PhaseStats(msgspec.Struct, frozen=True):
     """By path, `replay` or `eager`; empty where the executor does not time its passes."""
     left_out: tuple[str, ...] = ()
     """The recordings that the plan's bound has no room for, by product."""
+    coverage: CoverageStats | None = None
+    """None for a phase that serves no requests."""
 
     @property
     def replays(self) -> int:
@@ -107,7 +126,10 @@ def engine_stats(core: EngineCore[Executor]) -> EngineStats:
         clock=time.monotonic(),
         total_pages=limits.num_pages - 1,
         page_size=limits.page_size,
-        phases=tuple(phase_stats(name, runner, executor.device_seconds) for name, runner in executor.runners.items()),
+        phases=tuple(
+            phase_stats(name, runner, executor.device_seconds, executor.coverage_of(name))
+            for name, runner in executor.runners.items()
+        ),
         shadow_checks=shadow.num_checked if shadow is not None else 0,
         shadow_mismatches=shadow.num_wrong if shadow is not None else 0,
         **_counted(counts),
@@ -131,7 +153,9 @@ def _counted(counts: Counts) -> dict[str, int]:
     }
 
 
-def phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], float]) -> PhaseStats:
+def phase_stats(
+    name: str, runner: Runner, timed: Mapping[tuple[str, str], float], covered: Coverage | None = None
+) -> PhaseStats:
     """The figures of one phase."""
     stats = runner.stats
     rows = {row.key: row for row in runner.report.rows} if runner.report is not None else {}
@@ -148,7 +172,23 @@ def phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], float
     eager = tuple(EagerStats(r.value, calls, stats.details[r]) for r, calls in stats.eager.most_common())
     seconds = {path: value for (phase, path), value in timed.items() if phase == name}
     left_out = tuple(map(str, runner.selection.left_out)) if runner.selection is not None else ()
-    return PhaseStats(name, runner.plan.backend, runner.phase.bucketed, tuple(recordings), eager, seconds, left_out)
+    stated = _coverage_stats(covered) if covered is not None else None
+    dim, made = runner.phase.bucketed, tuple(recordings)
+    return PhaseStats(name, runner.plan.backend, dim, made, eager, seconds, left_out, stated)
+
+
+def _coverage_stats(covered: Coverage) -> CoverageStats:
+    used, key = covered.worst if covered.worst is not None else (0, None)
+    return CoverageStats(
+        smallest=covered.sizes.start,
+        largest=covered.sizes.stop - 1,
+        products=covered.num_products,
+        batches=covered.num_batches,
+        covered=covered.num_covered,
+        worst_used=used,
+        worst_padded=key.size if key is not None else 0,
+        gaps=tuple(map(str, covered.gaps)),
+    )
 
 
 def _recording_stats(key: ShapeKey, stats: Stats, num_graphs: int, num_bytes: int, error: str) -> RecordingStats:

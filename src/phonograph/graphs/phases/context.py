@@ -25,6 +25,10 @@ class Breaker(Protocol):
     def gap(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
+OnGap = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], None]
+"""Takes the function of a gap, what it was called with, and what it returned."""
+
+
 @dataclass(frozen=True)
 class Current:
     """What `current()` returns. Outside every runner: no phase, no backend, eager."""
@@ -38,6 +42,8 @@ class Current:
     """Where `@graph_break` breaks; None where there is nothing to break."""
     around_gap: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered around every gap."""
+    on_gap: OnGap | None = None
+    """Told of every gap of a warm-up once it has run."""
 
 
 _OUTSIDE = Current()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
 from phonograph.graphs.phases.axes import PLAIN, Values
+
+log = logging.getLogger("phonograph")
 
 RecordingGroup = tuple[Values, frozenset[str]]
 """A product of the axes' values, and the keyed slots that are absent."""
@@ -100,7 +103,12 @@ class Stats:
         self.replays[key] += 1
         self.used_rows[key] += used
 
-    def count_eager(self, decision: RunEagerly) -> None:
+    def count_eager(self, decision: RunEagerly, phase: str) -> None:
+        """Count the call; the first for each reason is logged."""
+        if decision.reason not in self.eager:
+            is_meant = decision.reason in (Reason.DISABLED, Reason.DEBUG)
+            level = logging.INFO if is_meant else logging.WARNING
+            log.log(level, "%s runs eagerly, %s: %s", phase, decision.reason.value, decision.detail)
         self.eager[decision.reason] += 1
         self.details[decision.reason] = decision.detail
 

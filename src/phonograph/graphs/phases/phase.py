@@ -68,6 +68,8 @@ class Phase:
     body writes is found by running it, copied and put back."""
     adopt: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Existing tensors to use as buffers."""
+    compares_others: bool = False
+    """Whether admission compares all that a batch has besides slots with what the recording's sample had."""
     live: Sequence[Live] = ()
     """Fields that a recording does not hold: gaps are passed the value of each call, other readers are refused."""
 

@@ -14,10 +14,13 @@ from phonograph.numbers import is_finite, is_whole
 
 BackendName = Literal["full", "breakable", "tc_piecewise", "disabled"]
 GraphsMode = Literal["on", "off", "strict"]
+GuardMode = Literal["refuse", "report", "off"]
+"""What becomes of a shape whose ops depend on the sample: no recording, a recording and a finding, nobody looks."""
 Value = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
 
 BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "tc_piecewise", "disabled")
 GRAPHS: tuple[GraphsMode, ...] = ("on", "off", "strict")
+GUARDS: tuple[GuardMode, ...] = ("refuse", "report", "off")
 
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_PARTS = 8
@@ -180,6 +183,9 @@ class SettingKind(Generic[T_co]):
 
 BACKEND = SettingKind("a backend", _one_of(BACKENDS), "|".join(BACKENDS), noun="backend", words=BACKENDS)
 GRAPHS_WORD = SettingKind("on, off or strict", _one_of(GRAPHS), "|".join(GRAPHS), noun="value of graphs", words=GRAPHS)
+GUARD_WORD = SettingKind(
+    "refuse, report or off", _one_of(GUARDS), "|".join(GUARDS), noun="value of guard", words=GUARDS
+)
 SWITCH = SettingKind("true or false", _switch, "")
 LIMIT = SettingKind("a positive 64-bit integer, or null", _limit, "SIZE", read_number)
 BUCKETS = SettingKind(

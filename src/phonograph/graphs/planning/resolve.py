@@ -13,12 +13,14 @@ from phonograph.graphs.planning.kinds import (
     COUNT,
     FOLDER,
     GRAPHS_WORD,
+    GUARD_WORD,
     LIMIT,
     RATIO,
     ROWS,
     SWITCH,
     BackendName,
     GraphsMode,
+    GuardMode,
     Value,
     shown,
     unknown,
@@ -79,6 +81,11 @@ class Plan:
     def graphs(self) -> GraphsMode:
         """`on`, `off`, or `strict`: a shape that has no graph is an error."""
         return GRAPHS_WORD.convert(self["graphs"].value)
+
+    @property
+    def guard(self) -> GuardMode:
+        """What becomes of a shape whose ops depend on the sample."""
+        return GUARD_WORD.convert(self["guard"].value)
 
     @property
     def debug(self) -> bool:

@@ -16,6 +16,7 @@ from phonograph.graphs.planning.kinds import (
     COUNT,
     FOLDER,
     GRAPHS_WORD,
+    GUARD_WORD,
     LIMIT,
     NAMES,
     RATIO,
@@ -86,6 +87,11 @@ def _plan_settings() -> tuple[Setting[Value], ...]:
             "graphs", GRAPHS_WORD, "on", "a shape without a graph runs eagerly, with a counted reason",
             help="on: a batch without a graph runs eagerly; off: no phase has graphs; "
             "strict: a shape that has no graph is an error",
+        ),
+        Setting(
+            "guard", GUARD_WORD, "refuse", "a recording would freeze a value that changes from batch to batch",
+            help="a shape whose ops depend on the sample: refuse gives it no recording, report only says so, "
+            "off does not look",
         ),
         Setting(
             "debug", SWITCH, False, "graphs are replayed, not imitated",

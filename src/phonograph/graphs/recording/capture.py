@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from phonograph.devices import Device
+from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import fields_of
@@ -25,6 +26,7 @@ from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Body, Recording, WarmUp
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
+from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, following
 from phonograph.graphs.recording.outputs import OutputBuffers, Run
 from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
@@ -85,6 +87,7 @@ class Capture:
     trims: bool = True
     """Whether used and padded sizes may differ."""
     facts: FactRecorder | None = None
+    guard: GuardOptions = GuardOptions()
     _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
     _warmups: Warmups | None = None
     _settled: dict[ShapeKey, Settled] = field(default_factory=dict)
@@ -93,6 +96,7 @@ class Capture:
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
     _input_write: InputWriteError | None = None
     _trims: dict[RecordingGroup, Trimming] = field(default_factory=dict)
+    _findings: list[Finding] = field(default_factory=list)
     _warm_seconds: float = 0.0
     _views: list[View] = field(default_factory=list)
 
@@ -120,7 +124,7 @@ class Capture:
         if not recordings and self._warmups is not None:
             self._warmups.forget()
         seconds = self._warm_seconds + sum(row.seconds for row in rows)
-        report = CaptureReport(tuple(rows), self._warm_seconds, seconds)
+        report = CaptureReport(tuple(rows), self._warm_seconds, seconds, findings=tuple(self._findings))
         for row in report.failures:
             log.warning("%s", row.error)
         facts = self.facts.settled(self.device.torch_device.type) if self.facts is not None and recordings else None
@@ -145,11 +149,11 @@ class Capture:
                     f"{self._state.skipped_bytes:,}",
                 )
 
-    def _bind(self, key: ShapeKey, stage: Stage) -> _Bound:
+    def _bind(self, key: ShapeKey, stage: Stage, drawn: Drawn | None = None) -> _Bound:
         """Load a sample for the key."""
         padded = self.phase.padded(key.size)
-        extent = Extent(padded, padded)
-        sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
+        extent = Extent(padded, padded) if drawn is None else drawn.extent
+        sample = self.phase.sample_for(key, extent, _CAPTURE_SEED) if drawn is None else drawn.sample
         view = self._load(sample, extent)
         if self.phase.host_plan is not None:
             self.phase.host_plan(view.batch, extent)
@@ -196,6 +200,25 @@ class Capture:
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
             self.progress(f"warming {key}", index + 1, len(keys))
+        if self.guard.mode != "off":
+            self._guard_all(keys)
+
+    def _guard_all(self, keys: Sequence[ShapeKey]) -> None:
+        """Refuse or report shapes whose ops depend on the sample."""
+        guard = Guard(self.phase, self._trace, self.registry.measure, 3 if self.barrier is None else 1)
+        refused = guard.look(keys, self.guard, self._attempt, trims=self.trims)
+        self._findings = guard.findings
+        for key, difference in refused.items():
+            self._errors.setdefault(key, as_capture_error(difference.error(), key))
+
+    def _trace(self, key: ShapeKey, drawn: Drawn, trace: OpTrace) -> None:
+        """One rehearsal on a sample, whose ops are noted."""
+        with self._kept(key):
+            bound = self._bind(key, Stage.WARMING, drawn)
+            watching = self._state.watching() if self.phase.preserve is None else nullcontext()
+            now = following(trace, bound.now)
+            with entering(now), self._preserved(bound.batch), watching, trace.following():
+                self.backend.prepare(key, bound.body, WarmUp.REHEARSAL)
 
     def _attempt(self, key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
         """One step of a key that has not failed yet; ranks meet after it, whether it ran or not."""

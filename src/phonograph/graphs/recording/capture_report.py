@@ -10,6 +10,7 @@ from phonograph.devices.trace import raising_frame
 from phonograph.errors import CaptureError, PhonographError
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.selection import LeftOut
+from phonograph.graphs.recording.guarding import Finding
 
 _LOOK = "Run the body eagerly under a debugger; a call that no graph can hold needs @graph_break, backend='breakable'"
 
@@ -34,10 +35,18 @@ class CaptureReport:
     seconds: float
     left_out: tuple[LeftOut, ...] = ()
     """What the plan's bound had no room for."""
+    findings: tuple[Finding, ...] = ()
+    """Shapes whose ops depend on the sample; refused, unless they are only to be reported."""
 
     @property
     def failures(self) -> tuple[CaptureRow, ...]:
         return tuple(row for row in self.rows if row.error is not None)
+
+    @property
+    def reported(self) -> tuple[Finding, ...]:
+        """Findings whose shapes have a recording."""
+        made = {row.key for row in self.rows if row.error is None}
+        return tuple(one for one in self.findings if one.key in made)
 
     def __str__(self) -> str:
         lines = [f"{'recording':<28} {'graphs':>6} {'seconds':>9} {'bytes':>14}"]
@@ -47,6 +56,7 @@ class CaptureReport:
             else:
                 lines.append(f"{row.key!s:<28} failed: {row.error}")
         lines += [f"left out: {one}" for one in self.left_out]
+        lines += [f"recorded all the same: {one}" for one in self.reported]
         made = [row for row in self.rows if row.error is None]
         total = sum(row.num_bytes for row in made)
         lines.append(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from phonograph.graphs.inputs.fields import fetch
-from phonograph.graphs.phases.axes import all_products, described, named, spelled, stronger_products
+from phonograph.graphs.phases.axes import Values, all_products, described, named, spelled, stronger_products
 from phonograph.graphs.phases.decisions import Decision, Reason, RecordingGroup, Replay, RunEagerly, ShapeKey
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.phases.selection import Selection, absences_of
@@ -68,7 +69,26 @@ class Routes:
         wrong = [f"{axis.name}={value!r}" for axis, value in zip(axes, values, strict=True) if value not in axis.values]
         if wrong:
             return RunEagerly(Reason.FEATURE_NOT_CAPTURED, f"{wrong[0]} is no value of its axis")
-        product = named(axes, values)
+        return self._unserved(named(axes, values))
+
+    def each(self) -> Iterator[tuple[RecordingGroup, Callable[[int], Decision]]]:
+        """Every product, and what becomes of its batches by size."""
+        axes = self._phase.axes
+        for product in all_products(axes):
+            for absent in absences_of(self._phase):
+                yield (product, absent), partial(self._decide_for, product, absent)
+
+    def _decide_for(self, product: Values, absent: frozenset[str], used: int) -> Decision:
+        route = self._routes.get((spelled(self._phase.axes, product), absent))
+        if route is None:
+            return self._unserved(product)
+        return route[used] if used < len(route) else self.too_large(used, len(route) - 1)
+
+    def too_large(self, used: int, largest: int) -> RunEagerly:
+        """Why no recording holds a batch of this size."""
+        return RunEagerly(Reason.TOO_LARGE, f"{used} {self._phase.bucketed}, the largest bucket is {largest}")
+
+    def _unserved(self, product: Values) -> RunEagerly:
         left_out = next((str(one) for one in self._selection.left_out if one.product == product), "")
         detail = f"left out: {left_out}" if left_out else f"no recordings for {described(product)}"
         return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)

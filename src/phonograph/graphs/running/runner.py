@@ -16,8 +16,9 @@ from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.inputs.registry import LoadMode, Registry
 from phonograph.graphs.inputs.tree import Keep, TreePath, is_object, leaves
+from phonograph.graphs.phases.axes import PLAIN
 from phonograph.graphs.phases.context import Current, Stage, entering
-from phonograph.graphs.phases.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
+from phonograph.graphs.phases.decisions import Decision, Reason, RecordingGroup, Replay, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.phases.selection import Selection, select
 from phonograph.graphs.planning.resolve import PhasePlan
@@ -26,11 +27,12 @@ from phonograph.graphs.recording.backends import BACKENDS, DebugBackend, Recordi
 from phonograph.graphs.recording.capture import Capture, Captured
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.facts import WatchedFacts
+from phonograph.graphs.recording.guarding import GuardOptions
 from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
 from phonograph.graphs.recording.profiling import profiled
 from phonograph.graphs.recording.written_inputs import EagerWrites
 from phonograph.graphs.running.entries import Loaded, RecordingEntry
-from phonograph.graphs.running.explaining import explained
+from phonograph.graphs.running.explained import explained
 from phonograph.graphs.running.routes import Routes
 from phonograph.graphs.running.runner_options import FactsOption, Outputs, RunnerOptions, buckets_for
 from phonograph.graphs.running.stale import StaleWatch
@@ -108,6 +110,7 @@ class Runner:
             self.options.barrier,
             trims=self.buckets is not None and not self.buckets.exact,
             facts=self.stale.recorder(self.selection),
+            guard=GuardOptions(self.options.guard, self.options.guarded),
         )
 
     def refresh(self, progress: Progress | None = None) -> CaptureReport:
@@ -243,14 +246,24 @@ class Runner:
     def _decide(self, batch: Any, kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Decision:
         used = sizes[self.phase.bucketed]
         if self._routes is None:
-            return RunEagerly(Reason.DISABLED, f"the backend of {self.phase.name} is disabled")
+            return self._disabled()
         route = self._routes.only or self._routes.of(batch, kwargs)
         if route is None:
             return self._routes.refusal(batch)
         if used >= len(route):
-            return RunEagerly(Reason.TOO_LARGE, f"{used} {self.phase.bucketed}, the largest bucket is {len(route) - 1}")
+            return self._routes.too_large(used, len(route) - 1)
         decision = route[used]
         return (self._refusal(batch, decision.key, sizes) if isinstance(decision, Replay) else None) or decision
+
+    def decisions(self) -> Iterator[tuple[RecordingGroup, Callable[[int], Decision]]]:
+        """For every product, what becomes of its batches by size, as far as size and product decide."""
+        if self._routes is not None:
+            yield from self._routes.each()
+        else:
+            yield (PLAIN, frozenset()), lambda used: self._disabled()
+
+    def _disabled(self) -> RunEagerly:
+        return RunEagerly(Reason.DISABLED, f"the backend of {self.phase.name} is disabled")
 
     def _refusal(self, batch: Any, key: ShapeKey, sizes: Mapping[str, int]) -> RunEagerly | None:
         """Why the recording of its size can't serve a batch, or None if it can."""
@@ -341,7 +354,7 @@ class Runner:
                 if tail is not None:
                     result = tail(result, live.batch)
         if self.options.debug:
-            self.stats.count_eager(RunEagerly(Reason.DEBUG, f"the body runs in the place of {key}"))
+            self.stats.count_eager(RunEagerly(Reason.DEBUG, f"the body runs in the place of {key}"), phase.name)
         else:
             self.stats.count_replay(key, used[phase.bucketed])
         return self._owned(result, self._outputs.standing.kept if tail is None else self._kept_eagerly)
@@ -365,7 +378,7 @@ class Runner:
             writes.write_back()
             if phase.tail is not None and not phase.tail_captured:
                 result = phase.tail(result, view.batch)
-        self.stats.count_eager(decision)
+        self.stats.count_eager(decision, self.phase.name)
         # An eager body may hand back an input or its own state, which the next call changes.
         return self._owned(result, self._kept_eagerly)
 
@@ -393,6 +406,11 @@ class Runner:
 
     # -- explain ------------------------------------------------------------------------------------------
 
+    @property
+    def refused(self) -> Mapping[ShapeKey, RunEagerly]:
+        """The keys that have no recording, or one that is not trusted, and why."""
+        return self._refused
+
     def explain(self) -> str:
         """What is captured, how often each recording was replayed, and why calls ran eagerly."""
-        return explained(self, self._entries, self._refused)
+        return explained(self)

@@ -8,7 +8,9 @@ from typing import Literal
 
 from phonograph.errors import DeclarationError
 from phonograph.graphs.phases.buckets import Buckets
+from phonograph.graphs.planning.kinds import GuardMode
 from phonograph.graphs.planning.resolve import PhasePlan
+from phonograph.graphs.recording.guarding import GuardedSizes, GuardOptions
 
 Outputs = Literal["own", "view"]
 FactsOption = Literal["check", "verify", "off"]
@@ -31,6 +33,11 @@ class RunnerOptions:
     caller's own device tensors, and what must be made of other values is made anew for each call."""
     barrier: Callable[[], None] | None = None
     """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
+    guard: GuardMode = "refuse"
+    """What becomes of a shape whose ops depend on the sample: it gets no recording, or one and a finding; or nobody
+    looks."""
+    guarded: GuardedSizes = "all"
+    """Every recording, or the largest and the smallest of each product."""
     profile: str | None = None
     """A folder for traces of warm-ups and captures."""
     facts: FactsOption = "check"
@@ -45,6 +52,7 @@ class RunnerOptions:
             raise DeclarationError(f"facts is {self.facts!r}; expected 'check', 'verify' or 'off'.")
         if isinstance(self.ignore, str):
             raise DeclarationError(f"ignore={self.ignore!r} is one name. Write ignore=({self.ignore!r},).")
+        GuardOptions(self.guard, self.guarded)
 
 
 def buckets_for(plan: PhasePlan, bucketed: str) -> Buckets | None:

@@ -122,6 +122,10 @@ class Exposition:
         yield self._gauge("graph_capture_failures", "Buckets whose capture failed.", ["phase"], failed)
         left_out = [((p.name,), len(p.left_out)) for p in phases]
         yield self._gauge("graph_products_left_out", "Products with sizes left out by a bound.", ["phase"], left_out)
+        stated = [(p.name, p.coverage) for p in phases if p.coverage is not None]
+        covered = [((name,), found.covered / found.batches) for name, found in stated if found.batches]
+        text = "The share of admissible batches, by size and product, that has a graph."
+        yield self._gauge("graph_coverage", text, ["phase"], covered)
         # Every reason is there from the start: an alert on an increase needs the zero before it.
         eager = {(phase.name, reason.value): 0 for phase in phases for reason in Reason}
         eager |= {(phase.name, why.reason): why.calls for phase in phases for why in phase.eager}

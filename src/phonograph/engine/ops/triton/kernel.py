@@ -11,6 +11,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from phonograph.devices.op_trace import followers
+
 _ALIGNED = 16
 _MOST_FOUND = 4096
 _address, _dtype = torch.Tensor.data_ptr, attrgetter("dtype")
@@ -36,6 +38,9 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if followers:
+            for trace in followers:
+                trace.add_launch(self._function.__name__, grid, self._named(args, constants))
         if not self._is_quick:
             self._function[grid](*args, **constants)
             return
@@ -51,6 +56,9 @@ class Kernel:
         x, y, z = (*grid, 1, 1)[:3]
         stream = get_stream(device)
         run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *named)
+
+    def _named(self, args: tuple[Any, ...], constants: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._function.arg_names, args, strict=False)) | constants
 
     def _remember(self, key: tuple[Any, ...], compiled: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """What a launch passes on besides its grid, stream, addresses and numbers."""

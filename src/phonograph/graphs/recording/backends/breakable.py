@@ -67,6 +67,9 @@ class _Rehearsing:
         if not is_unshared(result) or _shares_memory(result, tensors):
             self.watch.hand_out(_name(function), result, lambda one: any(_is_same(one, other) for other in tensors))
         self.gaps.append(_GapSpec(_name(function), _described(result, tensors, _name(function)), objects))
+        on_gap = current().on_gap
+        if on_gap is not None:
+            on_gap(function, args, kwargs, result)
         if self._active:
             self._recorder.begin()
         return result

@@ -256,8 +256,11 @@ class PhaseCard {
     this.none = make("p", "muted", "None.");
     this.noBuckets = make("p", "muted", "Nothing is recorded.");
     this.failures = make("ul", "failures");
+    this.coverage = make("p", "muted");
+    this.gaps = make("ul", "failures");
     this.node.append(this.reasonsTitle, this.none, this.reasonsHolder);
-    this.node.append(make("h3", "", "Buckets"), this.noBuckets, this.tableHolder, this.failures, this.toggle);
+    this.node.append(make("h3", "", "Buckets"), this.coverage, this.gaps);
+    this.node.append(this.noBuckets, this.tableHolder, this.failures, this.toggle);
   }
 
   makeTable(phase) {
@@ -282,8 +285,20 @@ class PhaseCard {
       ["replayed", replays, `${count(replays)} replayed${replays + eager ? ` (${share(replays / (replays + eager))})` : ""}`],
       ["eager", eager, `${count(eager)} eager`],
     ]);
+    this.showCoverage(phase);
     this.showBuckets(phase);
     this.showReasons(phase);
+  }
+
+  /** Which batches that may come have a graph; null for a phase that serves no requests. */
+  showCoverage(phase) {
+    const found = phase.coverage;
+    this.coverage.hidden = !found;
+    const worst = found && found.worst_padded ? `; worst padding: ${found.worst_used} in ${found.worst_padded}` : "";
+    const products = found && found.products > 1 ? ` × ${found.products} products` : "";
+    const sizes = found ? `${phase.dim} ${found.smallest} to ${found.largest}${products}` : "";
+    write(this.coverage, found ? `${sizes}: ${count(found.covered)} of ${count(found.batches)} have a graph${worst}` : "");
+    sync(this.gaps, found ? found.gaps : [], (gap) => gap, () => make("li"), write);
   }
 
   /** The most replayed buckets and those that failed, or all of them; by size. */

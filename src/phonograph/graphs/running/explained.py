@@ -1,32 +1,29 @@
-"""Explanation of a runner: what is captured, how often each recording was replayed, and why calls ran eagerly."""
+"""Explained: a runner's recordings, counts and reasons, as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from phonograph.graphs.phases.decisions import Reason, RunEagerly, ShapeKey
-from phonograph.graphs.running.entries import RecordingEntry
+from phonograph.graphs.phases.decisions import Reason
 
 if TYPE_CHECKING:
     from phonograph.graphs.running.runner import Runner
 
 
-def explained(
-    runner: Runner, entries: Mapping[ShapeKey, RecordingEntry], refused: Mapping[ShapeKey, RunEagerly]
-) -> str:
-    """In lines, for people."""
-    stats = runner.stats
-    on = runner.device.torch_device.type if runner.plan.backend == "disabled" else runner.device.name
-    lines = [f"{runner.phase.name}: backend {runner.plan.backend} on {on}, {len(entries)} recordings"]
-    if entries:
+def explained(runner: Runner) -> str:
+    """What is captured, how often each recording was replayed, and why calls ran eagerly."""
+    stats, report, plan = runner.stats, runner.report, runner.plan
+    on = runner.device.torch_device.type if plan.backend == "disabled" else runner.device.name
+    lines = [f"{runner.phase.name}: backend {plan.backend} on {on}, {len(runner.captured)} recordings"]
+    if runner.captured:
         lines.append(f"  {'recording':<28} {'graphs':>6} {'replays':>9} {'padding':>8}")
-        for key, entry in sorted(entries.items(), key=lambda item: item[0].in_table_order):
-            num_graphs = len(entry.recording.graphs)
+        for key in sorted(runner.captured, key=lambda key: key.in_table_order):
+            num_graphs = len(runner.recording(key).graphs)
             lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
-    for row in runner.report.failures if runner.report else ():
+    for row in report.failures if report else ():
         lines.append(f"  {row.key} stays eager: {row.error}")
-    mistrusted = (one.detail for one in refused.values() if one.reason is Reason.MISTRUSTED)
+    lines += [f"  recorded all the same: {one}" for one in (report.reported if report else ())]
+    mistrusted = (one.detail for one in runner.refused.values() if one.reason is Reason.MISTRUSTED)
     lines += [f"  eager since then: {detail}" for detail in mistrusted]
     lines += [f"  left out: {one}" for one in (runner.selection.left_out if runner.selection else ())]
     lines += [f"  {key} is served by {other}" for key, other in runner.standing_in.items()]

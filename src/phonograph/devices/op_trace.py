@@ -1,0 +1,246 @@
+"""OpTrace: what a forward pass runs, op by op: its line, its plain arguments, and the memory that it touches.
+
+Two traces of one shape can be compared. Memory is numbered in the order in which it is met, so that what a pass makes
+has the same number in every run; memory that it did not make is kept alive until the trace is gone, so that its
+identity is not given to another.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from phonograph.devices.trace import is_users, tensors_in, watching_ops
+from phonograph.errors import Frame
+
+_OWN_DIR = str(Path(__file__).parent.parent) + os.sep
+_LAYER_DIRS = (_OWN_DIR + "devices" + os.sep, _OWN_DIR + "graphs" + os.sep)
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NO_MEMORY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNote:
+    """A tensor among an op's arguments or results."""
+
+    memory: int
+    """The number of its memory; -1 where it has none of its own (sparse, a wrapper)."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    form: tuple[Any, ...]
+    """Where in its memory it lies: offset and strides."""
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """An argument that is neither plain nor a tensor: only its kind can be compared."""
+
+    kind: type
+
+    def __str__(self) -> str:
+        return f"<{self.kind.__name__}>"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """One op, or one gap between two graphs."""
+
+    name: str
+    code: CodeType | None
+    line: int
+    arguments: tuple[tuple[str, Any], ...]
+    """Name and note of every argument that was given."""
+    results: tuple[Any, ...]
+
+    @property
+    def frame(self) -> Frame | None:
+        """The line that called it: the innermost that is neither torch's nor the graph layer's."""
+        return Frame(self.code.co_filename, self.line, self.code.co_name) if self.code is not None else None
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={described(note)}' for name, note in self.arguments)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Memory that the pass did not make."""
+
+    storage: torch.UntypedStorage
+    number: complex | None
+    """What it holds, where that is one number on the host."""
+
+
+@dataclass(eq=False)
+class OpTrace:
+    """The ops of one run, in order."""
+
+    ops: list[TracedOp] = field(default_factory=list)
+    outside: dict[int, Outside] = field(default_factory=dict)
+    """By number, the memory that was there before."""
+    find_names: Callable[[], Mapping[int, str]] | None = None
+    """Asked at the end of the run, if what that put in place is undone after it: by storage, what the user calls it."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _made: list[StorageWeakRef] = field(default_factory=list)
+    """A freed storage's address is not given to another while a weak reference is held."""
+    _paused: int = 0
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside, every op is noted."""
+        noted: list[tuple[Any, ...]] = []
+
+        def before(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            if not self._paused:
+                # An op that works in place may change the form of its argument.
+                named = zip(argument_names(func), args, strict=False)
+                noted.append(tuple((name, self.note(value)) for name, value in (*named, *kwargs.items())))
+
+        def after(func: Any, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
+            if not self._paused:
+                self.made(result)
+                code, line = _calling_line()
+                results = tuple(self.note(one) for one in tensors_in(result))
+                self.ops.append(TracedOp(op_name(func), code, line, noted.pop(), results))
+
+        followers.append(self)
+        try:
+            with watching_ops(before, after):
+                yield
+            if self.find_names is not None:
+                self.names = self.find_names()
+        finally:
+            followers.remove(self)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is noted: a gap, whose ops are in no graph."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def add_gap(self, name: str, arguments: Mapping[str, object], result: object) -> None:
+        """Note a gap that has run: its plain arguments are frozen as an op's are, and what it made is no constant."""
+        self.made(result)
+        code, line = _calling_line()
+        results = tuple(self.note(one) for one in tensors_in(result))
+        noted = tuple((at, self.note(value)) for at, value in arguments.items())
+        self.ops.append(TracedOp(f"gap {name}", code, line, noted, results))
+
+    def add_launch(self, name: str, grid: Sequence[int], arguments: Mapping[str, object]) -> None:
+        """Note a kernel that torch does not dispatch, by a launcher that knows its arguments' names."""
+        if not self._paused:
+            code, line = _calling_line(3)
+            noted = tuple((at, self.note(value)) for at, value in arguments.items())
+            self.ops.append(TracedOp(f"kernel {name}", code, line, (("grid", tuple(grid)), *noted), ()))
+
+    def made(self, result: object) -> None:
+        """Number memory that is met for the first time in a result: the pass has made it."""
+        for tensor in tensors_in(result):
+            storage = _storage_of(tensor)
+            if storage is not None and storage._cdata not in self._numbers:
+                self._numbers[storage._cdata] = len(self._numbers)
+                self._made.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+
+    def note(self, value: object) -> Any:
+        """What is compared of an argument."""
+        if isinstance(value, torch.Tensor):
+            return self._note_tensor(value)
+        if value is None or isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, list | tuple):
+            return tuple(map(self.note, value))
+        if isinstance(value, dict):
+            return tuple((key, self.note(one)) for key, one in value.items())
+        return Opaque(type(value))
+
+    def _note_tensor(self, tensor: torch.Tensor) -> TensorNote:
+        storage = _storage_of(tensor)
+        if storage is None:
+            return TensorNote(_NO_MEMORY, tuple(tensor.shape), tensor.dtype, ())
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            number = self._numbers[storage._cdata] = len(self._numbers)
+            self.outside[number] = Outside(storage, _number_in(tensor))
+        form = (tensor.storage_offset(), *tensor.stride())
+        return TensorNote(number, tuple(tensor.shape), tensor.dtype, form)
+
+
+followers: list[OpTrace] = []
+"""The traces that follow what runs now: launchers past torch's dispatcher tell them of their kernels."""
+
+
+def described(note: Any) -> str:
+    """A note of an argument, in a few characters."""
+    if isinstance(note, tuple):
+        return f"[{', '.join(map(described, note))}]"
+    return str(note) if isinstance(note, TensorNote | Opaque) else repr(note).removeprefix("torch.")
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None  # a wrapper around tensors that have memory
+
+
+def _number_in(tensor: torch.Tensor) -> complex | None:
+    """The number that a host tensor of one element holds: an op takes it as it takes a plain number."""
+    if tensor.numel() != 1 or tensor.device.type != "cpu" or tensor.dim() > 0:
+        return None
+    with torch.inference_mode():
+        alias = torch.empty(0, dtype=tensor.dtype)
+        found: complex = alias.set_(tensor.untyped_storage(), tensor.storage_offset(), (), ()).item()
+    return found
+
+
+_shown_names: dict[Any, str] = {}
+_argument_names: dict[Any, tuple[str, ...]] = {}
+_skipped_files: dict[str, bool] = {}
+
+
+def op_name(func: Any) -> str:
+    """As messages say it: `aten.mul.Tensor`."""
+    found = _shown_names.get(func)
+    if found is None:
+        found = _shown_names[func] = str(func).removesuffix(".default")
+    return found
+
+
+def argument_names(func: Any) -> tuple[str, ...]:
+    """What the schema calls an op's arguments."""
+    found = _argument_names.get(func)
+    if found is None:
+        found = _argument_names[func] = tuple(one.name for one in func._schema.arguments)
+    return found
+
+
+def _calling_line(depth: int = 2) -> tuple[CodeType | None, int]:
+    """The innermost line that is neither torch's nor the graph layer's; an engine's own bodies have lines too."""
+    frame = sys._getframe(depth)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        skipped = _skipped_files.get(file)
+        if skipped is None:
+            is_engines = file.startswith(_OWN_DIR) and not file.startswith(_LAYER_DIRS)
+            skipped = _skipped_files[file] = not (is_users(file) or is_engines)
+        if not skipped:
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, 0

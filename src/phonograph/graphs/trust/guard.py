@@ -1,0 +1,211 @@
+"""Guard on demand: whether the ops of a runner's shapes depend on their samples, and what a shape runs.
+
+Capture looks at the shapes that it records by itself; this looks again, at any of them, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from phonograph.devices.nodes import NodeList, keeping_nodes, node_difference, nodes_of
+from phonograph.devices.op_trace import OpTrace
+from phonograph.errors import VerifyError
+from phonograph.graphs.phases.context import Current, Stage, entering
+from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.recording.backends import BACKENDS, Backend, Recording, WarmUp
+from phonograph.graphs.recording.frozen_values import Difference
+from phonograph.graphs.recording.guarding import (
+    Drawn,
+    Finding,
+    Guard,
+    GuardedSizes,
+    GuardOptions,
+    drawn_for,
+    following,
+    guarded,
+)
+from phonograph.graphs.recording.memory_names import names_of_memory
+from phonograph.graphs.recording.python_state import PythonState
+from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
+from phonograph.graphs.recording.weight_caches import weights_uncached
+from phonograph.graphs.running.runner import Runner
+
+_MAX_STATE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class GuardReport:
+    """What was looked at, and what differs."""
+
+    keys: tuple[ShapeKey, ...]
+    findings: tuple[Finding, ...]
+    failures: tuple[str, ...] = ()
+    """Shapes that could not be looked at, and why."""
+    unseen: tuple[str, ...] = ()
+    """What could not be read of the nodes of graphs."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings and not self.failures
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def raise_if_failed(self) -> None:
+        """Raise with all that was found."""
+        if not self.ok:
+            raise VerifyError(str(self))
+
+    def __str__(self) -> str:
+        found = len(self.findings) + len(self.failures)
+        lines = [f"guard: {len(self.keys)} shapes run on several samples, {found} that differ or fail"]
+        lines += [f"  {one}" for one in (*self.findings, *self.failures)]
+        return "\n".join([*lines, *(f"  note: {one}" for one in self.unseen)])
+
+
+def guard(
+    runner: Runner, *, sizes: GuardedSizes = "all", keys: Sequence[ShapeKey] | None = None, nodes: bool = False
+) -> GuardReport:
+    """Run every recorded shape of a runner on different samples, and compare ops, scalars and memory.
+
+    Of all products the shapes of the given sizes, or just the given keys. With `nodes`, each is also recorded twice,
+    into memory of its own, and the graphs are compared node by node, as far as the device tells them. What the body
+    writes is put back.
+    """
+    asked = guarded(keys if keys is not None else runner.captured, sizes)
+    runs = _Runs(runner)
+    looking = Guard(runner.phase, runs.trace, runner.registry.measure)
+    failures: dict[ShapeKey, str] = {}
+    unseen: dict[str, None] = {}
+
+    def attempt(key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
+        if key not in failures:
+            try:
+                step(key)
+            except Exception as error:
+                failures[key] = f"{key}: {type(error).__name__}: {error}"
+
+    def compare_nodes(key: ShapeKey) -> None:
+        difference, not_read = runs.node_difference(key)
+        unseen.update(dict.fromkeys(not_read))
+        if difference is not None:
+            looking.findings.append(Finding(key, difference))
+
+    trims = runner.buckets is not None and not runner.buckets.exact
+    with torch.no_grad(), runner.pool.using(f"guarding {runner.phase.name}"), runs.restored():
+        looking.look(asked, GuardOptions(), attempt, trims=trims)
+        known = {finding.key for finding in looking.findings}
+        for key in asked if nodes else ():
+            if key not in known:
+                attempt(key, compare_nodes)
+    return GuardReport(tuple(asked), tuple(looking.findings), tuple(failures.values()), tuple(unseen))
+
+
+@dataclass(frozen=True)
+class BodyTrace:
+    """What one shape runs, op by op."""
+
+    key: ShapeKey
+    trace: OpTrace
+    names: dict[int, str]
+    """By number of its memory, what the user calls it."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.key}: {len(self.trace.ops)} ops"]
+        met: set[int] = set()
+        for op in self.trace.ops:
+            frame = f"  ({op.frame})" if op.frame is not None else ""
+            numbers = {note.memory for _, note in op.arguments if hasattr(note, "memory")}
+            read = sorted(self.names[number] for number in numbers - met if number in self.names)
+            met |= numbers
+            lines.append(f"  {op}{frame}{'  reads ' + ', '.join(read) if read else ''}")
+        return "\n".join(lines)
+
+
+def traced(runner: Runner, key: ShapeKey) -> BodyTrace:
+    """The ops of one shape with their lines, and the memory that they read by name."""
+    runs, drawn, trace = _Runs(runner), drawn_for(runner.phase, key), OpTrace()
+    with torch.no_grad(), runner.pool.using(f"tracing {runner.phase.name}"), runs.restored():
+        runs.trace(key, drawn, trace)
+    names = names_of_memory(runner.phase.code, [drawn.sample.batch, drawn.sample.kwargs])
+    names |= runs.slots
+    found = {number: names.get(outside.storage._cdata) for number, outside in trace.outside.items()}
+    return BodyTrace(key, trace, {number: name for number, name in found.items() if name is not None})
+
+
+@dataclass(eq=False)
+class _Runs:
+    """Rehearsals of a runner's body, whose effects are undone."""
+
+    runner: Runner
+    slots: dict[int, str] = field(default_factory=dict)
+    """By storage, the slots whose buffer it is."""
+    _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
+    _python: PythonState | None = None
+    _backend: Backend = field(init=False)
+
+    def __post_init__(self) -> None:
+        # One of its own: what a rehearsal of gaps notes is not for the backend that serves.
+        self._backend = BACKENDS[self.runner.plan.backend](self.runner.device, self.runner.memory)
+        if self.runner.phase.preserve is None:
+            self._python = PythonState(self.runner.phase.code)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        with generators_restored(self.runner.device):
+            try:
+                yield
+            finally:
+                self._state.restore()
+
+    def trace(self, key: ShapeKey, drawn: Drawn, trace: OpTrace) -> None:
+        """One rehearsal on a sample, whose ops are noted."""
+        with self._bound(drawn, Stage.WARMING) as (body, now), entering(following(trace, now)), trace.following():
+            self._backend.prepare(key, body, WarmUp.REHEARSAL)
+
+    def node_difference(self, key: ShapeKey) -> tuple[Difference | None, tuple[str, ...]]:
+        """How the graphs of two samples differ, and what could not be read of them."""
+        recordings = [self._recorded(key, drawn_for(self.runner.phase, key, seed)) for seed in (0, 1)]
+        try:
+            one, other = ([nodes_of(graph) for graph in recording.graphs] for recording in recordings)
+            pairs = zip_longest(one, other, fillvalue=NodeList(()))
+            found = next((text for ours, theirs in pairs if (text := node_difference(ours, theirs))), "")
+            unseen = tuple(text for part in (*one, *other) for text in part.unseen)
+            return (Difference("", None, found) if found else None), unseen
+        finally:
+            for recording in recordings:
+                recording.release()
+
+    def _recorded(self, key: ShapeKey, drawn: Drawn) -> Recording:
+        """A recording from a sample, in memory of its own: what it overlays is nobody else's."""
+        device = self.runner.device
+        backend = BACKENDS[self.runner.plan.backend](device, device.new_pool())
+        with self._bound(drawn, Stage.WARMING) as (body, now), entering(now):
+            backend.prepare(key, body, WarmUp.REHEARSAL)
+        with self._bound(drawn, Stage.CAPTURING) as (body, now), entering(now), keeping_nodes(device):
+            return backend.capture(key, body)
+
+    @contextmanager
+    def _bound(self, drawn: Drawn, stage: Stage) -> Iterator[tuple[Callable[[], Any], Current]]:
+        """The body on a loaded sample, and what is current while it runs; what it writes is saved."""
+        phase, registry, sample = self.runner.phase, self.runner.registry, drawn.sample
+        with self._python.kept() if self._python is not None else nullcontext():
+            view = registry.load(sample.batch, drawn.extent, kwargs=sample.kwargs, without=phase.without, anew=True)
+            for name, tensor in phase.inputs(view.batch, view.kwargs, phase.without).items():
+                self.slots.setdefault(tensor.untyped_storage()._cdata, f"slot {name}")
+            if phase.host_plan is not None:
+                phase.host_plan(view.batch, drawn.extent)
+
+            def body() -> Any:
+                with weights_uncached():
+                    return phase.forward(view.batch, view.kwargs)
+
+            watched = self._state.watching() if stage is Stage.WARMING else nullcontext()
+            with phase.preserve(sample.batch) if phase.preserve is not None else watched:
+                yield body, Current(phase.name, self._backend.name, stage, view.batch)
