@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,6 +219,17 @@ class OutputBuffers:
 
         return map_leaves(tree, put, self.standing.keep)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards the buffers hold what they held: a caller may still look at views of them."""
+        held = [(flat, flat.clone()) for flat in self._flats.values()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for flat, before in held:
+                    flat.copy_(before)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of the buffers."""
         storage = tensor.untyped_storage()._cdata
@@ -260,13 +272,6 @@ def is_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float | None =
     finite = other[other.isfinite()]  # an infinite scale would let everything pass
     scale = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
     return torch.allclose(one, other, rtol=near, atol=near * scale, equal_nan=True)
-
-
-def largest_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference between two values in one place."""
-    one, other = _computed_with(found), _computed_with(wanted)
-    wide = torch.complex128 if other.is_complex() else torch.float64
-    return float((one.to(wide) - other.to(wide)).abs().max().item())
 
 
 def _computed_with(tensor: torch.Tensor) -> torch.Tensor:

@@ -169,6 +169,13 @@ class Runner:
         self.report = None
         self._route()
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Trials inside leave no trace: buffers, outputs, the right to repeat and all counts are what they were."""
+        views = self.options.outputs == "view"
+        with self.registry.kept(), self._outputs.kept() if views else nullcontext():
+            yield
+
     def recording(self, key: ShapeKey) -> Recording:
         """The recording of a key that has one."""
         return self._entries[key].recording
