@@ -68,7 +68,7 @@ class PaddingWrites:
         sample, slots = self._trial.sample, self._trial.runner.phase.slots
         for slot in slots:
             if slot.pad is not None and slot.pad.null:
-                given = fetch(sample.batch, sample.beside, slot.path)
+                given = fetch(sample.batch, sample.kwargs, slot.path)
                 if given is not None and slot.pad.value in torch.as_tensor(given):
                     return True
         return False

@@ -13,7 +13,7 @@ from phonograph.errors import InputWriteError, VerifyError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import expose, fetch, fields_of
 from phonograph.graphs.inputs.registry import LoadMode
-from phonograph.graphs.inputs.tree import Path
+from phonograph.graphs.inputs.tree import TreePath
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.phase import Sample
@@ -35,7 +35,7 @@ T = TypeVar("T")
 class Result:
     """What one run gave, and what it left behind."""
 
-    outputs: Mapping[Path, Any]
+    outputs: Mapping[TreePath, Any]
     start: State
     """State before the run."""
     state: State
@@ -77,7 +77,7 @@ class Trial:
         self._python = python
         phase, unpadded = runner.phase, Extent(sizes, sizes)
         self.sample: Sample = phase.sample_for(self.served, unpadded, seed)
-        measured = runner.registry.measure(self.sample.batch, self.sample.beside)
+        measured = runner.registry.measure(self.sample.batch, self.sample.kwargs)
         self.extent = Extent(measured, phase.padded(key.size))
         self.unpadded = Extent(measured, measured)
         self.used = measured[phase.bucketed]
@@ -110,7 +110,7 @@ class Trial:
     def result_of(self, sample: Sample, *, instead: State | None = None, watching: Any = _NOTHING) -> Result:
         """What another sample gives without padding, after noise; `instead` is state that then takes its place."""
         self._reach(sample)
-        sizes = self.runner.registry.measure(sample.batch, sample.beside)
+        sizes = self.runner.registry.measure(sample.batch, sample.kwargs)
         return self._ran(Way(padded=False, noisy=True), sample, Extent(sizes, sizes), instead, watching)
 
     def rounded(self, way: Way, watching: AbstractContextManager[object]) -> Result:
@@ -122,16 +122,16 @@ class Trial:
         phase = self.runner.phase
         smallest = phase.padded(phase.smallest)
         sample = phase.sample_for(self.served, Extent(smallest, smallest), self.seed)
-        sizes = self.runner.registry.measure(sample.batch, sample.beside)
+        sizes = self.runner.registry.measure(sample.batch, sample.kwargs)
         values: dict[Any, Any] = {}
         for slot in phase.slots:
-            found = fetch(sample.batch, sample.beside, slot.path) if slot.compute is None else None
+            found = fetch(sample.batch, sample.kwargs, slot.path) if slot.compute is None else None
             if found is not None:
                 on = found.device if isinstance(found, torch.Tensor) else "cpu"
                 values[slot.path] = torch.full(slot.sizes(sizes), slot.filler, dtype=slot.dtype, device=on)
-        aside = {path: value for path, value in values.items() if path[0] in sample.beside}
+        aside = {path: value for path, value in values.items() if path[0] in sample.kwargs}
         within = {path: value for path, value in values.items() if path not in aside}
-        return Sample(expose(sample.batch, within), expose(dict(sample.beside), aside))
+        return Sample(expose(sample.batch, within), expose(dict(sample.kwargs), aside))
 
     def full_sample(self) -> Sample:
         """A batch that fills the bucket."""
@@ -194,7 +194,7 @@ class Trial:
 
     def _reach(self, sample: Sample) -> None:
         if self._python is not None:
-            self._python.reach([*fields_of(sample.batch), *sample.beside.values()])
+            self._python.reach([*fields_of(sample.batch), *sample.kwargs.values()])
 
     # -- runs ---------------------------------------------------------------------------------------------
 
@@ -225,14 +225,14 @@ class Trial:
             run = self._replay(way, sample, extent) if way.replay else self._eager(way, sample, extent, watching)
             return Result(run, start, {name: t.clone() for name, t in state.items()}, self._next_draw())
 
-    def _replay(self, way: Way, sample: Sample, extent: Extent) -> dict[Path, Any]:
+    def _replay(self, way: Way, sample: Sample, extent: Extent) -> dict[TreePath, Any]:
         runner, phase, key = self.runner, self.runner.phase, way.key if way.key is not None else self.key
-        given: dict[str, Any] = {"beside": sample.beside, "without": phase.without}
+        given: dict[str, Any] = {"kwargs": sample.kwargs, "without": phase.without}
         view = runner.registry.load(sample.batch, extent, **given, anew=True)
         runner.registry.poison_unread(extent, way.pattern)
         runner.memory.poison(way.pattern)
-        if phase.plan is not None:
-            phase.plan(view.batch, extent)
+        if phase.host_plan is not None:
+            phase.host_plan(view.batch, extent)
         live = runner.registry.live(sample.batch, extent, **given)
         with entering(Current(phase.name, runner.plan.backend, Stage.REPLAYING, live.batch)):
             runner.recording(key).replay()
@@ -240,23 +240,23 @@ class Trial:
 
     def _eager(
         self, way: Way, sample: Sample, extent: Extent, watching: AbstractContextManager[object]
-    ) -> dict[Path, Any]:
+    ) -> dict[TreePath, Any]:
         runner, phase = self.runner, self.runner.phase
         mode = LoadMode.GRAPH if way.padded else LoadMode.EAGER
         without = phase.without if way.padded else phase.eager_without
-        view = runner.registry.load(sample.batch, extent, mode=mode, beside=sample.beside, without=without, anew=True)
+        view = runner.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
         if way.padded:
             runner.registry.poison_unread(extent, way.pattern)
-        if phase.plan is not None:
-            phase.plan(view.batch, extent)
+        if phase.host_plan is not None:
+            phase.host_plan(view.batch, extent)
         live = view.batch
         if extent.is_padded:
-            live = runner.registry.live(sample.batch, extent, beside=sample.beside).batch
+            live = runner.registry.live(sample.batch, extent, kwargs=sample.kwargs).batch
         now = Current(phase.name, runner.plan.backend, Stage.EAGER, live)
         if isinstance(watching, _Watching):
-            now = watching.prepared(now, view.batch, view.beside, without)
+            now = watching.prepared(now, view.batch, view.kwargs, without)
         with entering(now), weights_uncached(), watching:
-            outputs = phase.forward(view.batch, view.beside)
+            outputs = phase.forward(view.batch, view.kwargs)
         if way.padded:
             outputs = runner.trim(self.key, outputs, extent.used)
         return runner.parts(outputs)
@@ -319,12 +319,12 @@ class _Watching:
         self._inputs: dict[str, torch.Tensor] = {}
         self._reads: ReadsOfLeftOut | None = None
 
-    def prepared(self, now: Current, batch: Any, beside: Mapping[str, Any], without: frozenset[str]) -> Current:
+    def prepared(self, now: Current, batch: Any, kwargs: Mapping[str, Any], without: frozenset[str]) -> Current:
         """Note the inputs of the run; returns what is current in it."""
         phase = self._trial.runner.phase
-        self._inputs = phase.inputs(batch, beside, without)
+        self._inputs = phase.inputs(batch, kwargs, without)
         if phase.without and without == phase.without:
-            given = phase.inputs(batch, beside, frozenset())
+            given = phase.inputs(batch, kwargs, frozenset())
             self._reads = ReadsOfLeftOut({name: given[name] for name in phase.without if name in given})
             return self._reads.current(now)
         return now
@@ -346,7 +346,7 @@ class _Watching:
 
 def same_memory(runner: Runner, sample: Sample) -> str:
     """The slots for which a sample has one tensor, in a sentence; empty where there are none."""
-    given = runner.phase.inputs(sample.batch, sample.beside, frozenset())
+    given = runner.phase.inputs(sample.batch, sample.kwargs, frozenset())
     places = {name: tensor.data_ptr() for name, tensor in given.items() if tensor.numel()}
     alike = [repr(name) for name, place in places.items() if list(places.values()).count(place) > 1]
     if not alike:

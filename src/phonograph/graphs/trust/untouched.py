@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -24,12 +24,11 @@ def untouched(runner: Runner) -> Iterator[None]:
 def _generators_kept(on: torch.device) -> Iterator[None]:
     """The generators of all devices, Python's and numpy's."""
     python, numpy = random.getstate(), np.random.get_state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that saving the state of many devices takes long
-        forked = torch.random.fork_rng([]) if on.type == "cpu" else torch.random.fork_rng(device_type=on.type)
-        try:
-            with forked:
-                yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    with ExitStack() as stack:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that saving the state of many devices takes long
+            forked = torch.random.fork_rng([]) if on.type == "cpu" else torch.random.fork_rng(device_type=on.type)
+            stack.enter_context(forked)
+        stack.callback(np.random.set_state, numpy)
+        stack.callback(random.setstate, python)
+        yield

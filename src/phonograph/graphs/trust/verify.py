@@ -150,11 +150,11 @@ class _Trials:
 
 def _check_arguments(batches: int, tolerance: float | None) -> None:
     if not is_whole(batches, 1):
-        raise DeclarationError(f"verify(batches={batches!r}) checks nothing. Give a whole number from 1 on.")
+        raise DeclarationError(f"verify(batches={batches!r}) has nothing to check. Give a whole number of at least 1.")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise DeclarationError(
-            f"verify(tolerance={tolerance!r}) tells no right output from a wrong one. Give a relative difference such "
-            "as 1e-3, or None."
+            f"verify(tolerance={tolerance!r}): expected a finite number of at least 0. Give a relative difference such "
+            "as 1e-3, or None for the dtype's own."
         )
 
 
