@@ -43,6 +43,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="copy the inputs of eager passes into buffers, as graphs need it, to tell wrong inputs from a wrong graph",
     )
     parser.add_argument(
+        "--verify",
+        choices=("fast", "all", "off"),
+        default="fast",
+        help="recordings that are checked against eager before the first request: a few of each phase, all, or none",
+    )
+    parser.add_argument(
         "--shadow-verify",
         type=float,
         default=0.0,
@@ -85,6 +91,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         prefix_cache=not args.no_prefix_cache,
         sampling=args.sampling,
         eager_copies=args.eager_copies,
+        verify=args.verify,
         shadow_verify=args.shadow_verify,
         shadow_dir=Path(args.shadow_dir) if args.shadow_dir else None,
         shadow_tokens=getattr(args, "log_prompts", False),

@@ -57,6 +57,11 @@ class PhaseStats(msgspec.Struct, frozen=True):
     """By path, `replay` or `eager`; empty where the executor does not time its passes."""
     left_out: tuple[str, ...] = ()
     """The recordings that the plan's bound has no room for, by product."""
+    verified: str = ""
+    """What was checked against eager before the first request; empty where nothing was."""
+    num_checks: int = 0
+    num_verified: int = 0
+    """Recordings that were checked."""
 
     @property
     def replays(self) -> int:
@@ -141,7 +146,19 @@ def phase_stats(name: str, runner: Runner, timed: Mapping[tuple[str, str], float
     eager = tuple(EagerStats(r.value, calls, stats.details[r]) for r, calls in stats.eager.most_common())
     seconds = {path: value for (phase, path), value in timed.items() if phase == name}
     left_out = tuple(map(str, runner.selection.left_out)) if runner.selection is not None else ()
-    return PhaseStats(name, runner.plan.backend, runner.phase.bucketed, tuple(recordings), eager, seconds, left_out)
+    verified = runner.verified
+    return PhaseStats(
+        name,
+        runner.plan.backend,
+        runner.phase.bucketed,
+        tuple(recordings),
+        eager,
+        seconds,
+        left_out,
+        verified.summary if verified is not None else "",
+        verified.num_checks if verified is not None else 0,
+        verified.num_recordings if verified is not None else 0,
+    )
 
 
 def _recording_stats(key: ShapeKey, stats: Stats, num_graphs: int, num_bytes: int, error: str) -> RecordingStats:

@@ -28,7 +28,7 @@ from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
 from phonograph.graphs.recording.profiling import profiled
 from phonograph.graphs.recording.written_inputs import EagerWrites
-from phonograph.graphs.running.entries import Loaded, RecordingEntry
+from phonograph.graphs.running.entries import Loaded, RecordingEntry, Verified
 from phonograph.graphs.running.routes import Routes
 from phonograph.graphs.running.runner_options import Outputs, RunnerOptions, buckets_for
 
@@ -64,9 +64,11 @@ class Runner:
         self.backend = DebugBackend(backend) if options.debug else backend
         self.stats = Stats()
         self.report: CaptureReport | None = None
+        self.verified: Verified | None = None
+        """What was checked of the recordings that there are, by whoever made them."""
         self.last: Decision | None = None
         """What the latest call ran."""
-        self._outputs = OutputBuffers(device.torch_device)
+        self.output_buffers = OutputBuffers(device.torch_device)
         self._entries: dict[ShapeKey, RecordingEntry] = {}
         self._refused: dict[ShapeKey, RunEagerly] = {}
         """Keys that have no recording, and why."""
@@ -98,7 +100,7 @@ class Runner:
             self.device,
             self.registry,
             self.backend,
-            self._outputs,
+            self.output_buffers,
             progress,
             self.options.collect_garbage,
             self.options.barrier,
@@ -146,7 +148,7 @@ class Runner:
         for key, recording in captured.recordings.items():
             trimming = captured.trimmings[key.group]
             padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
-            self._entries[key] = RecordingEntry(recording, padded, trimming, carried, self._outputs.standing.kept)
+            self._entries[key] = RecordingEntry(recording, padded, trimming, carried, self.output_buffers.standing.kept)
         for row in report.failures:
             self._refused[row.key] = RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {row.key} failed")
         self._route()
@@ -171,15 +173,8 @@ class Runner:
         self._entries.clear()
         self._refused.clear()
         self._loaded = None
-        self.report = None
+        self.report = self.verified = None
         self._route()
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Trials inside leave no trace: buffers, outputs, the right to repeat and all counts are what they were."""
-        views = self.options.outputs == "view"
-        with self.registry.kept(), self._outputs.kept() if views else nullcontext():
-            yield
 
     def mistrust(self, key: ShapeKey, why: str) -> None:
         """Give a recording back that was found wrong; its batches are served eagerly until the next capture."""
@@ -207,11 +202,11 @@ class Runner:
 
     def trim(self, key: ShapeKey, outputs: Any, used: Mapping[str, int]) -> Any:
         """The used rows of outputs that the body gave for the key's padded view."""
-        return trim(outputs, self._entries[key].axes, used, self._outputs.standing.kept)
+        return trim(outputs, self._entries[key].axes, used, self.output_buffers.standing.kept)
 
     def parts(self, outputs: Any) -> dict[TreePath, Any]:
         """Copies of the tensors in a body's outputs, and its plain values, by path."""
-        kept = self._outputs.standing.kept
+        kept = self.output_buffers.standing.kept
         return dict(leaves(own(outputs, kept), kept))
 
     @property
@@ -303,7 +298,7 @@ class Runner:
                 )
             loaded.recording.replay()
             self.stats.count_replay(loaded.key, loaded.used)
-            return self._owned(loaded.outputs, self._outputs.standing.kept)
+            return self._owned(loaded.outputs, self.output_buffers.standing.kept)
         finally:
             self.pool.in_use.release()
 
@@ -332,7 +327,7 @@ class Runner:
             self.stats.count_eager(RunEagerly(Reason.DEBUG, f"the body runs in the place of {key}"))
         else:
             self.stats.count_replay(key, used[phase.bucketed])
-        return self._owned(result, self._outputs.standing.kept if tail is None else self._kept_eagerly)
+        return self._owned(result, self.output_buffers.standing.kept if tail is None else self._kept_eagerly)
 
     def _eager(self, decision: RunEagerly, batch: Any, kwargs: Mapping[str, Any], used: dict[str, int]) -> Any:
         if self.options.strict:
@@ -371,7 +366,7 @@ class Runner:
         if not is_object(found):
             return None
         tensors = (leaf for _, leaf in leaves(found, path=path) if isinstance(leaf, torch.Tensor))
-        return None if any(self._outputs.holds(t) or self.registry.holds(t) for t in tensors) else found
+        return None if any(self.output_buffers.holds(t) or self.registry.holds(t) for t in tensors) else found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -395,6 +390,7 @@ class Runner:
             lines.append(f"  {row.key} stays eager: {row.error}")
         mistrusted = (one.detail for one in self._refused.values() if one.reason is Reason.MISTRUSTED)
         lines += [f"  eager since then: {detail}" for detail in mistrusted]
+        lines += [f"  verified: {self.verified.summary}"] if self.verified else []
         lines += [f"  left out: {one}" for one in (self.selection.left_out if self.selection else ())]
         lines += [f"  {key} is served by {other}" for key, other in self.standing_in.items()]
         lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")

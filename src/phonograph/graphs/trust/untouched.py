@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from phonograph.graphs.running.runner import Runner
 @contextmanager
 def untouched(runner: Runner) -> Iterator[None]:
     """Buffers, outputs that a caller may still look at, the right to repeat, counts, and every random generator."""
-    with runner.kept(), _generators_kept(runner.device.torch_device):
+    outputs = runner.output_buffers.kept() if runner.options.outputs == "view" else nullcontext()
+    with runner.registry.kept(), outputs, _generators_kept(runner.device.torch_device):
         yield
 
 

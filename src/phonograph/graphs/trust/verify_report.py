@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from phonograph.errors import VerifyError
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.running.entries import Verified
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class VerifyReport:
         looked_at = len({check.key for check in self.checks})
         of = f" of {self.num_recordings}" if self.num_recordings > looked_at else ""
         return f"{len(self.checks)} checks on {looked_at}{of} recordings, {len(self.failures)} failed"
+
+    @property
+    def verified(self) -> Verified:
+        """What the runner is told of it."""
+        return Verified(len(self.checks), len({check.key for check in self.checks}), self.summary)
 
     def table(self) -> str:
         """A line for each recording: its checks, how many batches, and what failed."""

@@ -120,6 +120,10 @@ class Exposition:
         yield self._gauge("graph_capture_failures", "Buckets whose capture failed.", ["phase"], failed)
         left_out = [((p.name,), len(p.left_out)) for p in phases]
         yield self._gauge("graph_products_left_out", "Products with sizes left out by a bound.", ["phase"], left_out)
+        checked = [((p.name,), p.num_verified) for p in phases]
+        yield self._gauge("graph_recordings_verified", "Recordings checked at start-up.", ["phase"], checked)
+        checks = [((p.name,), p.num_checks) for p in phases]
+        yield self._gauge("graph_verify_checks", "Checks at start-up, all passed.", ["phase"], checks)
         # Every reason is there from the start: an alert on an increase needs the zero before it.
         eager = {(phase.name, reason.value): 0 for phase in phases for reason in Reason}
         eager |= {(phase.name, why.reason): why.calls for phase in phases for why in phase.eager}
