@@ -18,9 +18,11 @@ from phonograph import (
     RunEagerly,
     RunnerOptions,
     Slot,
+    VerifyError,
     VerifyReport,
     current,
     graph_break,
+    graphed,
     verify,
 )
 from phonograph.graphs.trust.verify import verify_some
@@ -262,3 +264,31 @@ def test_a_table_has_a_line_for_each_recording(device: Device) -> None:
 def test_padding_with_a_null_row_may_be_any_pad() -> None:
     assert Pad.fill(0, null=True).null
     assert not Pad.fill(0).null
+
+
+# -- the front door ---------------------------------------------------------------------------------------
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0)
+
+
+def test_capture_verifies_where_it_is_told(device: Device) -> None:
+    slots = [Slot("x", ("seqs", WIDTH), torch.float32)]
+    right = graphed(lambda x: x * 2, slots=slots, bucketed="seqs", buckets=[4, 8], device=device)
+    right.capture(verify=True)
+    assert "verified: " in right.explain()
+    right.capture()
+    assert "verified: " not in right.explain()
+    wrong = graphed(halves, slots=slots, bucketed="seqs", buckets=[4, 8], device=device, verify=True)
+    with pytest.raises(VerifyError, match="unpadded"):
+        wrong.capture()
+    assert wrong.runner.captured == ()
+    equal(wrong(x=rows(device, 3)), halves(rows(device, 3)))
+    assert wrong.capture(verify=False).rows
+
+
+def test_a_smallest_size_can_be_declared_at_the_front_door(device: Device) -> None:
+    slots = [Slot("x", ("seqs", WIDTH), torch.float32)]
+    run = graphed(lambda x: two_best({"x": x}), slots=slots, bucketed="seqs", buckets=[2, 4], device=device, smallest=2)
+    run.capture(verify=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +17,16 @@ from phonograph.graphs.trust.rounding import Rounding
 from phonograph.graphs.trust.trial import Result, Trial, Way
 from phonograph.graphs.trust.verify_report import Check
 
-_REPLAY, _PADDED, _UNPADDED = Way(replay=True), Way(), Way(padded=False)
+_PADDED, _UNPADDED = Way(), Way(padded=False)
 _DRAWS = "Draw for the largest bucket and take the used rows, or pass the numbers in a slot"
 
 
 class Checks:
     """The checks of one trial."""
 
-    def __init__(self, trial: Trial, tolerance: float | None) -> None:
+    def __init__(self, trial: Trial, tolerance: float | None, *, poisons: bool = True) -> None:
         self._trial = trial
+        self._replay = Way(replay=True, poisons=poisons)
         self._tolerance = tolerance
         self._roundings: dict[Way, Rounding] = {}
         self._has_raised = False
@@ -74,7 +76,7 @@ class Checks:
     def _same_view(self) -> str:
         """The replay equals the eager run on the same padded view, in outputs and state."""
         self._trial.discover()
-        replayed, eager = self._trial.result(_REPLAY), self._trial.result(_PADDED)
+        replayed, eager = self._trial.result(self._replay), self._trial.result(_PADDED)
         tolerance = self._tolerance or 0.0
         allowed = self._allowed(_UNPADDED) if tolerance else None
         problem = _all_of(_outputs(replayed), _outputs(eager), tolerance, allowed)
@@ -83,7 +85,7 @@ class Checks:
     def _unpadded(self) -> str:
         """The replay is near the eager run without padding."""
         self._trial.discover()
-        replayed, eager = self._trial.result(_REPLAY), self._trial.result(_UNPADDED)
+        replayed, eager = self._trial.result(self._replay), self._trial.result(_UNPADDED)
         problem = _all_of(_outputs(replayed), _outputs(eager), self._tolerance, self._allowed(_UNPADDED))
         if problem and not torch.equal(eager.next_draw, self._trial.untouched_draw):
             problem += f"; the body draws random numbers, which may differ with padding. {_DRAWS}"
@@ -91,7 +93,7 @@ class Checks:
 
     def _draws(self) -> str:
         """After the replay and after the run without padding, the same random numbers come next."""
-        replayed, eager = self._trial.result(_REPLAY), self._trial.result(_UNPADDED)
+        replayed, eager = self._trial.result(self._replay), self._trial.result(_UNPADDED)
         if torch.equal(replayed.next_draw, eager.next_draw):
             return ""
         if not self._trial.extent.is_padded:
@@ -106,7 +108,7 @@ class Checks:
         self._trial.discover()
         noisy = self._trial.makes_noise
         way = Way(padded=False, noisy=noisy)
-        replayed, eager = self._trial.result(Way(replay=True, noisy=noisy)), self._trial.result(way)
+        replayed, eager = self._trial.result(replace(self._replay, noisy=noisy)), self._trial.result(way)
         allowed = self._allowed(way)
         problem = _all_of(_outputs(replayed), _outputs(eager), self._tolerance, allowed) if noisy else ""
         writes = PaddingWrites(self._trial, replayed, eager)
@@ -130,7 +132,7 @@ class Checks:
         trial.discover()
         is_recorded = trial.served in trial.runner.captured
         tolerance = 0.0 if is_recorded else self._tolerance or 0.0
-        found = trial.result(_REPLAY)
+        found = trial.result(self._replay)
         wanted = trial.result(Way(replay=True, key=trial.served) if is_recorded else _PADDED)
         further = [str(path) for path in found.outputs if path not in wanted.outputs]
         if further:

@@ -51,7 +51,9 @@ class Way:
     padded: bool = True
     replay: bool = False
     pattern: int = 1
-    """The poison in unread padding and in other recordings' memory."""
+    """The poison in unread padding."""
+    poisons: bool = True
+    """Whether the memory of other recordings gets poison too, which takes as long as there is memory."""
     noisy: bool = False
     """Whether state that was found begins with noise: what padding writes may be there already."""
     key: ShapeKey | None = None
@@ -230,7 +232,8 @@ class Trial:
         given: dict[str, Any] = {"kwargs": sample.kwargs, "without": phase.without}
         view = runner.registry.load(sample.batch, extent, **given, anew=True)
         runner.registry.poison_unread(extent, way.pattern)
-        runner.memory.poison(way.pattern)
+        if way.poisons:
+            runner.memory.poison(way.pattern)
         if phase.host_plan is not None:
             phase.host_plan(view.batch, extent)
         live = runner.registry.live(sample.batch, extent, **given)
