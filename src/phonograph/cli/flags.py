@@ -42,6 +42,24 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="copy the inputs of eager passes into buffers, as graphs need it, to tell wrong inputs from a wrong graph",
     )
+    _add_trust_flags(parser)
+    parser.add_argument(
+        "--attention",
+        choices=("triton", "flashinfer", "cpu", "reference"),
+        help="default: triton on a GPU, C++ on a CPU; flashinfer is for prompts, decode steps stay with triton",
+    )
+    parser.add_argument(
+        "--sampling",
+        choices=("model", "neutral"),
+        default="model",
+        help="where a temperature, top-k, top-p, min-p or repetition penalty that is left out comes from: "
+        "the model's generation_config.json or GGUF metadata, or values that change nothing",
+    )
+    graph_flags.add_flags(parser, PHASES)
+
+
+def _add_trust_flags(parser: argparse.ArgumentParser) -> None:
+    """How replays are checked, before the first request and in service."""
     parser.add_argument(
         "--verify",
         choices=("fast", "all", "off"),
@@ -57,19 +75,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "computed again, and its recording is given back",
     )
     parser.add_argument("--shadow-dir", help="keep batches that were computed wrongly here, at most 8 files and 1 GiB")
-    parser.add_argument(
-        "--attention",
-        choices=("triton", "flashinfer", "cpu", "reference"),
-        help="default: triton on a GPU, C++ on a CPU; flashinfer is for prompts, decode steps stay with triton",
-    )
-    parser.add_argument(
-        "--sampling",
-        choices=("model", "neutral"),
-        default="model",
-        help="where a temperature, top-k, top-p, min-p or repetition penalty that is left out comes from: "
-        "the model's generation_config.json or GGUF metadata, or values that change nothing",
-    )
-    graph_flags.add_flags(parser, PHASES)
 
 
 def arguments_from(args: argparse.Namespace) -> EngineArguments:
