@@ -93,6 +93,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_lookup_tokens: int
     prefix_hit_tokens: int
     phases: tuple[PhaseStats, ...]
+    shadow_checks: int = 0
+    """Steps that ran a second time, eagerly."""
+    shadow_mismatches: int = 0
+    """Those whose replay gave other bits."""
 
     @property
     def kv_use(self) -> float:
@@ -103,11 +107,14 @@ class EngineStats(msgspec.Struct, frozen=True):
 def engine_stats(core: EngineCore[Executor]) -> EngineStats:
     """Gather all figures; reads counters only, so it can be called between any two steps."""
     counts, limits, executor = core.scheduler.counts, core.scheduler.limits, core.executor
+    shadow = executor.shadow
     return EngineStats(
         clock=time.monotonic(),
         total_pages=limits.num_pages - 1,
         page_size=limits.page_size,
         phases=tuple(phase_stats(name, runner, executor.device_seconds) for name, runner in executor.runners.items()),
+        shadow_checks=shadow.num_checked if shadow is not None else 0,
+        shadow_mismatches=shadow.num_wrong if shadow is not None else 0,
         **_counted(counts),
     )
 

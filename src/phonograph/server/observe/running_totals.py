@@ -15,6 +15,8 @@ _COUNTERS = (
     "prefill_tokens",
     "generated_tokens",
     "preemptions",
+    "shadow_checks",
+    "shadow_mismatches",
     "prefix_lookup_tokens",
     "prefix_hit_tokens",
 )

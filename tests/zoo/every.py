@@ -1,0 +1,23 @@
+"""Every animal of the zoo: importing it fills the lists."""
+
+from __future__ import annotations
+
+import zoo.addresses
+import zoo.correct
+import zoo.correct_layers
+import zoo.correct_python
+import zoo.correct_surroundings
+import zoo.first_runs
+import zoo.gaps
+import zoo.host_reads
+import zoo.host_values
+import zoo.modes
+import zoo.on_gpu
+import zoo.padding
+import zoo.patches
+import zoo.phases
+import zoo.python_state
+import zoo.python_values  # noqa: F401 - importing keeps its animals
+from zoo.judge import BUGS, CORRECT
+
+__all__ = ["BUGS", "CORRECT"]

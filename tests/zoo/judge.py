@@ -1,0 +1,121 @@
+"""Judge: whether a bug was caught, and how; whether a correct model was served without an alarm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phonograph import Device, PhonographError, Reason
+from zoo.animals import Animal, Make, Mechanism, Served, difference, played_eagerly, played_through_graphs, verified
+
+_EXPECTED = {Reason.CAPTURE_FAILED, Reason.TOO_LARGE}
+"""Reasons of eager calls that are no finding: the first is told as a refusal."""
+
+BUGS: list[Animal] = []
+CORRECT: list[Animal] = []
+
+
+def bug(mechanism: Mechanism, **more: Any) -> Callable[[Make], Make]:
+    """Keep a model that has the bug of its docstring."""
+
+    def keep(make: Make) -> Make:
+        BUGS.append(Animal(make.__name__, _sentence(make), make, mechanism, **more))
+        return make
+
+    return keep
+
+
+def correct(**more: Any) -> Callable[[Make], Make]:
+    """Keep a model that is right, and unusual as its docstring says."""
+
+    def keep(make: Make) -> Make:
+        CORRECT.append(Animal(make.__name__, _sentence(make), make, **more))
+        return make
+
+    return keep
+
+
+def _sentence(make: Make) -> str:
+    return " ".join((make.__doc__ or "").split())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a bug."""
+
+    how: str
+    """refused, raised, eager, failed verify, harmless; or SILENT, CRASHED."""
+    told: str = ""
+    """What the product says about it; for a wrong result, what is wrong."""
+
+    @property
+    def is_caught(self) -> bool:
+        return self.how not in {"SILENT", "CRASHED"}
+
+    def __str__(self) -> str:
+        return f"{self.how}: {self.told}" if self.told else self.how
+
+
+def judge(animal: Animal, device: Device) -> Verdict:
+    """Play a bug eagerly and through graphs; wrong results are caught only if verify fails right after capture."""
+    wanted = played_eagerly(animal.make, device)
+    served, _ = played_through_graphs(animal.make, device)
+    crash = ""
+    if served.raised is not None and not isinstance(served.raised, PhonographError | type(wanted.raised)):
+        crash = f"{type(served.raised).__name__}: {served.raised}"
+    wrong = _wrong(served, wanted) or crash
+    refusals = "; ".join(str(row.error) for row in served.report.failures) if served.report else ""
+    if not wrong and refusals:
+        return Verdict("refused", refusals)
+    stale = "; ".join(told for reason, told in served.eager.items() if reason not in _EXPECTED)
+    if not wrong and stale:
+        return Verdict("eager", stale)
+    if served.raised is not None and not wrong:
+        return Verdict("raised", str(served.raised))
+    try:
+        report = verified(animal.make, device)
+    except Exception as error:
+        return Verdict("CRASHED", f"verify raised {type(error).__name__}: {error}")
+    if report is not None and not report.ok:
+        return Verdict("failed verify", str(report))
+    return Verdict("CRASHED" if crash else "SILENT", wrong) if wrong else Verdict("harmless")
+
+
+def _wrong(served: Served, wanted: Served) -> str:
+    """The first result that differs from that of the same call made eagerly, or the state after the last."""
+    for index, (found, expected) in enumerate(zip(served.results, wanted.results, strict=False)):
+        told = difference(found, expected, f"call {index + 1}")
+        if told:
+            return told
+    return "" if served.raised is not None else difference(served.state, wanted.state, "state")
+
+
+_ONE_LINE = {Mechanism.GUARD, Mechanism.STATE}
+"""Bugs that are one value's fault, so that a failed verify must say which line has it."""
+
+
+def names_it(animal: Animal, verdict: Verdict) -> bool:
+    """Whether what is told names the op or value, and the line where one is at fault."""
+    has_line = not animal.has_line or re.search(r"\w+\.py:\d+", verdict.told) is not None
+    if verdict.how == "failed verify":
+        return has_line or animal.mechanism not in _ONE_LINE
+    if verdict.how == "refused":
+        return has_line and re.search(animal.names, verdict.told) is not None
+    return verdict.how != "eager" or re.search(animal.names, verdict.told) is not None
+
+
+def alarm(animal: Animal, device: Device) -> str:
+    """What is wrong with how a correct model is served; empty where nothing is."""
+    wanted = played_eagerly(animal.make, device)
+    served, report = played_through_graphs(animal.make, device, verified=True)
+    if served.raised is not None or wanted.raised is not None:
+        return f"raised {served.raised or wanted.raised!r}"
+    if served.report is not None and served.report.failures:
+        return f"refused: {served.report.failures[0].error}"
+    if report is None or not report.ok or not report.checks:
+        return f"verify: {report}"
+    if served.eager or served.replays != len(served.results):
+        return f"eager: {dict(served.eager)}"
+    return _wrong(served, wanted)
