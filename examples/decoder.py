@@ -112,7 +112,7 @@ class Decoder(nn.Module):
 def slots(dim: str) -> list[Slot]:
     return [
         Slot("tokens", (dim,), torch.int64, pad=Pad.fill(0), valid=(0, VOCAB - 1)),
-        Slot("rows", (dim,), torch.int64, pad=Pad.fill(0), valid=(0, MAX_SEQS)),
+        Slot("rows", (dim,), torch.int64, pad=Pad.fill(0, null=True), valid=(0, MAX_SEQS)),
         Slot("positions", (dim,), torch.int64, pad=Pad.fill(0), valid=(0, MAX_LEN - 1)),
     ]
 

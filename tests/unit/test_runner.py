@@ -725,11 +725,13 @@ class TestRepeat:
         runner._eager(RunEagerly(Reason.DISABLED, "test"), {"x": rows(device, 2)}, {}, {"seqs": 2})
         assert not runner.can_repeat
 
-    def test_verify_ends_it(self, device: Device) -> None:
+    def test_verify_leaves_it(self, device: Device) -> None:
         runner, _ = self.counting(device)
-        runner.run({"x": rows(device, 3)})
+        x = rows(device, 3)
+        runner.run({"x": x})
         verify(runner, batches=1)
-        assert not runner.can_repeat
+        assert runner.can_repeat
+        equal(runner.repeat(), 2 * x)
 
     def test_what_ran_last_is_told(self, device: Device) -> None:
         runner, _ = self.counting(device)

@@ -42,15 +42,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="copy the inputs of eager passes into buffers, as graphs need it, to tell wrong inputs from a wrong graph",
     )
-    parser.add_argument(
-        "--shadow-verify",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="run this share of the steps a second time, eagerly; a replay that gave other bits reaches nobody, is "
-        "computed again, and its recording is given back",
-    )
-    parser.add_argument("--shadow-dir", help="keep batches that were computed wrongly here, at most 8 files and 1 GiB")
+    _add_trust_flags(parser)
     parser.add_argument(
         "--attention",
         choices=("triton", "flashinfer", "cpu", "reference"),
@@ -64,6 +56,25 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
     graph_flags.add_flags(parser, PHASES)
+
+
+def _add_trust_flags(parser: argparse.ArgumentParser) -> None:
+    """How replays are checked, before the first request and in service."""
+    parser.add_argument(
+        "--verify",
+        choices=("fast", "all", "off"),
+        default="fast",
+        help="recordings that are checked against eager before the first request: a few of each phase, all, or none",
+    )
+    parser.add_argument(
+        "--shadow-verify",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="run this share of the steps a second time, eagerly; a replay that gave other bits reaches nobody, is "
+        "computed again, and its recording is given back",
+    )
+    parser.add_argument("--shadow-dir", help="keep batches that were computed wrongly here, at most 8 files and 1 GiB")
 
 
 def arguments_from(args: argparse.Namespace) -> EngineArguments:
@@ -85,6 +96,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         prefix_cache=not args.no_prefix_cache,
         sampling=args.sampling,
         eager_copies=args.eager_copies,
+        verify=args.verify,
         shadow_verify=args.shadow_verify,
         shadow_dir=Path(args.shadow_dir) if args.shadow_dir else None,
         shadow_tokens=getattr(args, "log_prompts", False),

@@ -7,10 +7,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from phonograph.cli import bench, chat, explain, generate, serve
+from phonograph.cli import bench, chat, explain, generate, serve, verify
 from phonograph.errors import PhonographError
 
-COMMANDS = {"generate": generate, "chat": chat, "serve": serve, "explain": explain, "bench": bench}
+COMMANDS = {
+    "generate": generate,
+    "chat": chat,
+    "serve": serve,
+    "explain": explain,
+    "verify": verify,
+    "bench": bench,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

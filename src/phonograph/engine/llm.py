@@ -26,6 +26,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
+from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts
 from phonograph.engine.models.value_range import value_range
@@ -161,6 +162,9 @@ class LLM:
         self.reports = self.executor.capture(progress)
         if self.plan.graphs == "strict":
             self.executor.refuse_gaps()
+        self.verified = verify_recordings(self.executor, options.verify, self.reports, progress)
+        """What was checked before the first request, by phase."""
+        refuse_failures(self.verified)
         self.prefix_sharing = prefix_sharing(options.prefix_cache, [column.name for column in loaded.columns])
         scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None

@@ -17,6 +17,8 @@ KernelsName = Literal["reference", "cpu", "triton"]
 """In torch's ops, in C++, or in Triton."""
 AttentionName = Literal[KernelsName, "flashinfer"]
 """As for kernels; or FlashInfer for prompts, which it plans on the host, and Triton for decode steps."""
+VerifyMode = Literal["fast", "all", "off"]
+"""A few recordings of each phase and product of axes, every recording, or none."""
 SamplingSource = Literal["model", "neutral"]
 """What the model's publishers recommend, or values that change nothing."""
 
@@ -52,6 +54,8 @@ class EngineOptions:
     eager_copies: bool = False
     """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
 
+    verify: VerifyMode = "fast"
+    """Which recordings are checked against eager before the first request; a failure refuses to start."""
     shadow_verify: float = 0.0
     """The share of steps that run a second time, eagerly; a replay that gave other bits reaches nobody."""
     shadow_dir: Path | None = None
@@ -67,9 +71,14 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None:
                 expect_whole(name, value, PlanError, least=1)
-        for name, names in (("attention", AttentionName), ("kernels", KernelsName), ("sampling", SamplingSource)):
+        for name, names, is_optional in (
+            ("attention", AttentionName, True),
+            ("kernels", KernelsName, True),
+            ("sampling", SamplingSource, False),
+            ("verify", VerifyMode, False),
+        ):
             known = get_args(names)
-            if getattr(self, name) not in (known if name == "sampling" else (None, *known)):
+            if getattr(self, name) not in ((None, *known) if is_optional else known):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
         for name, dtype in (("dtype", self.dtype), ("residual_dtype", self.residual_dtype)):
             if dtype not in (None, *DTYPES):

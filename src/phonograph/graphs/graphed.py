@@ -14,14 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from phonograph.devices import Device, open_device
-from phonograph.errors import DeclarationError
+from phonograph.errors import DeclarationError, VerifyError
 from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.fields import path_of
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.inputs.slot import Slot
-from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.buckets import Buckets
-from phonograph.graphs.phases.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
+from phonograph.graphs.phases.decisions import Decision, Stats
 from phonograph.graphs.phases.live_arguments import Live
 from phonograph.graphs.phases.phase import Admission, Phase, Preserve, SampleFunction, sample_from
 from phonograph.graphs.planning.kinds import GuardMode, unknown
@@ -33,6 +32,7 @@ from phonograph.graphs.recording.backends import BACKENDS
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.modules import ModuleCall
+from phonograph.graphs.running.other_arguments import OtherArguments, unchanged_hooks
 from phonograph.graphs.running.runner import FactsOption, Outputs, Runner, RunnerOptions
 from phonograph.graphs.trust.verify import VerifyReport, verify
 
@@ -43,7 +43,14 @@ class Graphed:
     """A callable whose calls are replays where a recording fits. Made by `graphed`."""
 
     def __init__(
-        self, function: Callable[..., Any], runner: Runner, plan: Plan, phase: str, signature: inspect.Signature
+        self,
+        function: Callable[..., Any],
+        runner: Runner,
+        plan: Plan,
+        phase: str,
+        signature: inspect.Signature,
+        *,
+        verifies: bool = False,
     ) -> None:
         self._function = function
         self._phase = phase
@@ -55,6 +62,7 @@ class Graphed:
             if slot.path[0] in signature.parameters and _has_value(signature.parameters[slot.path[0]])
         }
         self.runner = runner
+        self._verifies = verifies
         self.plan = plan
         """The resolved settings of the phase, each with its reason."""
         functools.update_wrapper(self, function, updated=())
@@ -62,9 +70,19 @@ class Graphed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.runner.run(self._arguments(args, kwargs))
 
-    def capture(self, progress: Progress | None = None) -> CaptureReport:
-        """Record every bucket."""
-        return self.runner.capture(progress)
+    def capture(self, progress: Progress | None = None, *, verify: bool | None = None) -> CaptureReport:
+        """Record every bucket; with `verify`, check them all too, and raise where a replay is wrong.
+
+        Calls then run eagerly. The default is what `graphed` was told.
+        """
+        report = self.runner.capture(progress)
+        if self._verifies if verify is None else verify:
+            try:
+                self.verify().raise_if_failed()
+            except VerifyError:
+                self.release()
+                raise
+        return report
 
     def decide(self, *args: Any, **kwargs: Any) -> Decision:
         """What a call with these arguments would run."""
@@ -85,7 +103,9 @@ class Graphed:
 
     def verify(self, *, batches: int = 2, seed: int = 0, tolerance: float | None = None) -> VerifyReport:
         """Check every recording on random valid batches."""
-        return verify(self.runner, batches=batches, seed=seed, tolerance=tolerance)
+        report = verify(self.runner, batches=batches, seed=seed, tolerance=tolerance)
+        self.runner.verified = report.verified
+        return report
 
     @property
     def stats(self) -> Stats:
@@ -193,6 +213,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     facts: FactsOption = "check",
     ignore: Collection[str] = (),
     guard: GuardMode | None = None,
+    smallest: int = 1,
+    verify: bool = False,
 ) -> Graphed:
     """Serve calls of a function or module by recorded graphs.
 
@@ -203,7 +225,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     Capture can't see an `is` test: don't ask whether a live argument is None outside of a gap. A `tail` takes the used
     rows of the function's outputs and the live arguments, and is recorded only with `tail_captured`. `phase` picks the
     defaults of the plan (`full` for decode, `breakable` for prefill). Functions that are given one `pool` share input
-    buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`.
+    buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`, which with
+    `verify` also checks every recording. Batches of fewer rows than `smallest` are not tried, and run eagerly.
 
     The other choices are those of `Phase` (sample, host_plan, preserve, admission, adopt, without, eager_without), of
     the plan (backend, max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
@@ -227,7 +250,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     resolved = resolve(_asks(phase, buckets, asked), facts_of(on), [KNOWN_PHASES[phase]])
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
-    others = _Others(signature, slots, lives := _lives(signature, slots, live, _name_of(function)))
+    lives = _lives(signature, slots, live, _name_of(function))
+    others = OtherArguments(signature, slots, lives)
     declared = Phase(
         name=_name_of(function),
         slots=tuple(slots),
@@ -235,11 +259,12 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         body=lambda batch: call(**batch),
         sample=sample if sample is not None else sample_from(slots, on.torch_device),
         dims=(dims,) if isinstance(dims, Dim) else tuple(dims),
+        smallest=smallest,
         tail=tail,
         tail_captured=tail_captured,
         host_plan=host_plan,
         preserve=preserve,
-        admission=[others.admit, *([call.admit] if isinstance(call, ModuleCall) else ()), *admission],
+        admission=[others.admit, *([unchanged_hooks(call)] if isinstance(call, ModuleCall) else ()), *admission],
         without=frozenset(_all_of(str, without, "without")),
         eager_without=frozenset(_all_of(str, eager_without, "eager_without")),
         adopt=adopt or {},
@@ -259,7 +284,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     )
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
     others.carried = weakref.WeakMethod(runner.carried)
-    return Graphed(function, runner, resolved, phase, signature)
+    return Graphed(function, runner, resolved, phase, signature, verifies=verify)
 
 
 def _asks(phase: str, buckets: Buckets, asked: Mapping[str, tuple[str, Any]]) -> list[Ask]:
@@ -295,39 +320,6 @@ def _all_of(kind: type[T], given: Collection[T], argument: str) -> tuple[T, ...]
 
 def _has_value(parameter: inspect.Parameter) -> bool:
     return parameter.default is not None and parameter.default is not inspect.Parameter.empty
-
-
-class _Others:
-    """Arguments, and fields of arguments, that are not slots: a recording has their values frozen in, so a call with
-    other values runs eagerly.
-
-    Only those named `live`, which a recording can't read, may change.
-    """
-
-    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[Live]) -> None:
-        self._left_out = {slot.path for slot in slots} | {one.path for one in live}
-        self._whole = {path[0] for path in self._left_out if len(path) == 1}
-        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-        given = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
-        self._defaults = snapshots_without(given, self._left_out)
-        self.carried: Callable[[], Callable[[ShapeKey], Mapping[str, Any]] | None] = lambda: None
-        """A weak reference to the runner's method: the runner holds this."""
-
-    def admit(self, batch: dict[str, Any], key: ShapeKey) -> RunEagerly | None:
-        """Refuse a replay that would not see an argument."""
-        carried_by = self.carried()
-        if carried_by is None:
-            return None
-        carried = carried_by(key)
-        if not carried and batch.keys() <= self._whole:
-            return None  # nothing but defaults, then and now
-        given = self._defaults | snapshots_without(batch, self._left_out)
-        recorded = {**self._defaults, **carried}
-        for name in given.keys() | recorded.keys():
-            if name not in given or name not in recorded or given[name] != recorded[name]:
-                detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
-                return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
-        return None
 
 
 def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: str) -> None:

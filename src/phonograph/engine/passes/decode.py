@@ -63,7 +63,7 @@ class DecodeBody:
 
 def rows_slot(limits: Limits) -> Slot:
     """The rows of a batch, as the one input that a decode has."""
-    return Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_seqs))
+    return Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0, null=True), valid=(0, limits.max_seqs))
 
 
 def sample_rows(parts: PassParts, extent: Extent, seed: int) -> DecodeBatch:

@@ -224,7 +224,7 @@ def prefill_pass(
         bucketed="tokens",
         slots=[
             Slot("tokens", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, parts.model.config.vocab - 1)),
-            Slot("rows", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_seqs)),
+            Slot("rows", ("tokens",), torch.int64, pad=Pad.fill(0, null=True), valid=(0, limits.max_seqs)),
             Slot("positions", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.num_positions - 1)),
             Slot("decoding", ("tokens",), torch.bool, pad=Pad.fill(False)),
             Slot("ends", ("sampled",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_tokens - 1)),

@@ -5,7 +5,7 @@ Whatever was in these rows and pages comes back afterwards: a check may run betw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -40,17 +40,24 @@ class Trials:
         """Pages that a row of the tables has."""
 
     @contextmanager
-    def running(self, batch: Any) -> Iterator[None]:
-        """Put random sequences into the rows; afterwards they hold what they held."""
+    def running(self, batch: Any) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Put random sequences into the rows; afterwards they hold what they held.
+
+        Yields what live rows may read of that: all but the null page and the null row.
+        """
         pages = [part[:, : self.num_rows + 2] for part in self._parts]
         held = [tensor.clone() for tensor in pages]
         with self._tables.kept(self.num_rows):
             self._fill(pages)
             try:
-                yield
+                yield self._live(pages)
             finally:
                 for tensor, before in zip(pages, held, strict=True):
                     tensor.copy_(before)
+
+    def _live(self, pages: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        live = {f"KV cache {number}": part[:, 1:] for number, part in enumerate(pages)}
+        return live | {f"column {name}": rows for name, rows in self._tables.live_rows(self.num_rows).items()}
 
     def _fill(self, pages: Sequence[torch.Tensor]) -> None:
         noises, values = self._random

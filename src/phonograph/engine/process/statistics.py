@@ -76,6 +76,11 @@ class PhaseStats(msgspec.Struct, frozen=True):
     """The recordings that the plan's bound has no room for, by product."""
     coverage: CoverageStats | None = None
     """None for a phase that serves no requests."""
+    verified: str = ""
+    """What was checked against eager before the first request; empty where nothing was."""
+    num_checks: int = 0
+    num_verified: int = 0
+    """Recordings that were checked."""
 
     @property
     def replays(self) -> int:
@@ -173,8 +178,20 @@ def phase_stats(
     seconds = {path: value for (phase, path), value in timed.items() if phase == name}
     left_out = tuple(map(str, runner.selection.left_out)) if runner.selection is not None else ()
     stated = _coverage_stats(covered) if covered is not None else None
-    dim, made = runner.phase.bucketed, tuple(recordings)
-    return PhaseStats(name, runner.plan.backend, dim, made, eager, seconds, left_out, stated)
+    verified = runner.verified
+    return PhaseStats(
+        name,
+        runner.plan.backend,
+        runner.phase.bucketed,
+        tuple(recordings),
+        eager,
+        seconds,
+        left_out,
+        stated,
+        verified.summary if verified is not None else "",
+        verified.num_checks if verified is not None else 0,
+        verified.num_recordings if verified is not None else 0,
+    )
 
 
 def _coverage_stats(covered: Coverage) -> CoverageStats:

@@ -222,6 +222,10 @@ class RequestTables:
             for tensor, before in zip(rows, held, strict=True):
                 tensor.copy_(before)
 
+    def live_rows(self, count: int) -> dict[str, torch.Tensor]:
+        """The first `count` rows of every column that there is, without the null row."""
+        return {name: tensor[1 : count + 1] for name, tensor in self._tensors.items()}
+
     def trial_values(self, trial: TrialRows) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parts of the tensors that there are, and values on the device to copy there for trial runs."""
         found = []

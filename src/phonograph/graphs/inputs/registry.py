@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -306,6 +307,27 @@ class Registry:
                 load.take(fit, own)
             else:
                 load.take_computed(fit, full, value)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Loads inside are undone: graphs' buffers hold what they held, and nobody counts a load."""
+        memory = [*(lease.allocation for lease in self._leases), *self._adopted.values()]
+        held, counts = [tensor.clone() for tensor in memory], [lease.loads.count for lease in self._leases]
+        pool, not_live, issued = self._pool, self._not_live, replace(self.counts)
+        totals = (pool.num_loads, pool.num_adopted_loads) if pool is not None else (0, 0)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(memory, held, strict=True):
+                    tensor.copy_(before)
+            for lease, count in zip(self._leases, counts, strict=True):
+                lease.loads.count = count
+            if pool is not None:
+                pool.num_loads, pool.num_adopted_loads = totals
+            self._not_live = not_live
+            for name, value in vars(issued).items():
+                setattr(self.counts, name, value)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a buffer, of graphs or of the eager path, that the next load overwrites."""

@@ -29,8 +29,12 @@ class Pad:
 
     value: Number | None
     because: str = ""
+    null: bool = False
+    """Whether the value names a place that nobody uses, a null row or page: padded rows may write there."""
 
     def __post_init__(self) -> None:
+        if self.null and self.value is None:
+            raise DeclarationError("a pad without a value names no null row. Write Pad.fill(value, null=True).")
         if self.value is None and not self.because:
             raise DeclarationError(
                 "declaring a pad: it has neither a value nor a reason. Write Pad.fill(value), or, if nothing reads "
@@ -38,9 +42,13 @@ class Pad:
             )
 
     @staticmethod
-    def fill(value: Number, because: str = "") -> Pad:
-        """Every load writes this value into the padding; one outside the slot's legal range needs a reason."""
-        return Pad(value, because)
+    def fill(value: Number, because: str = "", *, null: bool = False) -> Pad:
+        """Every load writes this value into the padding; one outside the slot's legal range needs a reason.
+
+        With `null` it names a row or page that no live row uses, such as row 0 of a KV cache: what padded rows write
+        there is no state. `verify` fails where padding writes anywhere else.
+        """
+        return Pad(value, because, null)
 
     @staticmethod
     def unread(because: str) -> Pad:

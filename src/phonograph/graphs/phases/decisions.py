@@ -20,6 +20,7 @@ class Reason(Enum):
 
     DISABLED = "disabled"
     TOO_LARGE = "too large"
+    TOO_SMALL = "too small"
     OVER_PADDED = "over-padded"
     NOT_CAPTURED = "not captured"
     CAPTURE_FAILED = "capture failed"

@@ -18,11 +18,13 @@ from phonograph.graphs.phases.axes import Axis, check_axes, described, named, sp
 from phonograph.graphs.phases.context import Stage, current
 from phonograph.graphs.phases.decisions import RunEagerly, ShapeKey
 from phonograph.graphs.phases.live_arguments import Live, hidden, refuse_returned
+from phonograph.numbers import is_whole
 
 SampleFunction = Callable[[Extent, int], Any]
 """Takes an extent and a seed; returns a random valid batch, or a `Sample`."""
-Preserve = Callable[[Any], AbstractContextManager[None]]
-"""Takes a batch; saves the state that running it touches, and restores it at the end."""
+Preserve = Callable[[Any], AbstractContextManager[Any]]
+"""Takes a batch; saves the state that running it touches, and restores it at the end. It may yield the part of that
+state which live rows may read, as tensors by name: `verify` compares that, and leaves null rows out of it."""
 Admission = Callable[[Any, ShapeKey], RunEagerly | None]
 """Takes the batch and the recording that would serve it; returns why it must not, or None."""
 
@@ -47,6 +49,8 @@ class Phase:
     """Takes the view and the keyword arguments of the call; this is what is recorded."""
     sample: SampleFunction
     dims: Sequence[Dim] = ()
+    smallest: int = 1
+    """The smallest size of the bucketed dim that a batch may have; a smaller one runs eagerly."""
     host_plan: Callable[[Any, Extent], None] | None = None
     """Host work between load and replay, outside the graph; takes the view and the extent."""
     tail: Callable[[Any, Any], Any] | None = None
@@ -77,6 +81,10 @@ class Phase:
         check_slots(self.slots)
         check_dims(self.all_dims, self.bucketed)
         check_axes(self.axes, self.products, self.name)
+        if not is_whole(self.smallest, 1):
+            raise DeclarationError(
+                f"phase {self.name!r}: smallest is {self.smallest!r}. Give a whole number from 1 on."
+            )
         names = {slot.name for slot in self.slots}
         unknown = (self.without | self.eager_without) - names
         if unknown:

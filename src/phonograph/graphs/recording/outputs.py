@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,6 +218,17 @@ class OutputBuffers:
             return view
 
         return map_leaves(tree, put, self.standing.keep)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards the buffers hold what they held: a caller may still look at views of them."""
+        held = [(flat, flat.clone()) for flat in self._flats.values()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for flat, before in held:
+                    flat.copy_(before)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of the buffers."""

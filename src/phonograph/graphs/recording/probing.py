@@ -41,8 +41,9 @@ def find_trimming(phase: Phase, smallest: int, recorded: Sequence[Run], probe: P
 
 def _bucketed(phase: Phase, smallest: int, *, alone: bool) -> Iterator[Mapping[str, int]]:
     """Sizes of the bucketed dim to probe: few where buckets of several sizes have run."""
-    several = _below(smallest) if smallest > 1 else (2,)
-    return (phase.padded(size) for size in (several if alone else (1,)) if size != smallest)
+    several = _below(smallest) if smallest > phase.smallest else (smallest + 1,)
+    tried = several if alone else (phase.smallest,)
+    return (phase.padded(size) for size in tried if size != smallest and size >= phase.smallest)
 
 
 def _below(size: int) -> tuple[int, ...]:

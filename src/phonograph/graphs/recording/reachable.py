@@ -113,6 +113,17 @@ class Snapshot:
             yield found.place, key
             key, found = found.key, found.before
 
+    def name_of_memory(self, storage: torch.UntypedStorage) -> str:
+        """What a tensor over this memory is called where it was met, or nothing."""
+        for found in self._found.values():
+            then = getattr(found.place, "then", None)
+            held = then.items() if isinstance(then, dict) else enumerate(then if isinstance(then, list) else [then])
+            for key, value in held:
+                is_tensor = isinstance(value, torch.Tensor) and value.layout is torch.strided
+                if is_tensor and value.untyped_storage()._cdata == storage._cdata:
+                    return _name_of(found, key if isinstance(then, dict | list) else None)
+        return ""
+
     def known(self, place: Place) -> Place | None:
         """The place of the same object in this snapshot."""
         found = self._found.get(_identity(place))

@@ -18,6 +18,15 @@ _MAX_FITTED = 512
 
 
 @dataclass(frozen=True)
+class Verified:
+    """How much of a runner's recordings was checked against eager since they were made."""
+
+    num_checks: int
+    num_recordings: int
+    summary: str
+
+
+@dataclass(frozen=True)
 class Loaded:
     """What the buffers hold: a recording's inputs, as they were loaded."""
 

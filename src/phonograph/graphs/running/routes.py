@@ -119,6 +119,9 @@ class Routes:
         refused: Mapping[ShapeKey, RunEagerly],
     ) -> Decision:
         dim = self._phase.bucketed
+        if used < self._phase.smallest and self._phase.smallest > 1:
+            detail = f"{used} {dim}, and {self._phase.name} declares batches from {self._phase.smallest} on"
+            return RunEagerly(Reason.TOO_SMALL, detail)
         size = self._selection.sizes[group[0]].fit(used)
         if size is None:
             return RunEagerly(Reason.NOT_CAPTURED, f"{used} {dim} is not one of the exact sizes")

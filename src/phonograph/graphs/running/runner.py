@@ -31,7 +31,7 @@ from phonograph.graphs.recording.guarding import GuardOptions
 from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
 from phonograph.graphs.recording.profiling import profiled
 from phonograph.graphs.recording.written_inputs import EagerWrites
-from phonograph.graphs.running.entries import Loaded, RecordingEntry
+from phonograph.graphs.running.entries import Loaded, RecordingEntry, Verified
 from phonograph.graphs.running.explained import explained
 from phonograph.graphs.running.routes import Routes
 from phonograph.graphs.running.runner_options import FactsOption, Outputs, RunnerOptions, buckets_for
@@ -69,9 +69,11 @@ class Runner:
         self.backend = DebugBackend(backend) if options.debug else backend
         self.stats = Stats()
         self.report: CaptureReport | None = None
+        self.verified: Verified | None = None
+        """What was checked of the recordings that there are, by whoever made them."""
         self.last: Decision | None = None
         """What the latest call ran."""
-        self._outputs = OutputBuffers(device.torch_device)
+        self.output_buffers = OutputBuffers(device.torch_device)
         self._entries: dict[ShapeKey, RecordingEntry] = {}
         self._refused: dict[ShapeKey, RunEagerly] = {}
         """Keys that have no recording, and why."""
@@ -104,7 +106,7 @@ class Runner:
             self.device,
             self.registry,
             self.backend,
-            self._outputs,
+            self.output_buffers,
             progress,
             self.options.collect_garbage,
             self.options.barrier,
@@ -163,7 +165,7 @@ class Runner:
         for key, recording in captured.recordings.items():
             trimming = captured.trimmings[key.group]
             padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
-            self._entries[key] = RecordingEntry(recording, padded, trimming, carried, self._outputs.standing.kept)
+            self._entries[key] = RecordingEntry(recording, padded, trimming, carried, self.output_buffers.standing.kept)
         self.stale.begin(captured.facts)
         for row in report.failures:
             self._refused[row.key] = RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {row.key} failed")
@@ -190,7 +192,7 @@ class Runner:
         self._refused.clear()
         self._loaded = None
         self.stale.begin(None)
-        self.report = None
+        self.report = self.verified = None
         self._route()
 
     def mistrust(self, key: ShapeKey, why: str) -> None:
@@ -219,11 +221,11 @@ class Runner:
 
     def trim(self, key: ShapeKey, outputs: Any, used: Mapping[str, int]) -> Any:
         """The used rows of outputs that the body gave for the key's padded view."""
-        return trim(outputs, self._entries[key].axes, used, self._outputs.standing.kept)
+        return trim(outputs, self._entries[key].axes, used, self.output_buffers.standing.kept)
 
     def parts(self, outputs: Any) -> dict[TreePath, Any]:
         """Copies of the tensors in a body's outputs, and its plain values, by path."""
-        kept = self._outputs.standing.kept
+        kept = self.output_buffers.standing.kept
         return dict(leaves(own(outputs, kept), kept))
 
     @property
@@ -328,7 +330,7 @@ class Runner:
                 )
             loaded.recording.replay()
             self.stats.count_replay(loaded.key, loaded.used)
-            return self._owned(loaded.outputs, self._outputs.standing.kept)
+            return self._owned(loaded.outputs, self.output_buffers.standing.kept)
         finally:
             self.pool.in_use.release()
 
@@ -357,7 +359,7 @@ class Runner:
             self.stats.count_eager(RunEagerly(Reason.DEBUG, f"the body runs in the place of {key}"), phase.name)
         else:
             self.stats.count_replay(key, used[phase.bucketed])
-        return self._owned(result, self._outputs.standing.kept if tail is None else self._kept_eagerly)
+        return self._owned(result, self.output_buffers.standing.kept if tail is None else self._kept_eagerly)
 
     def _eager(self, decision: RunEagerly, batch: Any, kwargs: Mapping[str, Any], used: dict[str, int]) -> Any:
         if self.options.strict:
@@ -396,7 +398,7 @@ class Runner:
         if not is_object(found):
             return None
         tensors = (leaf for _, leaf in leaves(found, path=path) if isinstance(leaf, torch.Tensor))
-        return None if any(self._outputs.holds(t) or self.registry.holds(t) for t in tensors) else found
+        return None if any(self.output_buffers.holds(t) or self.registry.holds(t) for t in tensors) else found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -126,6 +126,10 @@ class Exposition:
         covered = [((name,), found.covered / found.batches) for name, found in stated if found.batches]
         text = "The share of admissible batches, by size and product, that has a graph."
         yield self._gauge("graph_coverage", text, ["phase"], covered)
+        checked = [((p.name,), p.num_verified) for p in phases]
+        yield self._gauge("graph_recordings_verified", "Recordings checked at start-up.", ["phase"], checked)
+        checks = [((p.name,), p.num_checks) for p in phases]
+        yield self._gauge("graph_verify_checks", "Checks at start-up, all passed.", ["phase"], checks)
         # Every reason is there from the start: an alert on an increase needs the zero before it.
         eager = {(phase.name, reason.value): 0 for phase in phases for reason in Reason}
         eager |= {(phase.name, why.reason): why.calls for phase in phases for why in phase.eager}

@@ -280,7 +280,8 @@ class PhaseCard {
     const eager = phase.eager.reduce((sum, why) => sum + why.calls, 0);
     write(this.backend, phase.backend);
     const spent = Object.entries(phase.device_seconds).map(([path, value]) => `${path} ${duration2(value)}`);
-    write(this.summary, spent.length ? `device time: ${spent.join(", ")}` : "");
+    const facts = [spent.length ? `device time: ${spent.join(", ")}` : "", phase.verified ? `verified: ${phase.verified}` : ""];
+    write(this.summary, facts.filter(Boolean).join("; "));
     this.bar.show([
       ["replayed", replays, `${count(replays)} replayed${replays + eager ? ` (${share(replays / (replays + eager))})` : ""}`],
       ["eager", eager, `${count(eager)} eager`],

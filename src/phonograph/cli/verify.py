@@ -1,0 +1,40 @@
+"""`phonograph verify`: record a model's forward passes and check every recording against eager."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+from phonograph.cli.flags import add_engine_flags, arguments_from
+from phonograph.graphs.progress import bar
+
+HELP = "record a model, and check every recording against eager"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    add_engine_flags(parser)
+    parser.set_defaults(verify="all")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table of all recordings; 1 where a check failed, or there was nothing to check."""
+    from phonograph.engine.execution.startup_verification import verify_recordings
+
+    arguments = arguments_from(args)
+    arguments = replace(arguments, options=replace(arguments.options, verify="off"))
+    progress = bar()
+    llm = arguments.open(progress)
+    found = verify_recordings(llm.executor, args.verify, llm.reports, progress)
+    if not found:
+        print(f"phonograph: nothing is recorded on {llm.where}. Use --device emulated, or a GPU.", file=sys.stderr)
+        return 1
+    captured = sum(report.seconds for report in llm.reports)
+    for name, report in found.items():
+        print(f"{name}: {report.summary} ({report.seconds:.2f} s)\n{report.table()}")
+        print("\n".join([*str(report).splitlines()[1:], ""]))
+    num_failed = sum(len(report.failures) for report in found.values())
+    num_checks, seconds = sum(len(one.checks) for one in found.values()), sum(one.seconds for one in found.values())
+    print(f"{num_checks} checks, {num_failed} failed, in {seconds:.2f} s; capture took {captured:.2f} s")
+    return 0 if all(report.ok for report in found.values()) else 1

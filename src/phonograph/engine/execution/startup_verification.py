@@ -1,0 +1,57 @@
+"""Start-up verification: recordings are checked before the first request, and a failure refuses to start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from phonograph.engine.execution.executor import Executor
+from phonograph.engine.options import VerifyMode
+from phonograph.errors import VerifyError
+from phonograph.graphs.progress import Progress
+from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.trust.verify import VerifyReport, verify, verify_some
+
+_SHARE = 0.03
+"""Of the time that capture took: what a quick look may take for more than the largest recordings."""
+
+
+@torch.inference_mode()
+def verify_recordings(
+    executor: Executor, mode: VerifyMode, reports: Sequence[CaptureReport], progress: Progress
+) -> dict[str, VerifyReport]:
+    """What was found, by phase; phases without recordings have nothing to check."""
+    recorded = {name: runner for name, runner in executor.runners.items() if runner.captured}
+    if mode == "fast":
+        recorded = {name: runner for name, runner in recorded.items() if executor.passes[name].declared.serves}
+    if mode == "off":
+        return {}
+    seconds, begun = _SHARE * sum(report.seconds for report in reports), time.perf_counter()
+    found: dict[str, VerifyReport] = {}
+    for index, (name, runner) in enumerate(recorded.items()):
+        progress(f"verifying {name}", index, len(recorded))
+        left = seconds - (time.perf_counter() - begun)
+        found[name] = _verified(runner, mode, left / (len(recorded) - index))
+        runner.verified = found[name].verified
+        progress(f"verifying {name}", index + 1, len(recorded))
+    return found
+
+
+def _verified(runner: Runner, mode: VerifyMode, seconds: float) -> VerifyReport:
+    return verify(runner) if mode == "all" else verify_some(runner, seconds=max(0.0, seconds))
+
+
+def refuse_failures(found: Mapping[str, VerifyReport]) -> None:
+    """Raise where a replay is not what the eager path gives: whoever is served by it would get wrong tokens."""
+    failed = {name: report for name, report in found.items() if not report.ok}
+    if failed:
+        reports = "\n".join(f"{name}: {report}" for name, report in failed.items())
+        name = next(iter(failed))
+        raise VerifyError(
+            f"verifying the recordings before the first request: replays of {', '.join(failed)} differ from the eager "
+            f"path, so the engine does not start. Run that phase without graphs (--{name}-graph-backend disabled), or "
+            f"start it as it is (--verify off) and expect wrong tokens.\n{reports}"
+        )

@@ -1,0 +1,190 @@
+"""Checks: what must hold for one recording on one batch. An exception in one of them is its failure alone."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from phonograph.devices.trace import raising_frame
+from phonograph.errors import PhonographError
+from phonograph.graphs.trust.comparison import Allowed, differing, mismatch, same_bits
+from phonograph.graphs.trust.padding_writes import PaddingWrites
+from phonograph.graphs.trust.rounding import Rounding
+from phonograph.graphs.trust.trial import Result, Trial, Way
+from phonograph.graphs.trust.verify_report import Check
+
+_PADDED, _UNPADDED = Way(), Way(padded=False)
+_DRAWS = "Draw for the largest bucket and take the used rows, or pass the numbers in a slot"
+
+
+class Checks:
+    """The checks of one trial."""
+
+    def __init__(self, trial: Trial, tolerance: float | None, *, poisons: bool = True) -> None:
+        self._trial = trial
+        self._replay = Way(replay=True, poisons=poisons)
+        self._tolerance = tolerance
+        self._roundings: dict[Way, Rounding] = {}
+        self._has_raised = False
+        """Whether the last check raised."""
+
+    def all(self) -> list[Check]:
+        """Everything that is known to go wrong."""
+        found = [self._check("inputs", self._inputs)]
+        found.append(self._check("poison", self._poison))
+        found.append(self._check("same view", self._same_view))
+        return [*found, *self.quick()]
+
+    def quick(self) -> list[Check]:
+        """The replay against a run without padding: two runs where the phase says what it preserves."""
+        unpadded = self._check("unpadded", self._unpadded)
+        if self._has_raised:
+            return [unpadded]  # the others need the same two runs
+        return [unpadded, self._check("draws", self._draws), self._check("state", self._state)]
+
+    def stand_in(self) -> Check:
+        """Whether the recording gives batches of a weaker product the bits that they get without it."""
+        return self._check(f"stands in for {self._trial.served}", self._stands_in)
+
+    def _check(self, name: str, problem: Callable[[], str]) -> Check:
+        trial = self._trial
+        self._has_raised = False
+        try:
+            detail = problem()
+        except Exception as error:
+            self._has_raised = True
+            detail = told(error)
+        return Check(trial.key, trial.used, name, not detail, detail)
+
+    # -- the checks ---------------------------------------------------------------------------------------
+
+    def _inputs(self) -> str:
+        """The body leaves its inputs as they are, and reads none that graphs leave out."""
+        self._trial.discover()
+        return "; ".join(filter(None, (self._trial.input_write, self._trial.left_out_read)))
+
+    def _poison(self) -> str:
+        """Two different poisons give equal bits."""
+        self._trial.discover()
+        first, second = (self._trial.result(Way(replay=True, pattern=pattern)) for pattern in (0, 1))
+        return _all_of(_outputs(second), _outputs(first))
+
+    def _same_view(self) -> str:
+        """The replay equals the eager run on the same padded view, in outputs and state."""
+        self._trial.discover()
+        replayed, eager = self._trial.result(self._replay), self._trial.result(_PADDED)
+        tolerance = self._tolerance or 0.0
+        allowed = self._allowed(_UNPADDED) if tolerance else None
+        problem = _all_of(_outputs(replayed), _outputs(eager), tolerance, allowed)
+        return problem or ("" if tolerance else _all_of(_state(replayed), _state(eager)))
+
+    def _unpadded(self) -> str:
+        """The replay is near the eager run without padding."""
+        self._trial.discover()
+        replayed, eager = self._trial.result(self._replay), self._trial.result(_UNPADDED)
+        problem = _all_of(_outputs(replayed), _outputs(eager), self._tolerance, self._allowed(_UNPADDED))
+        if problem and not torch.equal(eager.next_draw, self._trial.untouched_draw):
+            problem += f"; the body draws random numbers, which may differ with padding. {_DRAWS}"
+        return problem
+
+    def _draws(self) -> str:
+        """After the replay and after the run without padding, the same random numbers come next."""
+        replayed, eager = self._trial.result(self._replay), self._trial.result(_UNPADDED)
+        if torch.equal(replayed.next_draw, eager.next_draw):
+            return ""
+        if not self._trial.extent.is_padded:
+            return "a replay draws other random numbers than the eager run: they were frozen at capture"
+        return (
+            "the body draws random numbers, and with padding more of them: from the next call on, used rows get "
+            f"others than without. {_DRAWS}"
+        )
+
+    def _state(self) -> str:
+        """State after the replay is near what the run without padding leaves, wherever a live row may read."""
+        self._trial.discover()
+        noisy = self._trial.makes_noise
+        way = Way(padded=False, noisy=noisy)
+        replayed, eager = self._trial.result(replace(self._replay, noisy=noisy)), self._trial.result(way)
+        allowed = self._allowed(way)
+        problem = _all_of(_outputs(replayed), _outputs(eager), self._tolerance, allowed) if noisy else ""
+        writes = PaddingWrites(self._trial, replayed, eager)
+        wrong: list[str] = [problem] if problem else []
+        for name, wanted in eager.state.items():
+            found, start = replayed.state[name], eager.start[name]
+            written = ~same_bits(wanted, start)
+            apart = differing(
+                found,
+                wanted,
+                tolerance=self._tolerance,
+                allowed=lambda w, n=name: allowed(("state", n), w),  # type: ignore[misc]
+            )
+            if bool((apart & written).any()):
+                wrong.append(f"the state {name} {mismatch(found[written], wanted[written])} after the replay")
+            writes.note(name, ~same_bits(found, start) & ~written)
+        return "; ".join([*wrong, *writes.problems()])
+
+    def _stands_in(self) -> str:
+        trial = self._trial
+        trial.discover()
+        is_recorded = trial.served in trial.runner.captured
+        tolerance = 0.0 if is_recorded else self._tolerance or 0.0
+        found = trial.result(self._replay)
+        wanted = trial.result(Way(replay=True, key=trial.served) if is_recorded else _PADDED)
+        further = [str(path) for path in found.outputs if path not in wanted.outputs]
+        if further:
+            return f"puts out {further[0]} as well, which no caller expects"
+        allowed = self._allowed(_UNPADDED) if tolerance else None
+        problem = _all_of(_outputs(found), _outputs(wanted), tolerance, allowed)
+        return problem or ("" if tolerance else _all_of(_state(found), _state(wanted)))
+
+    def _allowed(self, way: Way) -> Callable[[Any, torch.Tensor], torch.Tensor | None]:
+        """What rounding may move the results of a run by."""
+        if way not in self._roundings:
+            trial = self._trial
+
+            def run(around: Any) -> Mapping[Any, Any]:
+                result = trial.rounded(way, around)
+                return {**_outputs(result), **_state(result)}
+
+            self._roundings[way] = Rounding(run, trial.runner.device.torch_device)
+        return self._roundings[way].allowed
+
+
+def _outputs(result: Result) -> dict[tuple[str, Any], Any]:
+    return {("output", path): value for path, value in result.outputs.items()}
+
+
+def _state(result: Result) -> dict[tuple[str, Any], Any]:
+    return {("state", name): value for name, value in result.state.items()}
+
+
+def _all_of(
+    found: Mapping[tuple[str, Any], Any],
+    wanted: Mapping[tuple[str, Any], Any],
+    tolerance: float | None = 0.0,
+    allowed: Callable[[Any, torch.Tensor], torch.Tensor | None] | None = None,
+) -> str:
+    """What is wrong with each of several results."""
+    problems = []
+    for name, value in wanted.items():
+        room: Allowed | None = (lambda w, n=name: allowed(n, w)) if allowed is not None else None
+        problem = mismatch(found.get(name), value, tolerance=tolerance, allowed=room)
+        if problem:
+            problems.append(f"{name[0]} {name[1] or '(the only one)'} {problem}")
+    return "; ".join(problems)
+
+
+def told(error: Exception) -> str:
+    """What a check raised, where, and what may be done about it."""
+    frame = raising_frame(error.__traceback__)
+    what = (str(error).strip().splitlines() or ["no message"])[0]
+    text = what if isinstance(error, PhonographError) else f"raises {type(error).__name__}: {what.rstrip('.')}"
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(error, PhonographError):
+        return text
+    at = f" ({frame})" if frame is not None else ""
+    return f"{text}{at}. If no batch is so small, say so with smallest="

@@ -1,0 +1,98 @@
+"""PaddingWrites: state that only padding writes, and whether a live row may read it.
+
+It may not where pad values name a declared null row, and where whoever reads that place writes it first, as in a
+scratch buffer that every run fills anew.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from phonograph.graphs.inputs.fields import fetch
+from phonograph.graphs.trust.comparison import same_bits
+from phonograph.graphs.trust.trial import Result, State, Trial
+
+_REMEDY = (
+    "If pad values name a row or page that nobody uses, declare that: Pad.fill(value, null=True). Else mask the write"
+)
+
+
+class PaddingWrites:
+    """The places of one trial's state that a padded run writes and one without padding leaves alone."""
+
+    def __init__(self, trial: Trial, replayed: Result, eager: Result) -> None:
+        self._trial = trial
+        self._replayed = replayed
+        self._eager = eager
+        self._places: dict[str, torch.Tensor] = {}
+
+    def note(self, name: str, places: torch.Tensor) -> None:
+        """Padding alone writes these elements of a tensor."""
+        if bool(places.any()):
+            self._places[name] = places
+
+    def problems(self) -> list[str]:
+        """What padding writes where a live row may read."""
+        left = self._places
+        if left and self._null_slots:
+            left = self._less_null(left)
+        if left:
+            left = self._less_scratch(left)
+        return [self._told(name, places) for name, places in left.items()]
+
+    @property
+    def _null_slots(self) -> list[str]:
+        slots = self._trial.runner.phase.slots
+        return [slot.name for slot in slots if slot.pad is not None and slot.pad.null]
+
+    def _told(self, name: str, places: torch.Tensor) -> str:
+        declared = f" besides the null row that {self._null_slots[0]!r} declares" if self._null_slots else ""
+        return (
+            f"padding writes {int(places.sum().item()):,} of {places.numel():,} elements of the state {name}"
+            f"{declared}, which a run without padding leaves alone and a live row may read. {_REMEDY}"
+        )
+
+    def _less_null(self, left: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without the places that a batch of nothing but padding writes, and the live batch does not."""
+        null = self._trial.result_of(self._trial.null_sample())
+        masks = {}
+        for name, places in left.items():
+            is_null = ~same_bits(null.state[name], null.start[name])
+            if not self._uses_null():
+                is_null &= same_bits(self._eager.state[name], self._eager.start[name])
+            masks[name] = places & ~is_null
+        return _some(masks)
+
+    def _uses_null(self) -> bool:
+        """Whether the sample itself has rows that are null, as a bucket of more rows than there are requests may."""
+        sample, slots = self._trial.sample, self._trial.runner.phase.slots
+        for slot in slots:
+            if slot.pad is not None and slot.pad.null:
+                given = fetch(sample.batch, sample.kwargs, slot.path)
+                if given is not None and slot.pad.value in torch.as_tensor(given):
+                    return True
+        return False
+
+    def _less_scratch(self, left: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without the places that a batch which fills the bucket writes, whatever they held.
+
+        It is run twice: as if there had been no padding before it, and with what padding left in these places.
+        """
+        trial, full = self._trial, self._trial.full_sample()
+        starts: State = {
+            name: torch.where(places, self._replayed.state[name], self._eager.start[name])
+            for name, places in left.items()
+        }
+        clean, after = trial.result_of(full), trial.result_of(full, instead=starts)
+        for path, wanted in clean.outputs.items():
+            found = after.outputs[path]
+            if isinstance(wanted, torch.Tensor) and not bool(same_bits(found, wanted).all()):
+                return left
+        changed = {name: ~same_bits(after.state[name], clean.state[name]) for name in clean.state}
+        if any(bool((changed[name] & ~left[name]).any() if name in left else changed[name].any()) for name in changed):
+            return left
+        return _some({name: places & changed[name] for name, places in left.items()})
+
+
+def _some(masks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: mask for name, mask in masks.items() if bool(mask.any())}

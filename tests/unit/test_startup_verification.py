@@ -1,0 +1,100 @@
+"""Recordings are verified before the first request; a failure refuses to start, with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph.cli.main import main
+from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
+from phonograph.engine.llm import LLM
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.process.arguments import EngineArguments
+from phonograph.engine.process.statistics import engine_stats
+from phonograph.errors import PlanError, VerifyError
+from phonograph.graphs.progress import silent
+
+SMALL: dict[str, Any] = {"max_seqs": 4, "max_tokens": 16, "max_len": 64}
+
+
+def tiny(mode: Any) -> LLM:
+    return EngineArguments(None, "tiny", "emulated", EngineOptions(verify=mode, **SMALL)).open()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return tiny("fast")
+
+
+def test_a_few_recordings_of_each_phase_and_product_are_checked(llm: LLM) -> None:
+    assert set(llm.verified) == {"decode", "prefill"}
+    assert all(report.ok for report in llm.verified.values())
+    products = {check.key.values for check in llm.verified["decode"].checks}
+    assert products == {key.values for key in llm.executor.runners["decode"].captured}
+    assert {check.name for check in llm.verified["decode"].checks} == {"unpadded", "draws", "state"}
+    assert any(check.used < check.key.size for check in llm.verified["decode"].checks)
+
+
+def test_what_was_checked_is_told(llm: LLM) -> None:
+    assert "verified: " in llm.explain()
+    by_name = {phase.name: phase for phase in engine_stats(llm.core).phases}
+    assert by_name["decode"].num_checks == len(llm.verified["decode"].checks)
+    assert by_name["decode"].num_verified >= 3
+    assert "0 failed" in by_name["decode"].verified
+    assert by_name["idle"].verified == ""
+
+
+def test_off_checks_nothing_and_all_checks_everything() -> None:
+    llm = tiny("off")
+    assert llm.verified == {}
+    assert "verified" not in llm.explain()
+    found = verify_recordings(llm.executor, "all", llm.reports, silent)
+    assert set(found) == {"decode", "prefill", "idle"}
+    for name, report in found.items():
+        assert report.ok, report
+        assert {check.key for check in report.checks} == set(llm.executor.runners[name].captured)
+
+
+@pytest.mark.parametrize("mode", ["fast", "all"])
+def test_padding_that_writes_a_live_page_refuses_to_start(mode: Any) -> None:
+    """The page table of the null row names a page of a sequence, as if somebody had cleared it wrongly."""
+    llm = tiny("off")
+    llm.executor.tables.pages[0].fill_(2)
+    found = verify_recordings(llm.executor, mode, llm.reports, silent)
+    assert "state" in {check.name for report in found.values() for check in report.failures}
+    with pytest.raises(VerifyError, match=r"does not start.*--\w+-graph-backend disabled.*--verify off") as raised:
+        refuse_failures(found)
+    assert "KV cache" in str(raised.value)
+
+
+def test_an_engine_is_left_as_it_was(llm: LLM) -> None:
+    """All but the null page, which is nobody's."""
+    before = [tensor[:, 1:].clone() for tensor in llm.executor.cache.tensors]
+    rows = {name: tensor.clone() for name, tensor in llm.executor.tables.live_rows(4).items()}
+    verify_recordings(llm.executor, "all", llm.reports, silent)
+    after = [tensor[:, 1:] for tensor in llm.executor.cache.tensors]
+    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+    assert all(torch.equal(tensor, rows[name]) for name, tensor in llm.executor.tables.live_rows(4).items())
+
+
+def test_a_mode_that_is_none_is_refused() -> None:
+    with pytest.raises(PlanError, match="verify is one of fast, all, off"):
+        EngineOptions(verify="some")  # type: ignore[arg-type]
+
+
+FLAGS = ["--shape", "tiny", "--max-seqs", "2", "--max-step-tokens", "8", "--max-len", "64"]
+
+
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "emulated", *FLAGS]) == 0
+    shown = capsys.readouterr().out
+    assert "decode[seqs=2, sampling=detailed]" in shown
+    assert "FAILED" not in shown
+    assert " 0 failed, in " in shown
+
+
+def test_the_command_fails_where_nothing_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", *FLAGS]) == 1
+    assert "nothing is recorded" in capsys.readouterr().err
