@@ -15,7 +15,7 @@ import torch
 
 from phonograph import CaptureError, Device, HostReadError, PlanError, Reason, Runner, RunnerOptions, Stage, current
 from phonograph.graphs.progress import bar, silent
-from phonograph.graphs.recording.capture import gc_frozen
+from phonograph.graphs.recording.garbage import gc_frozen
 from runners import WIDTH, equal, make_runner, rows
 
 

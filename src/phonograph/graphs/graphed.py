@@ -232,9 +232,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     the plan (backend, max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
     """
     slots, live = _all_of(Slot, slots, "slots"), _all_of(str, live, "live")
-    on = open_device(device if device is not None else _device_of(function))
+    on, buckets = open_device(device if device is not None else _device_of(function)), _as_buckets(buckets)
     _say_once_if_emulated(on, asked=device is not None)
-    buckets = _as_buckets(buckets)
     call = ModuleCall(function) if isinstance(function, torch.nn.Module) else function
     asked = {
         f"{phase}.backend": ("backend", backend),
@@ -245,13 +244,10 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         "debug": ("debug", debug or None),
         "gc": ("collect_garbage", collect_garbage or None),
     }
-    if phase not in KNOWN_PHASES:
-        raise unknown("phase", phase, tuple(KNOWN_PHASES), "graphed(phase=)")
     resolved = resolve(_asks(phase, buckets, asked), facts_of(on), [KNOWN_PHASES[phase]])
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
-    lives = _lives(signature, slots, live, _name_of(function))
-    others = OtherArguments(signature, slots, lives)
+    others = OtherArguments(signature, slots, lives := _lives(signature, slots, live, _name_of(function)))
     declared = Phase(
         name=_name_of(function),
         slots=tuple(slots),
@@ -289,6 +285,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
 
 def _asks(phase: str, buckets: Buckets, asked: Mapping[str, tuple[str, Any]]) -> list[Ask]:
     """What the arguments of `graphed` ask of the plan, by setting: the argument's name, and a value if one is given."""
+    if phase not in KNOWN_PHASES:
+        raise unknown("phase", phase, tuple(KNOWN_PHASES), "graphed(phase=)")
     given = {f"{phase}.buckets": ("buckets", buckets.sizes), f"{phase}.exact": ("buckets", buckets.exact), **asked}
     return [ask(name, value, origin=f"graphed({word}=)") for name, (word, value) in given.items() if value is not None]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Body, Recording, WarmUp
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
+from phonograph.graphs.recording.garbage import gc_frozen
 from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, following
 from phonograph.graphs.recording.outputs import OutputBuffers, Run
 from phonograph.graphs.recording.probing import Trimming, find_trimming
@@ -396,22 +396,3 @@ class Capture:
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         recording.holds = self._settled.get(key, Settled()).holds
         return recording
-
-
-@contextmanager
-def gc_frozen(collect: bool) -> Iterator[None]:
-    """Keep the garbage collector from running: a collection in the middle of a capture may free device memory.
-
-    Where the caller has turned it off, collecting is left to the caller.
-    """
-    if collect or not gc.isenabled():
-        yield
-        return
-    gc.collect()
-    gc.disable()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.enable()

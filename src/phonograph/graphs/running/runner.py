@@ -12,10 +12,9 @@ import torch
 
 from phonograph.devices import Device, MemoryPool
 from phonograph.errors import CoverageError, DeclarationError, LoadError, OutputError
-from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.pool import BufferPool
-from phonograph.graphs.inputs.registry import LoadMode, Registry
-from phonograph.graphs.inputs.tree import Keep, TreePath, is_object, leaves
+from phonograph.graphs.inputs.registry import Registry
+from phonograph.graphs.inputs.tree import Keep, TreePath, leaves
 from phonograph.graphs.phases.axes import PLAIN
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import Decision, Reason, RecordingGroup, Replay, RunEagerly, ShapeKey, Stats
@@ -30,7 +29,7 @@ from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.guarding import GuardOptions
 from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
 from phonograph.graphs.recording.profiling import profiled
-from phonograph.graphs.recording.written_inputs import EagerWrites
+from phonograph.graphs.running.eager_pass import EagerOptions, eager_pass, kept_eagerly
 from phonograph.graphs.running.entries import Loaded, RecordingEntry, Verified
 from phonograph.graphs.running.explained import explained
 from phonograph.graphs.running.routes import Routes
@@ -84,6 +83,8 @@ class Runner:
         self._loaded: Loaded | None = None
         self.stale = StaleWatch(phase, options)
         self._entry_now = Current(phase.name, plan.backend, Stage.REPLAYING)
+        self._eager_options = EagerOptions(plan.backend, options.eager_copies)
+        self._kept_eagerly = kept_eagerly(self.output_buffers, self.registry)
         if plan.backend != "disabled":
             if self.buckets is None:
                 raise DeclarationError(f"phase {phase.name!r} has neither buckets nor a limit. Give one of them.")
@@ -365,21 +366,7 @@ class Runner:
         if self.options.strict:
             raise CoverageError(f"strict: {self.phase.name} has no graph for this batch: {decision.detail}.")
         self._loaded = None
-        phase = self.phase
-        extent = Extent(used, used)
-        mode = LoadMode.EAGER if self.options.eager_copies else LoadMode.NO_COPY
-        view = self.registry.load(batch, extent, mode=mode, kwargs=kwargs, without=phase.eager_without)
-        if phase.host_plan is not None:
-            phase.host_plan(view.batch, extent)
-        given = phase.inputs(batch, kwargs, phase.eager_without)
-        views = phase.inputs(view.batch, view.kwargs, phase.eager_without)
-        copied = {name: (value, views[name]) for name, value in given.items() if views[name] is not value}
-        writes = EagerWrites(copied, phase.name)
-        with entering(Current(phase.name, self.plan.backend, Stage.EAGER, view.batch)):
-            result = phase.forward(view.batch, view.kwargs)
-            writes.write_back()
-            if phase.tail is not None and not phase.tail_captured:
-                result = phase.tail(result, view.batch)
+        result = eager_pass(self.phase, self.registry, batch, kwargs, used, self._eager_options)
         self.stats.count_eager(decision, self.phase.name)
         # An eager body may hand back an input or its own state, which the next call changes.
         return self._owned(result, self._kept_eagerly)
@@ -392,13 +379,6 @@ class Runner:
             return own(result, kept)
         except OutputError as error:
             raise OutputError(f"running {self.phase.name}: {error.problem}", error.remedy) from None
-
-    def _kept_eagerly(self, path: TreePath, found: Any) -> Any:
-        """An object that eager code returned, unless it holds memory that the next call overwrites."""
-        if not is_object(found):
-            return None
-        tensors = (leaf for _, leaf in leaves(found, path=path) if isinstance(leaf, torch.Tensor))
-        return None if any(self.output_buffers.holds(t) or self.registry.holds(t) for t in tensors) else found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

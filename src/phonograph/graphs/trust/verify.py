@@ -71,14 +71,6 @@ def verify(
     return trials.report(checks, time.perf_counter() - begun)
 
 
-def _stale(runner: Runner) -> Iterator[Check]:
-    """A failure for every recording while what they took for granted has changed."""
-    fact = runner.stale.find()
-    if fact is not None:
-        detail = f"{fact.change}. Call refresh() to record again"
-        yield from (Check(key, key.size, "facts", False, detail) for key in runner.captured)
-
-
 def verify_some(runner: Runner, *, seconds: float, seed: int = 0) -> VerifyReport:
     """A quick look, at start-up: a padded replay against eager without padding, in outputs and state.
 
