@@ -94,7 +94,7 @@ def kv_cache_by_index_copy(on: torch.device) -> Subject:
             return torch.softmax(x @ self.keys[1:].T, -1) @ self.keys[1:]
 
     model = Cached().to(on)
-    place = Slot("place", ("rows",), torch.int64, pad=Pad.fill(0), valid=(0, 8))
+    place = Slot("place", ("rows",), torch.int64, pad=Pad.fill(0, null=True), valid=(0, 8))
 
     def calls(run: Run) -> None:
         for seed, count in enumerate(SIZES):
@@ -112,7 +112,7 @@ def kv_cache_by_index_copy(on: torch.device) -> Subject:
 def sliding_window_buffer(on: torch.device) -> Subject:
     """A window of the last hidden states of each sequence, by its row, is rolled in place."""
     window = torch.zeros(9, 3, WIDTH, device=on)
-    row = Slot("row", ("rows",), torch.int64, pad=Pad.fill(0), valid=(0, 8))
+    row = Slot("row", ("rows",), torch.int64, pad=Pad.fill(0, null=True), valid=(0, 8))
 
     def step(x: Tensor, row: Tensor) -> Tensor:
         rolled = torch.cat([window[row][:, 1:], x[:, None]], dim=1)

@@ -21,7 +21,7 @@ def mean_over_the_batch(on: torch.device) -> Subject:
     return repeated(lambda x: x - x.mean(0), on)
 
 
-@bug(OUTPUTS, open="SILENT: one tolerance for the whole tensor, measured by its largest value")
+@bug(OUTPUTS)
 def leak_beside_large_values(on: torch.device) -> Subject:
     """The leak of a mean stands in the same tensor as columns of the size of a million."""
 
@@ -31,7 +31,7 @@ def leak_beside_large_values(on: torch.device) -> Subject:
     return repeated(step, on)
 
 
-@bug(OUTPUTS, open="SILENT: one tolerance for all rows, measured by the largest of them")
+@bug(OUTPUTS)
 def leak_beside_one_large_row(on: torch.device) -> Subject:
     """One row with an outlier token is a thousand times larger than the row that padding leaks into."""
 
@@ -41,7 +41,7 @@ def leak_beside_one_large_row(on: torch.device) -> Subject:
     return repeated(step, on)
 
 
-@bug(OUTPUTS, open="SILENT: the tolerance of a half is wider than the leak")
+@bug(OUTPUTS)
 def small_leak_in_half_precision(on: torch.device) -> Subject:
     """A float16 output has a leak of one part in a hundred."""
 
@@ -51,14 +51,14 @@ def small_leak_in_half_precision(on: torch.device) -> Subject:
     return repeated(step, on)
 
 
-@bug(OUTPUTS, open="CRASHED: verify ends with the exception of one check, that of a batch of one row")
+@bug(OUTPUTS)
 def batch_norm_in_training(on: torch.device) -> Subject:
     """BatchNorm in training takes its statistics from padded rows too."""
     norm = nn.BatchNorm1d(WIDTH).to(on).train()
     return repeated(calling(norm), on, lambda: [norm.running_mean, norm.running_var])
 
 
-@bug(WRITES, open=UNPADDED_STATE)
+@bug(WRITES)
 def moving_average_over_padding(on: torch.device) -> Subject:
     """A moving average of activations counts padded rows; outputs don't show it."""
     average = torch.zeros(WIDTH, device=on)
@@ -70,7 +70,7 @@ def moving_average_over_padding(on: torch.device) -> Subject:
     return repeated(step, on, lambda: average)
 
 
-@bug(WRITES, open=UNPADDED_STATE)
+@bug(WRITES)
 def expert_load_counts_padding(on: torch.device) -> Subject:
     """A load balancer counts the tokens of each expert, and padded ones all go to expert 0."""
     load = torch.zeros(WIDTH, device=on)
@@ -83,7 +83,7 @@ def expert_load_counts_padding(on: torch.device) -> Subject:
     return repeated(step, on, lambda: load)
 
 
-@bug(WRITES, open=UNPADDED_STATE)
+@bug(WRITES)
 def tokens_counted_by_shape(on: torch.device) -> Subject:
     """A device counter of tokens is advanced by the padded number of rows."""
     num_tokens = torch.zeros((), dtype=torch.int64, device=on)
@@ -95,7 +95,7 @@ def tokens_counted_by_shape(on: torch.device) -> Subject:
     return repeated(step, on, lambda: num_tokens)
 
 
-@bug(WRITES, open="SILENT: padding that writes a live row is only a note, though no slot declares a null row")
+@bug(WRITES)
 def padded_row_writes_a_live_page(on: torch.device) -> Subject:
     """Padding points at page 0 of the KV cache, which belongs to a sequence."""
     cache = torch.zeros(8, WIDTH, device=on)
@@ -113,7 +113,7 @@ def padded_row_writes_a_live_page(on: torch.device) -> Subject:
     return Subject(step, calls, slots=[X, page], state=lambda: cache)
 
 
-@bug(WRITES, open="SILENT: padding that writes a live row is only a note, though no slot declares a null row")
+@bug(WRITES)
 def padding_wraps_to_the_last_page(on: torch.device) -> Subject:
     """Padding has length 0, and length - 1 names the last page, which is a live one."""
     cache = torch.zeros(8, WIDTH, device=on)
@@ -163,7 +163,7 @@ def output_buffer_partly_written(on: torch.device) -> Subject:
     return Subject(step, calls)
 
 
-@bug(OUTPUTS, names="index|IndexError", kills_gpu=True, open="CRASHED: verify ends with the exception of one check")
+@bug(OUTPUTS, names="index|IndexError", kills_gpu=True)
 def index_legal_only_without_padding(on: torch.device) -> Subject:
     """A running sum of lengths indexes a table; padded rows, of length 4, run past its end."""
     table = torch.arange(16.0, device=on)
@@ -292,7 +292,7 @@ def running_maximum_over_padding(on: torch.device) -> Subject:
     return Subject(step, calls, state=lambda: largest)
 
 
-@bug(WRITES, open=UNPADDED_STATE)
+@bug(WRITES)
 def ring_buffer_advanced_by_padding(on: torch.device) -> Subject:
     """A ring of the last tokens is advanced by all rows, so that padding pushes real ones out."""
     ring = torch.zeros(16, WIDTH, device=on)
