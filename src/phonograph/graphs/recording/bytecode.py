@@ -56,6 +56,9 @@ class _Reading:
         if name.startswith("LOAD_FAST"):
             names = value if isinstance(value, tuple) else (value,)
             self.stack += [Read("local", one) for one in names]
+        elif name == "STORE_FAST_LOAD_FAST":
+            self._pop()
+            self.stack.append(Read("local", value[1]))
         elif name in _CONSTANTS:
             self.stack.append(Read("constant", value))
         elif name == "LOAD_GLOBAL":
@@ -141,6 +144,7 @@ _EFFECTS: dict[str, tuple[int | None, int]] = {
     "LOAD_CLOSURE": (0, 1),
     "POP_TOP": (1, 0),
     "STORE_FAST": (1, 0),
+    "STORE_FAST_STORE_FAST": (2, 0),
     "STORE_GLOBAL": (1, 0),
     "STORE_DEREF": (1, 0),
     "STORE_ATTR": (2, 0),

@@ -219,11 +219,27 @@ class _Toy:
 
     def __init__(self) -> None:
         self.offset = 1
+        self.sizes = {"one": 1}
+        self.parts: list[_Toy] = []
 
 
 def _toy_function() -> Callable[[], int]:
     toy, cell = _Toy(), 4
-    return lambda: _TOY_GLOBAL * toy.offset + toy.scale * cell
+    toy.parts.append(toy)
+
+    def run() -> int:
+        one = toy
+        sizes = one.sizes
+        offset = getattr(one, "offset")  # noqa: B009
+        return sum([part.scale for part in one.parts]) * cell + _TOY_GLOBAL * int(offset) + sizes["one"]
+
+    return run
+
+
+_TOY_READS = [
+    *("_Toy.offset", "_Toy.parts", "_Toy.scale", "_Toy.sizes"),
+    *("cell", "facts._TOY_GLOBAL", "one.parts[…]", "sizes['one']", "toy"),
+]
 
 
 @functools.cache
@@ -237,5 +253,6 @@ def records_reads() -> bool:
             toy()
     except TracingUnavailableError:
         return True  # nobody can tell, and `watching` will say why
-    names = sorted(fact.name for fact in reads.facts.values() if fact.value is not ABSENT)
-    return names == ["_Toy.offset", "_Toy.scale", "cell", "facts._TOY_GLOBAL", "toy"]
+    except Exception:
+        return False  # a Python whose bytecode or frames are unlike those that are known
+    return sorted(fact.name for fact in reads.facts.values() if fact.value is not ABSENT) == _TOY_READS

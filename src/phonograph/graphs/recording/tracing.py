@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +27,8 @@ def traced(enter: Enter, step: Step, looks_into: LooksInto) -> AbstractContextMa
 
     What the callbacks raise is raised where the code runs.
     """
+    if sys.gettrace() is not None:
+        raise TracingUnavailableError("a debugger, or the measurement of coverage, has Python's trace")
     if sys.version_info >= (3, 12):
         return _monitored(enter, step, looks_into)
     return _traced(enter, step, looks_into)
@@ -32,9 +36,6 @@ def traced(enter: Enter, step: Step, looks_into: LooksInto) -> AbstractContextMa
 
 @contextmanager
 def _traced(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None]:
-    if sys.gettrace() is not None:
-        raise TracingUnavailableError("a debugger, or the measurement of coverage, has Python's trace")
-
     steps: dict[int, tuple[CodeType, Any]] = {}  # the code is kept, so that its identity is not given to another
 
     def on_call(frame: FrameType, event: str, arg: object) -> Any:
@@ -69,11 +70,8 @@ def _stepping(reads: dict[int, Read], step: Step) -> Any:
 @contextmanager
 def _monitored(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None]:
     """Python 3.12 and later. Events are enabled for all code at once: code that is instrumented while it begins would
-    miss its first instructions."""
+    miss its first instructions. A generator is entered at each resumption, as by a trace."""
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
-    tool = next((one for one in (3, 4) if monitoring.get_tool(one) is None), None)
-    if tool is None:
-        raise TracingUnavailableError("no tool number of sys.monitoring is free")
     thread, events = threading.get_ident(), monitoring.events
 
     def is_left_out(code: CodeType) -> bool:
@@ -94,15 +92,26 @@ def _monitored(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None
             step(sys._getframe(1), read)
         return None
 
-    monitoring.use_tool_id(tool, "phonograph facts")
+    callbacks = {events.PY_START: on_start, events.PY_RESUME: on_start, events.INSTRUCTION: on_instruction}
+    tool = _free_tool(monitoring)
     try:
-        monitoring.register_callback(tool, events.PY_START, on_start)
-        monitoring.register_callback(tool, events.INSTRUCTION, on_instruction)
+        for event, callback in callbacks.items():
+            monitoring.register_callback(tool, event, callback)
         monitoring.restart_events()
-        monitoring.set_events(tool, events.PY_START | events.INSTRUCTION)
+        monitoring.set_events(tool, functools.reduce(operator.or_, callbacks))
         yield
     finally:
         monitoring.set_events(tool, 0)
-        monitoring.register_callback(tool, events.PY_START, None)
-        monitoring.register_callback(tool, events.INSTRUCTION, None)
+        for event in callbacks:
+            monitoring.register_callback(tool, event, None)
         monitoring.free_tool_id(tool)
+
+
+def _free_tool(monitoring: Any) -> int:
+    for tool in (3, 4):  # the others have names: debuggers, coverage, profilers, optimizers
+        try:
+            monitoring.use_tool_id(tool, "phonograph facts")
+        except ValueError:
+            continue
+        return tool
+    raise TracingUnavailableError("no tool number of sys.monitoring is free")
