@@ -105,8 +105,8 @@ class Stats:
         self.used_rows[key] += used
 
     def count_eager(self, decision: RunEagerly, phase: str) -> None:
-        """Count the call; the first for each reason is logged."""
-        if decision.reason not in self.eager:
+        """Count the call; the first for each reason is logged, but for stale facts, which are told one by one."""
+        if decision.reason not in self.eager and decision.reason is not Reason.STALE:
             is_meant = decision.reason in (Reason.DISABLED, Reason.DEBUG)
             level = logging.INFO if is_meant else logging.WARNING
             log.log(level, "%s runs eagerly, %s: %s", phase, decision.reason.value, decision.detail)
