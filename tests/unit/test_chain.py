@@ -97,7 +97,14 @@ def columns(answers: Mapping[tuple[int, ...], Sequence[int]]) -> list[Column]:
             value=lambda entry: entry.sequence.max_computed,
             trial=lambda trial: trial.whole(MAX_LEN, MAX_LEN + 1),
         ),
-        Column("rounds", torch.int64, writer=Writer.GRAPH, form=Form.RESET, trial=lambda trial: trial.whole(0, 99)),
+        Column(
+            "rounds",
+            torch.int64,
+            writer=Writer.GRAPH,
+            form=Form.RESET,
+            from_prompt=False,
+            trial=lambda trial: trial.whole(0, 99),
+        ),
     ]
 
 

@@ -152,7 +152,7 @@ class LLM:
             loaded, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
         )
         self.reports = self.executor.capture(progress)
-        self.prefix_sharing = prefix_sharing(options.prefix_cache, [column.name for column in loaded.columns])
+        self.prefix_sharing = prefix_sharing(options.prefix_cache, self.executor.step_tables.prompt_state)
         scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
         self.core = EngineCore(scheduler, self.executor, grammars)

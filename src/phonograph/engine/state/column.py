@@ -152,10 +152,18 @@ class Column:
     """Pairs that the step lists itself, as (row, index, value), instead of `value`; names no place twice."""
     restored: Callable[[Entry], Any] | None = None
     """Of a column that the forward pass alone writes, what the host knows of a row: for a step that is undone."""
+    from_prompt: bool = True
+    """Of a column that the forward pass alone writes: whether the tokens of a prompt go into it. Pages don't hold it,
+    so that no prompt can be shared then."""
     access: Access = Access.GATHERED
     trial: Callable[[TrialRows], torch.Tensor] | None = None
     """Values for trial runs, for the first places of each row; None leaves what is there."""
     group: Group = TABLES
+
+    @property
+    def is_of_graph(self) -> bool:
+        """Whether the forward pass alone writes it, so that the host does not know what it holds."""
+        return self.writer == Writer.GRAPH
 
     def __post_init__(self) -> None:
         problem = next((problem for wrong, problem in self._problems() if wrong), None)
