@@ -1,8 +1,8 @@
 """Attention by itself: microseconds of one layer in a graph of many, and how far that is from the memory's limit.
 
 `--sweep` tries launches (block sizes, warps, stages, splits) and says which is best for each case, for the table in
-`phonograph.engine.ops.attention.launches`. FlashInfer is measured beside it where it can be imported. On the CPU the
-kernel is interpreted, on a tiny shape, to keep the script alive.
+`phonograph.engine.ops.attention.launch_config`. FlashInfer is measured beside it where it can be imported. On the CPU
+the kernel is interpreted, on a tiny shape, to keep the script alive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from attention_peer import flashinfer_call
 
 from phonograph.devices import open_device
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.ops.attention.launches import Launch, Launches, launches_for, pick
+from phonograph.engine.ops.attention.launch_config import Launch, Launches, launches_for, pick
 from phonograph.engine.ops.attention.triton import TritonAttention
 from phonograph.engine.ops.queries import Queries
 

@@ -21,7 +21,7 @@ import report
 from phonograph.bench.report import machine
 from phonograph.bench.workloads import w1
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.requests.request import SamplingParams
 
 Prompts = list[list[int]]
@@ -101,14 +101,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts, new_tokens = workload(args.workload)
     new_tokens = args.tokens or new_tokens
     # Two engines share the device's memory, the server's comes first; every round computes its prompts anew.
-    spec = EngineSpec(shape=args.shape, options=EngineOptions(max_seqs=args.max_seqs, prefix_cache=False))
+    arguments = EngineArguments(shape=args.shape, options=EngineOptions(max_seqs=args.max_seqs, prefix_cache=False))
     flags = ["--max-seqs", str(args.max_seqs), "--memory", "0.45", "--no-prefix-cache"]
     flags += ["--shape", args.shape] if args.shape else []
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     offline: list[float] = []
     http: list[dict[str, float]] = []
     with server(flags) as port:
-        llm = spec.open()
+        llm = arguments.open()
         asyncio.run(over_http(port, prompts[:4], 8))
         llm.generate(prompts[:4], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
         for _ in range(args.rounds):

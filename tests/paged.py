@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from phonograph.devices import open_device
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.ops.attention.launches import launches_for
+from phonograph.engine.ops.attention.launch_config import launches_for
 from phonograph.engine.ops.queries import Attention, Queries, Span
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

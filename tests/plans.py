@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from phonograph.graphs.planning.resolve import Plan
 from phonograph.graphs.planning.resolve import resolve as resolve_phases
-from phonograph.graphs.planning.rules import RULES, Facts, Rule
+from phonograph.graphs.planning.rules import RULES, DeviceFacts, Rule
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, Asked, Measured, Settings
 
 KNOWN = tuple(KNOWN_PHASES.values())
@@ -15,7 +15,11 @@ SETTINGS = Settings(KNOWN).table
 
 
 def resolve(
-    asked: Asked | Iterable[Ask], facts: Facts, rules: Sequence[Rule] = RULES, *, measured: Iterable[Measured] = ()
+    asked: Asked | Iterable[Ask],
+    facts: DeviceFacts,
+    rules: Sequence[Rule] = RULES,
+    *,
+    measured: Iterable[Measured] = (),
 ) -> Plan:
     """The plan of all phases."""
     return resolve_phases(asked, facts, KNOWN, rules, measured=measured)

@@ -27,10 +27,10 @@ from phonograph.server.http.failures import ApiError, respond
 from phonograph.server.observe.exposition import Exposition
 from phonograph.server.observe.incidents import Incidents
 from phonograph.server.observe.metrics import Metrics
-from phonograph.server.observe.status import Facts, StatusKeeper
+from phonograph.server.observe.status import ServerInfo, StatusKeeper
 from phonograph.server.observe.status_page import PUBLIC_PATHS, routes
 
-FACTS = Facts(
+SERVER_INFO = ServerInfo(
     version="0.1.0",
     model="SmolLM2-135M-Instruct",
     source="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -104,7 +104,7 @@ def stats(second: int = 0, **changes: object) -> EngineStats:
 class Busy:
     """A keeper whose clock we turn: seconds of load in no time."""
 
-    def __init__(self, facts: Facts | None = FACTS) -> None:
+    def __init__(self, facts: ServerInfo | None = SERVER_INFO) -> None:
         self.metrics = Metrics()
         self.incidents = Incidents()
         self.health = Health("ready")
@@ -125,7 +125,7 @@ class Busy:
             if self.second % 2:
                 self.metrics.num_started += 1
                 self.metrics.finished(FinishReason.STOP, 220, 190, 60, 2.0)
-            self.metrics.take(stats(self.second), life=0)
+            self.metrics.take(stats(self.second), incarnation=0)
             self.keeper.tick()
 
     def warn(self, text: str, level: int = logging.WARNING) -> None:
@@ -146,7 +146,7 @@ class _Key(BaseHTTPMiddleware):
 
 def app(busy: Busy, *, locked: bool = False) -> Starlette:
     """The routes alone, behind a key if asked."""
-    exposition = Exposition(busy.metrics, FACTS.model, lambda: {"version": FACTS.version})
+    exposition = Exposition(busy.metrics, SERVER_INFO.model, lambda: {"version": SERVER_INFO.version})
     middleware = [Middleware(_Key)] if locked else []
     return Starlette(
         routes=routes(busy.keeper, exposition), middleware=middleware, exception_handlers={ApiError: respond}

@@ -1,4 +1,4 @@
-"""What keeps the package small and its layers apart."""
+"""Architecture rules: what keeps the package small and its layers apart."""
 
 from __future__ import annotations
 
@@ -150,6 +150,28 @@ def test_a_module_is_short_and_says_what_it_is_for(name: str) -> None:
     lines = len(MODULES[name].splitlines())
     assert lines <= MAX_MODULE_LINES, f"{name} has {lines} lines: look for the second concept in it"
     assert ast.get_docstring(TREES[name]), f"{name} has no docstring"
+
+
+NO_NAMES = {
+    *("A", "An", "The", "One", "Every", "Each", "All"),
+    *("What", "Which", "How", "Who", "Whose", "Whoever", "Where", "When", "Whether", "Why", "From", "Between"),
+    *("Adds", "Brings", "Decides", "Does", "Draws", "Drives", "Finds", "Gives", "Holds", "Keeps", "Loads", "Makes"),
+    *("Measures", "Opens", "Puts", "Reads", "Runs", "Says", "Sends", "Shows", "Speaks", "Starts", "Streams", "Takes"),
+    *("Tells", "Turns", "Watches", "Writes"),
+}
+"""First words of sentences about a thing whose name the reader would have to guess."""
+MAX_NAME_WORDS = 6
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_introduced_by_its_name(name: str) -> None:
+    first = (ast.get_docstring(TREES[name]) or "").split("\n")[0]
+    introduced, colon, rest = first.partition(":")
+    words = introduced.split()
+    assert colon, f"{name} begins {first!r}. Begin with the thing's name and a colon: 'Detokenizer: text from tokens …'"
+    assert rest.startswith(" "), f"{name} begins {first!r}. Say in the same line what the thing is."
+    assert len(words) <= MAX_NAME_WORDS, f"{name} begins with {introduced!r}: a sentence, not a name"
+    assert words[0] not in NO_NAMES, f"{name} begins with {words[0]!r}. Begin with the thing's name."
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -71,7 +71,7 @@ TRAPS = [
      "the buffer is reset to its neutral value"),
     ("padding_leaks_across_rows", "an op mixes rows, so padding changes real ones",
      "verify fails the check `unpadded`"),
-    ("false_unread_claim", "a slot claims that nobody reads its tail, and somebody does",
+    ("false_unread_claim", "a slot claims that nothing reads its padding, and something does",
      "verify poisons the tail and fails the check `poison`"),
     ("memory_left_by_others", "the body reads memory before it writes it, and finds another recording's",
      "verify poisons the pool and fails the check `poison`"),
@@ -87,7 +87,7 @@ TRAPS = [
      "each is tried alone at other sizes, before capture and by verify"),
     ("an_axis_cut_at_a_length", "an output's axis follows a dim only up to a length: small batches are trimmed wrong",
      "tried at small sizes too, and refused at capture, axis and sizes named"),
-    ("one_size_only", "the body runs at one size of a dim only: nobody knows how to trim what it puts out",
+    ("one_size_only", "the body runs at one size of a dim only: how to trim its outputs is not known",
      "batches that don't fill the dim run eagerly, counted"),
     ("outputs_overwritten", "the next replay overwrites the tensors that the last one returned",
      "calls own their outputs; views are asked for by name"),
@@ -482,7 +482,7 @@ def test_an_axis_cut_at_a_length(device: Device, body: Callable[..., torch.Tenso
     slot = Slot("x", ("rows", "cells"), torch.float32)
     made = make(body, device, slots=[slot], dims=[Dim("cells", limit=16)], buckets=Buckets.of(4, 8))
     assert made.runner.report is not None
-    assert "changes with the batch and is no dim" in str(made.runner.report.failures[0].error)
+    assert "changes with the batch and is not a dim" in str(made.runner.report.failures[0].error)
     for shape in ((3, 5), (1, 16), (4, 1)):
         x = torch.ones(shape, device=device.torch_device)
         assert made(x).shape == body(x).shape

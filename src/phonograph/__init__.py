@@ -1,4 +1,4 @@
-"""phonograph records a forward pass once as a device graph, replays it, and always knows that the replay is right."""
+"""phonograph: records a forward pass once as a device graph, replays it, and always knows that the replay is right."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

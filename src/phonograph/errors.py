@@ -1,4 +1,4 @@
-"""Every exception that phonograph raises on purpose.
+"""Exceptions: all that phonograph raises on purpose.
 
 PhonographError
 ├── DeclarationError      a slot, dim, pool or phase is declared in a way that can't work

@@ -1,4 +1,4 @@
-"""Numbers in what a user or a file gives: whole or finite, within bounds; else an error that says what was expected."""
+"""Number checks: values from users and files, whole or finite, within bounds; else an error that says so."""
 
 from __future__ import annotations
 

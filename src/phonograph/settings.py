@@ -1,4 +1,4 @@
-"""Settings of the machine: what the environment says, read here only. No variable changes how anything is computed."""
+"""Machine settings: environment variables, read here only. No variable changes how anything is computed."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def cache_folder() -> Path:
 
 
 def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's variables, and these besides: for a child process, or to look for names."""
+    """This process's variables, and the added ones: for a child process, or to look for names."""
     return {**os.environ, **(added or {})}

@@ -1,4 +1,4 @@
-"""Sizes: small arithmetic on whole numbers that tensors, grids and pages are measured in."""
+"""Sizes: integer arithmetic for tensors, grids and pages."""
 
 from __future__ import annotations
 

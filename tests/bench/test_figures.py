@@ -10,10 +10,10 @@ import pytest
 
 from phonograph import PlanError
 from phonograph.bench.figures import Spread, percentile, percentiles, ratio, rounded, speedup
-from phonograph.bench.pages import fill, make_pages, reports_in
 from phonograph.bench.peers import join
 from phonograph.bench.plots import draw
 from phonograph.bench.report import Report, Row, Subject, read_report, write_json
+from phonograph.bench.report_pages import fill, make_pages, reports_in
 from phonograph.bench.tables import as_markdown, as_text, detail_table, main_table, markdown, printed
 
 WHERE = {"accelerator": "a device", "python": "3.12", "torch": "2.11", "date": "a day", "command": "bench decode_step"}

@@ -391,7 +391,7 @@ def test_work_on_the_host_is_not_refused(cuda: CudaDevice) -> None:
 
 def test_an_index_beyond_the_last_device_is_refused() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(DeviceError, match=f"torch sees {count}"):
+    with pytest.raises(DeviceError, match=f"torch finds {count}"):
         open_device(f"cuda:{count}")
     assert open_device("cuda:0").torch_device == torch.device("cuda", 0)
     assert open_device().name == "cuda"

@@ -12,8 +12,8 @@ from paged import DEVICE, LAUNCHES, Case, Heads, case_of, poison_dead, spans_of
 pytest.importorskip("triton")
 
 from phonograph.devices import open_device
-from phonograph.engine.kernel_selection import overlap_on
-from phonograph.engine.ops.attention.launches import HOPPER, Launch, Launches
+from phonograph.engine.kernel_selection import default_overlap
+from phonograph.engine.ops.attention.launch_config import HOPPER, Launch, Launches
 from phonograph.engine.ops.attention.reference import ReferenceAttention
 from phonograph.engine.ops.attention.triton import TritonAttention
 from phonograph.engine.ops.queries import Span
@@ -78,7 +78,7 @@ def test_one_recording_serves_all_lengths(decode: bool) -> None:
     """Splits that are empty at capture are full at replay, and the other way round; the result is that of eager."""
     given = spans_of(*[(900, 1)] * 4 if decode else [(836, 64)])
     first = case_of(given, QWEN3, page_size=16, decode=decode, padding=4, dtype=torch.bfloat16)
-    attention, size = TritonAttention(LAUNCHES, overlap=overlap_on(open_device(DEVICE).hardware)), first.q.shape[0]
+    attention, size = TritonAttention(LAUNCHES, overlap=default_overlap(open_device(DEVICE).hardware)), first.q.shape[0]
     first.run(attention)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

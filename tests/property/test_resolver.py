@@ -15,7 +15,7 @@ from phonograph.errors import PlanError
 from phonograph.graphs.planning.flags import add_flags, asked_from, asks_of_json, flag_of
 from phonograph.graphs.planning.kinds import BACKENDS, GRAPHS, Value
 from phonograph.graphs.planning.resolve import Plan
-from phonograph.graphs.planning.rules import RULES, Facts
+from phonograph.graphs.planning.rules import RULES, DeviceFacts
 from phonograph.graphs.planning.settings import Ask, Asked, Level, Measured, Source
 from plans import KNOWN, PHASES, SETTINGS, resolve
 
@@ -46,12 +46,12 @@ FIELD_VALUES: dict[str, st.SearchStrategy[Value]] = {
 }
 
 facts = st.builds(
-    Facts,
+    DeviceFacts,
     device=st.sampled_from(["cuda", "emulated"]),
     backends=some_backends,
     built=some_backends,
 )
-able = st.just(Facts("cuda", frozenset(BACKENDS), frozenset(BACKENDS)))
+able = st.just(DeviceFacts("cuda", frozenset(BACKENDS), frozenset(BACKENDS)))
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(LETTERS, max_size=5) | backends,
@@ -90,7 +90,7 @@ def values_of(plan: Plan) -> dict[str, Value]:
     return {name: plan[name].value for name in plan}
 
 
-def resolved_or_none(asks: list[Ask], true: Facts, measured: list[Measured]) -> Plan | None:
+def resolved_or_none(asks: list[Ask], true: DeviceFacts, measured: list[Measured]) -> Plan | None:
     """The plan, or None where it is refused; any other exception fails the test."""
     try:
         return resolve(asks, true, measured=measured)
@@ -98,7 +98,7 @@ def resolved_or_none(asks: list[Ask], true: Facts, measured: list[Measured]) -> 
         return None
 
 
-def granted(asks: list[Ask], true: Facts, measured: list[Measured]) -> Plan:
+def granted(asks: list[Ask], true: DeviceFacts, measured: list[Measured]) -> Plan:
     """The plan; an example that is refused is left out."""
     try:
         return resolve(asks, true, measured=measured)
@@ -108,7 +108,9 @@ def granted(asks: list[Ask], true: Facts, measured: list[Measured]) -> Plan:
 
 @unhurried
 @given(st.lists(valid_asks() | any_asks(), max_size=6), facts, st.lists(measurements(), max_size=4))
-def test_resolve_is_total_and_every_value_has_a_reason(asks: list[Ask], true: Facts, measured: list[Measured]) -> None:
+def test_resolve_is_total_and_every_value_has_a_reason(
+    asks: list[Ask], true: DeviceFacts, measured: list[Measured]
+) -> None:
     plan = resolved_or_none(asks, true, measured)
     if plan is not None:
         assert list(plan) == list(SETTINGS)
@@ -120,7 +122,7 @@ def test_resolve_is_total_and_every_value_has_a_reason(asks: list[Ask], true: Fa
 @unhurried
 @given(facts, st.lists(measurements(), max_size=3))
 def test_without_requests_only_measurements_that_contradict_each_other_are_refused(
-    true: Facts, measured: list[Measured]
+    true: DeviceFacts, measured: list[Measured]
 ) -> None:
     names = [found.setting for found in measured]
     assume(len(set(names)) == len(names))
@@ -129,7 +131,9 @@ def test_without_requests_only_measurements_that_contradict_each_other_are_refus
 
 @settings(max_examples=300, deadline=None)
 @given(requests, facts, st.lists(measurements(), max_size=4))
-def test_asking_for_a_plans_own_values_gives_them_again(asks: list[Ask], true: Facts, measured: list[Measured]) -> None:
+def test_asking_for_a_plans_own_values_gives_them_again(
+    asks: list[Ask], true: DeviceFacts, measured: list[Measured]
+) -> None:
     plan = granted(asks, true, measured)
     own = [Ask(name, value, "the plan") for name, value in values_of(plan).items()]
     again = resolve(own, true)
@@ -140,7 +144,9 @@ def test_asking_for_a_plans_own_values_gives_them_again(asks: list[Ask], true: F
 
 @unhurried
 @given(requests, facts, st.lists(measurements(), max_size=4))
-def test_the_canonical_json_gives_the_values_again(asks: list[Ask], true: Facts, measured: list[Measured]) -> None:
+def test_the_canonical_json_gives_the_values_again(
+    asks: list[Ask], true: DeviceFacts, measured: list[Measured]
+) -> None:
     plan = granted(asks, true, measured)
     again = resolve(asks_of_json(plan.to_json(), KNOWN), true)
     assert values_of(again) == values_of(plan)
@@ -159,7 +165,7 @@ def test_the_highest_request_wins_and_the_lower_ones_are_named(name: str, data: 
     asks = [Ask(name, data.draw(values), f"--at-{level.name}", level) for level in levels]
     top = winner(asks)
     # No rules, so only the ranking is at work; any name to ignore is unknown to an empty table.
-    plan = resolve(asks, Facts("x", frozenset(), frozenset()), rules=())
+    plan = resolve(asks, DeviceFacts("x", frozenset(), frozenset()), rules=())
     assert (plan[name].value, plan[name].reason) == (top.value, f"asked by --at-{top.level.name}")
     overridden = [request for request in asks if request.value != top.value]
     assert len(plan.warnings) == len(overridden)
@@ -172,7 +178,7 @@ def test_the_highest_request_wins_and_the_lower_ones_are_named(name: str, data: 
 def test_a_tie_is_refused_exactly_when_the_values_differ(name: str, level: Level, data: st.DataObject) -> None:
     one, two = (data.draw(FIELD_VALUES[SETTINGS[name].field]) for _ in range(2))
     asks = [Ask(name, one, "--one", level), Ask(name, two, "--two", level)]
-    true = Facts("cuda", frozenset(BACKENDS), frozenset(BACKENDS))
+    true = DeviceFacts("cuda", frozenset(BACKENDS), frozenset(BACKENDS))
     if one == two:
         assert resolve(asks, true)[name].value == one
         return
@@ -184,7 +190,9 @@ def test_a_tie_is_refused_exactly_when_the_values_differ(name: str, level: Level
 @given(
     st.lists(valid_asks(["graphs", "decode.backend", "decode.limit", "decode.buckets", *SETTINGS]), max_size=8), facts
 )
-def test_a_request_is_changed_only_by_a_more_specific_one_that_a_warning_names(asks: list[Ask], true: Facts) -> None:
+def test_a_request_is_changed_only_by_a_more_specific_one_that_a_warning_names(
+    asks: list[Ask], true: DeviceFacts
+) -> None:
     plan = granted(asks, true, [])
     for name in {request.setting for request in asks}:
         top = winner([request for request in asks if request.setting == name])
@@ -198,14 +206,14 @@ def test_a_request_is_changed_only_by_a_more_specific_one_that_a_warning_names(a
 
 @unhurried
 @given(requests, facts)
-def test_a_plan_has_no_backend_that_can_not_run(asks: list[Ask], true: Facts) -> None:
+def test_a_plan_has_no_backend_that_can_not_run(asks: list[Ask], true: DeviceFacts) -> None:
     plan = granted(asks, true, [])
     assert all(true.can(plan.phase(phase).backend) for phase in PHASES)
 
 
 @unhurried
 @given(requests, able)
-def test_the_order_of_requests_does_not_change_the_values(asks: list[Ask], true: Facts) -> None:
+def test_the_order_of_requests_does_not_change_the_values(asks: list[Ask], true: DeviceFacts) -> None:
     plan, reverse = resolved_or_none(asks, true, []), resolved_or_none(asks[::-1], true, [])
     assert (plan is None) == (reverse is None)
     if plan is not None and reverse is not None:
@@ -229,7 +237,7 @@ def test_any_text_on_the_command_line_is_a_plan_or_a_plan_error(document: object
         for given_text in (json.dumps(document), text, "{" + text):
             try:
                 asked = asked_from(parser.parse_args([f"{flag}={given_text}"]), KNOWN)
-                plan = resolve(asked, Facts("cuda", frozenset(BACKENDS), frozenset(BACKENDS)))
+                plan = resolve(asked, DeviceFacts("cuda", frozenset(BACKENDS), frozenset(BACKENDS)))
             except PlanError:
                 continue
             assert isinstance(asked, Asked)

@@ -15,17 +15,17 @@ import pytest
 
 from phonograph import CoreError, RequestError, UnavailableError
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.process.client import Restarts
 from phonograph.engine.process.generation import Generation
-from phonograph.engine.process.messages import Checked
+from phonograph.engine.process.messages import IntegrityReport
 from phonograph.engine.requests.request import FinishReason, SamplingParams
 from server.notes import Notes
 
 T = TypeVar("T")
 
-SPEC = EngineSpec(
+ARGUMENTS = EngineArguments(
     shape="tiny",
     device="cpu",
     options=EngineOptions(max_seqs=4, max_tokens=32, max_len=256, page_size=8, cache_tokens=640),
@@ -51,7 +51,7 @@ class Served:
 def served() -> Iterator[Served]:
     with asyncio.Runner() as runner:
         notes = Notes()
-        llm = AsyncLLM(SPEC, max_queue=12, restarts=Restarts(wait=0.05), observers=[notes])
+        llm = AsyncLLM(ARGUMENTS, max_queue=12, restarts=Restarts(wait=0.05), observers=[notes])
         runner.run(llm.start())
         yield Served(runner, llm, notes)
         runner.run(llm.stop())
@@ -60,7 +60,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def offline() -> list[list[int]]:
-    return [done.tokens for done in SPEC.open().generate(PROMPTS, GREEDY)]
+    return [done.tokens for done in ARGUMENTS.open().generate(PROMPTS, GREEDY)]
 
 
 def is_alive(pid: int) -> bool:
@@ -89,7 +89,7 @@ async def back(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.05)
 
 
-async def pages_return(llm: AsyncLLM) -> Checked:
+async def pages_return(llm: AsyncLLM) -> IntegrityReport:
     """Wait until nothing is held but what the prefix cache has."""
     for _ in range(200):
         found = await llm.check()
@@ -144,7 +144,7 @@ def test_several_prompts_are_one_generation(served: Served, offline: list[list[i
 
 def test_n_choices_have_numbers_of_their_own(served: Served) -> None:
     params = SamplingParams(max_tokens=8, temperature=1.5, seed=1, n=3, ignore_eos=True)
-    expected = [done.tokens for done in SPEC.open().generate(PROMPTS[:2], params)]
+    expected = [done.tokens for done in ARGUMENTS.open().generate(PROMPTS[:2], params)]
 
     async def work() -> tuple[list[list[int]], int]:
         generation = served.llm.submit(PROMPTS[:2], params)
@@ -196,7 +196,7 @@ def test_a_caller_that_stops_listening_cancels(served: Served) -> None:
         ([[1, 999]], GREEDY, "token 999 is not in the vocabulary of 256"),
         ([[]], GREEDY, "empty"),
         ([], GREEDY, "0 sequences"),
-        ([[1]], SamplingParams(n=99), "99 sequences; 1 to 16"),
+        ([[1]], SamplingParams(n=99), "99 sequences; expected 1 to 16"),
     ],
 )
 def test_what_can_not_be_served_is_refused(
@@ -290,7 +290,7 @@ def test_a_killed_core_is_noticed_and_comes_back(served: Served, offline: list[l
 
 def test_a_core_that_hangs_is_killed_and_may_stay_down() -> None:
     async def work() -> None:
-        llm = AsyncLLM(SPEC, restarts=Restarts(most=0, silence=0.2))
+        llm = AsyncLLM(ARGUMENTS, restarts=Restarts(most=0, silence=0.2))
         await llm.start()
         await asyncio.sleep(0.5)  # with nothing to do it may say nothing
         generation = llm.submit([PROMPTS[0]], LONG)
@@ -300,7 +300,7 @@ def test_a_core_that_hangs_is_killed_and_may_stay_down() -> None:
         with pytest.raises(CoreError, match=r"said nothing for 0.2 s; it was killed"):
             await all_tokens(generation)
         assert "it is not started again" in llm.health.reason
-        with pytest.raises(CoreError, match="can't be asked"):
+        with pytest.raises(CoreError, match="checking the engine core"):
             await llm.check()
         await llm.stop()
 
@@ -309,7 +309,7 @@ def test_a_core_that_hangs_is_killed_and_may_stay_down() -> None:
 
 def test_draining_finishes_what_runs_and_refuses_what_comes(offline: list[list[int]]) -> None:
     async def work() -> None:
-        llm = AsyncLLM(SPEC)
+        llm = AsyncLLM(ARGUMENTS)
         await llm.start()
         running = asyncio.create_task(all_tokens(llm.submit(PROMPTS, GREEDY)))
         await asyncio.sleep(0)
@@ -332,18 +332,18 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(offline: list[list[i
 
 
 def test_a_start_that_fails_says_why() -> None:
-    spec = EngineSpec(shape="tiny", device="cpu", options=EngineOptions(max_len=1))
+    arguments = EngineArguments(shape="tiny", device="cpu", options=EngineOptions(max_len=1))
     with pytest.raises(CoreError, match="max_len must be a whole number of at least 2"):
-        asyncio.run(asyncio.wait_for(AsyncLLM(spec).start(), 60))
+        asyncio.run(asyncio.wait_for(AsyncLLM(arguments).start(), 60))
 
 
 def test_the_core_ends_with_its_front() -> None:
     program = (
         "import asyncio\n"
         "from phonograph.engine.process.async_llm import AsyncLLM\n"
-        "from phonograph.engine.process.arguments import EngineSpec\n"
+        "from phonograph.engine.process.arguments import EngineArguments\n"
         "async def main():\n"
-        "    llm = AsyncLLM(EngineSpec(shape='tiny', device='cpu'))\n"
+        "    llm = AsyncLLM(EngineArguments(shape='tiny', device='cpu'))\n"
         "    await llm.start()\n"
         "    print(llm.core_pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"

@@ -15,7 +15,7 @@ import attacks
 import pytest
 
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.server.options import ServerOptions
 from server import tiny
@@ -67,12 +67,12 @@ class LoopClock:
 @asynccontextmanager
 async def serving_long(folder: Path) -> AsyncIterator[Front]:
     """A front in this loop, over a model with a context of some length."""
-    spec = EngineSpec(
+    arguments = EngineArguments(
         model=str(tiny.write(folder / "long", context=CONTEXT)),
         device="cpu",
         options=EngineOptions(max_seqs=8, max_len=CONTEXT, cache_tokens=2 * CONTEXT),
     )
-    llm = AsyncLLM(spec, max_queue=2000)
+    llm = AsyncLLM(arguments, max_queue=2000)
     await llm.start()
     try:
         async with front(llm, ServerOptions(port=0)) as served:

@@ -51,7 +51,7 @@ TOO_MUCH: list[tuple[str, dict[str, Any], str, str]] = [
         "found 1,376,256 entries (`n` × `max_tokens` × (1 + `top_logprobs`)); at most 1,048,576",
         "logprobs",
     ),
-    (TEXT, {"prompt": [[1]] * 250, "n": 2}, "500 sequences; 1 to 308", "n"),
+    (TEXT, {"prompt": [[1]] * 250, "n": 2}, "500 sequences; expected 1 to 308", "n"),
 ]
 
 

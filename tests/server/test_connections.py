@@ -22,7 +22,7 @@ import pytest
 
 from phonograph.cli import serve
 from phonograph.cli.main import main
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.errors import PlanError
 from phonograph.server.app import create_app
@@ -283,7 +283,7 @@ def test_hosts_and_origins_and_keys_by_flag(tmp_path: Path) -> None:
     serve.add_flags(parser)
     options = serve._options(parser.parse_args(flags))
     assert options.api_keys == ("first", "second")
-    app = create_app(AsyncLLM(EngineSpec(shape="tiny", device="cpu")), options)
+    app = create_app(AsyncLLM(EngineArguments(shape="tiny", device="cpu")), options)
 
     async def work() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://model.example") as client:

@@ -22,16 +22,16 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.process import core_loop
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.process.channel import Channel, frame
 from phonograph.engine.process.core_loop import CoreLoop
 from phonograph.engine.process.messages import (
     Add,
     Cancel,
-    Check,
-    Checked,
+    CheckIntegrity,
     FromCore,
+    IntegrityReport,
     Logged,
     Output,
     Shutdown,
@@ -40,7 +40,7 @@ from phonograph.engine.process.messages import (
 )
 from phonograph.engine.requests.request import FinishReason, GrammarSpec, Request, SamplingParams
 
-SPEC = EngineSpec(
+ARGUMENTS = EngineArguments(
     shape="tiny",
     device="cpu",
     options=EngineOptions(max_seqs=4, max_tokens=32, max_len=64, page_size=8, cache_tokens=256),
@@ -91,7 +91,7 @@ class Front:
         self._asked: list[str] = []
         self._decode = msgspec.msgpack.Decoder(FromCore).decode
         self.heard: list[Output] = []
-        self.checked: list[Checked] = []
+        self.checked: list[IntegrityReport] = []
 
     def tell(self, *messages: ToCore) -> None:
         self._channel.sock.sendall(frame(msgspec.msgpack.encode(messages)))
@@ -113,7 +113,7 @@ class Front:
             match self._decode(data):
                 case StepOutput(outputs):
                     self.heard += outputs
-                case Checked() as found:
+                case IntegrityReport() as found:
                     self.checked.append(found)
 
     def end_of(self, name: str) -> Output:
@@ -123,9 +123,9 @@ class Front:
                     return output
             self.listen()
 
-    def check(self) -> Checked:
+    def check(self) -> IntegrityReport:
         self.checked.clear()
-        self.tell(Check())
+        self.tell(CheckIntegrity())
         while not self.checked:
             self.listen()
         return self.checked[0]
@@ -147,7 +147,7 @@ class Front:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return SPEC.open()
+    return ARGUMENTS.open()
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_an_idle_device_is_asked_whether_it_is_there(llm: LLM, monkeypatch: pyte
 
 
 def test_what_the_core_logs_is_in_the_log_of_the_front(caplog: pytest.LogCaptureFixture) -> None:
-    broken = replace(SPEC, asked=5)  # type: ignore[arg-type]
+    broken = replace(ARGUMENTS, asked=5)  # type: ignore[arg-type]
     with pytest.raises(CoreError):
         asyncio.run(AsyncLLM(broken).start())
     assert any(text.startswith("core: the engine core can't go on\nTraceback") for text in caplog.messages)

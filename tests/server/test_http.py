@@ -126,7 +126,7 @@ def test_tools_reach_the_template_and_so_do_the_arguments_of_earlier_calls(tiny_
 def test_the_document_says_what_there_is(tiny_server: Server) -> None:
     document = tiny_server.get("/openapi.json").json()
     assert {TEXT, CHAT, "/v1/models", "/tokenize", "/detokenize", "/health"} <= set(document["paths"])
-    assert "temperature" in document["components"]["schemas"]["ChatAsk"]["properties"]
+    assert "temperature" in document["components"]["schemas"]["ChatRequest"]["properties"]
 
 
 def test_no_text_is_in_the_log(tiny_server: Server) -> None:
@@ -202,7 +202,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "max_tokens": 1.5}, "got `float`", "max_tokens"),
     (TEXT, {"prompt": "x", "n": 0}, ">= 1", "n"),
     (TEXT, {"prompt": "x", "n": 10**30}, "<= 128", "n"),
-    (TEXT, {"prompt": ["x"] * 128, "n": 128}, "16384 sequences; 1 to 308 can run", "n"),
+    (TEXT, {"prompt": ["x"] * 128, "n": 128}, "16384 sequences; expected 1 to 308", "n"),
     (TEXT, {"prompt": ["x"] * 309}, "309 prompts; at most 308", "prompt"),
     (TEXT, {"prompt": "x", "seed": -(2**63) - 1}, "`seed`", "seed"),
     (CHAT, {"messages": HELLO, "max_tokens": 5, "max_completion_tokens": 6}, "another name", "max_completion_tokens"),

@@ -14,7 +14,7 @@ import pytest
 
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.requests.request import FinishReason, SamplingParams
 from phonograph.server.app import create_app
@@ -53,7 +53,7 @@ class Loop:
 @pytest.fixture(scope="module")
 def loop(tiny_model: Path) -> Iterator[Loop]:
     notes = Notes()
-    llm = AsyncLLM(EngineSpec(str(tiny_model), device="cpu", options=OPTIONS), max_queue=300, observers=[notes])
+    llm = AsyncLLM(EngineArguments(str(tiny_model), device="cpu", options=OPTIONS), max_queue=300, observers=[notes])
     with asyncio.Runner() as runner:
         runner.run(llm.start())
         context = front(llm, ServerOptions(port=0), send_buffer=4096)
@@ -158,7 +158,7 @@ def test_a_prompt_that_does_not_fit_is_told_so_whatever_it_does_not_fit(
     tiny_model: Path, cache_tokens: int | None, says: str
 ) -> None:
     options = EngineOptions(max_seqs=2, max_len=256, page_size=8, cache_tokens=cache_tokens)
-    llm = AsyncLLM(EngineSpec(str(tiny_model), device="cpu", options=options))
+    llm = AsyncLLM(EngineArguments(str(tiny_model), device="cpu", options=options))
 
     async def work() -> None:
         await llm.start()

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.process.client import Restarts
 from phonograph.engine.requests.request import SamplingParams
@@ -21,7 +21,7 @@ from phonograph.server.observe.metrics import Metrics
 from phonograph.server.observe.status import Status
 from phonograph.server.observe.watch import Watch
 
-SPEC = EngineSpec(
+ARGUMENTS = EngineArguments(
     shape="tiny",
     device="emulated",
     options=EngineOptions(max_seqs=2, max_tokens=16, max_len=64, page_size=8),
@@ -71,7 +71,7 @@ def test_a_core_is_watched_through_its_lives() -> None:
 
     async def work() -> None:
         metrics = Metrics()
-        llm = AsyncLLM(SPEC, observers=[metrics], restarts=Restarts(wait=0.01))
+        llm = AsyncLLM(ARGUMENTS, observers=[metrics], restarts=Restarts(wait=0.01))
         await llm.start()
         async with Watch(llm, metrics, "tiny") as watch:
             app = Starlette(routes=watch.routes())

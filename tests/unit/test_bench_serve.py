@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from phonograph.bench.serving.client import Lines
 from phonograph.bench.serving.outcome import Outcome
-from phonograph.bench.serving.summary import spread, summarise, table
+from phonograph.bench.serving.summary import latency_summary, summarise, table
 from phonograph.bench.workloads import WORKLOADS, Fixed, Job, LogNormal, Uniform, jobs, lengths_from
 from phonograph.cli import bench as bench_command
 from phonograph.errors import PlanError
@@ -215,7 +215,7 @@ def test_a_vocabulary_that_is_too_small_is_told() -> None:
 
 
 def test_nobody_there_is_told() -> None:
-    with pytest.raises(PlanError, match=r"asking http://127.0.0.1:9/v1/models.*Check --url"):
+    with pytest.raises(PlanError, match=r"listing the models of http://127.0.0.1:9/v1/models.*Check --url"):
         bench("http://127.0.0.1:9")
     with pytest.raises(PlanError, match="no connection"):
         bench("http://127.0.0.1:9", "--model", "x")
@@ -273,7 +273,7 @@ def test_an_event_stands_for_the_tokens_that_usage_says() -> None:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=60), st.data())
 def test_percentiles_are_those_of_the_values_written_out(values: list[float], data: st.DataObject) -> None:
     weights = data.draw(st.lists(st.integers(1, 5), min_size=len(values), max_size=len(values)))
-    found = spread(values, [float(weight) for weight in weights])
+    found = latency_summary(values, [float(weight) for weight in weights])
     written = np.repeat(values, weights)
     assert found is not None
     for share, value in ((0.5, found.p50), (0.95, found.p95), (0.99, found.p99)):

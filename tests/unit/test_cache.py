@@ -51,7 +51,7 @@ def test_giving_back_twice_is_an_error() -> None:
 
 
 def test_a_free_page_cannot_be_shared() -> None:
-    with pytest.raises(PhonographError, match="nobody holds it"):
+    with pytest.raises(PhonographError, match="it has no holder"):
         BlockPool(4).share([2])
 
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from phonograph import CheckpointError
-from phonograph.cli.flags import add_engine_flags, spec_from
+from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.cli.main import main
 from phonograph.engine.checkpoints import default_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
@@ -81,7 +81,7 @@ def test_warnings_of_the_plan_reach_the_user(
     assert "decode.backend   full" in explained
     parser = argparse.ArgumentParser()
     add_engine_flags(parser)
-    llm = spec_from(parser.parse_args(argv)).open()
+    llm = arguments_from(parser.parse_args(argv)).open()
     assert llm.options.eager_copies
     for sentence in said:
         assert sentence in explained
@@ -95,7 +95,7 @@ def test_profiles_of_the_capture_are_written(
     parser = argparse.ArgumentParser()
     add_engine_flags(parser)
     argv = ["--shape", "tiny", "--device", "emulated", "--max-seqs", "1", "--max-len", "32", "--max-step-tokens", "8"]
-    spec_from(parser.parse_args([*argv, "--enable-profile-cuda-graph"])).open()
+    arguments_from(parser.parse_args([*argv, "--enable-profile-cuda-graph"])).open()
     names = {file.name for file in (tmp_path / "phonograph-profile").iterdir()}
     assert {f"{phase}-{what}.json" for phase in ("decode", "prefill") for what in ("capture", "warm-up")} <= names
     assert "--enable-profile-cuda-graph is deprecated; use --graph-profile phonograph-profile" in caplog.text

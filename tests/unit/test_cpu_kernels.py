@@ -393,5 +393,5 @@ def test_recordings_on_the_cpu_have_the_reference() -> None:
 
 @pytest.mark.parametrize("name", ["kernels", "attention"])
 def test_what_is_recorded_can_not_have_them(name: str) -> None:
-    with pytest.raises(PlanError, match=f"{name}='cpu' serves a CPU on which nothing is recorded"):
+    with pytest.raises(PlanError, match=f"{name}='cpu' needs device='cpu' and no graphs"):
         make("emulated", "full", **{name: "cpu"})

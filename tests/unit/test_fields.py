@@ -155,9 +155,9 @@ def test_what_is_missing_or_none_reads_as_none() -> None:
 
 def test_a_path_starts_beside_the_batch_where_its_first_part_is_there() -> None:
     batch = SimpleNamespace(pp=SimpleNamespace(hidden=1), other=2)
-    beside = {"pp": {"hidden": 3}}
-    assert fetch(batch, beside, ("pp", "hidden")) == 3
-    assert fetch(batch, beside, ("other",)) == 2
+    kwargs = {"pp": {"hidden": 3}}
+    assert fetch(batch, kwargs, ("pp", "hidden")) == 3
+    assert fetch(batch, kwargs, ("other",)) == 2
 
 
 def test_a_holder_that_is_none_stays_none() -> None:

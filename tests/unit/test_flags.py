@@ -12,12 +12,12 @@ from phonograph.errors import PlanError
 from phonograph.graphs.planning.flags import add_flags, asked_from, asks_of_graph_backend, flag_of
 from phonograph.graphs.planning.kinds import BACKENDS, Value
 from phonograph.graphs.planning.resolve import Plan
-from phonograph.graphs.planning.rules import Facts
+from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, Asked, Level
 from phonograph.graphs.planning.sglang_flags import ALIASES, Alias
 from plans import KNOWN, PHASES, SETTINGS, resolve
 
-ABLE = Facts("cuda", backends=frozenset(BACKENDS), built=frozenset(BACKENDS))
+ABLE = DeviceFacts("cuda", backends=frozenset(BACKENDS), built=frozenset(BACKENDS))
 
 
 def parser() -> argparse.ArgumentParser:

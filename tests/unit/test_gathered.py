@@ -107,7 +107,7 @@ def test_local_counts_cover_all_tokens_in_order_as_chunk_cuts_them(num_tokens: i
 
 
 class TestServed:
-    """Through a runner, with the sampler that nobody wrote."""
+    """Through a runner, with the default sample function."""
 
     SLOTS = (Slot("x", ("tokens",), torch.float32),)
 
@@ -192,5 +192,5 @@ def test_the_count_may_be_dotted() -> None:
 
 
 def test_a_rank_that_is_none_is_refused() -> None:
-    with pytest.raises(DeclarationError, match="no rank 2 among 2"):
+    with pytest.raises(DeclarationError, match="rank is 2, expected 0 to 1"):
         local_num_tokens_slot(2, 2)

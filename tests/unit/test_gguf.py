@@ -359,7 +359,7 @@ class TestMetadata:
 
         factors = {"rope_freqs.weight": np.ones(4, np.float32)}
         path = write_gguf(tmp_path / "m.gguf", TINY, {**arrays(), **factors}, change=change)
-        refused(path, "rope_freqs.weight is there beside rope.scaling.*")
+        refused(path, "rope_freqs.weight and rope.scaling.* metadata are both there")
 
     @pytest.mark.parametrize(
         ("name", "wrong", "neutral"),

@@ -348,7 +348,7 @@ def test_a_captured_tail_that_reads_a_live_argument_is_refused(device: Device) -
     assert "reads the live argument 'k'" in str(run.capture(silent).failures[0].error)
 
 
-@pytest.mark.parametrize(("live", "said"), [("typo", "no argument"), ("x", "holds the slot 'x'")])
+@pytest.mark.parametrize(("live", "said"), [("typo", "not an argument"), ("x", "holds the slot 'x'")])
 def test_live_names_are_checked(live: str, said: str) -> None:
     with pytest.raises(DeclarationError, match=said):
         graphed(lambda x, k=3: x, slots=SLOTS[:1], bucketed="seqs", buckets=[4], live=[live], device="emulated")
@@ -387,7 +387,7 @@ def test_prefill_with_many_requests_stays_on_the_graph(device: Device) -> None:
 
 
 def test_a_slot_that_is_no_argument_is_refused() -> None:
-    with pytest.raises(DeclarationError, match=r"slot 'y' is no argument of step\(x"):
+    with pytest.raises(DeclarationError, match=r"slot 'y' is not an argument of step\(x"):
         graphed(step, slots=[*SLOTS, Slot("y", ("seqs",), torch.float32)], bucketed="seqs", buckets=Buckets.of(2))
 
 
@@ -403,8 +403,18 @@ def test_a_backend_that_is_not_built_is_refused() -> None:
 
 def test_a_dotted_source_needs_a_sample() -> None:
     slot = Slot("x", ("seqs", 16), torch.float32, source="inputs.x")
-    with pytest.raises(DeclarationError, match="give sample="):
+    with pytest.raises(DeclarationError, match="Give sample="):
         graphed(lambda inputs: inputs["x"], slots=[slot], bucketed="seqs", buckets=Buckets.of(2))
+
+
+def test_host_plan_is_the_callers_and_plan_the_resolved_settings(device: Device) -> None:
+    seen: list[int] = []
+    run = captured(device, host_plan=lambda batch, extent: seen.append(extent.used["seqs"]))
+    seen.clear()
+    given = inputs(device, 3)
+    equal(run(**given), step(**given))
+    assert seen == [3]
+    assert run.plan.phase("decode").backend == run.runner.plan.backend == "full"
 
 
 def test_debug_and_strict_reach_the_plan(device: Device) -> None:
@@ -556,11 +566,11 @@ def test_explain_before_capture_saves_nothing_of_nothing(device: Device) -> None
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "one bucket": ({"buckets": 8}, r"Buckets\.up_to\(8\).* or \[8\]"),
-    "one slot": ({"slots": SLOTS[0]}, r"graphed\(slots=\) takes several"),
-    "a slot's name": ({"slots": ["x"]}, "'x', which is no Slot"),
+    "one slot": ({"slots": SLOTS[0]}, r"graphed\(slots=\): expected a list"),
+    "a slot's name": ({"slots": ["x"]}, "expected only Slot items, found 'x'"),
     "one live argument": ({"live": "lens"}, r"Write \['lens'\]"),
     "one slot left out": ({"without": "lens"}, r"Write \['lens'\]"),
-    "an unknown slot left out": ({"eager_without": ["length"]}, "which are no slots"),
+    "an unknown slot left out": ({"eager_without": ["length"]}, "its slots are"),
     "padding": ({"max_padding_ratio": "much"}, "max_padding_ratio"),
 }
 

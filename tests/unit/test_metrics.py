@@ -29,10 +29,10 @@ from phonograph.engine.requests.request import FinishReason, Request, SamplingPa
 from phonograph.graphs.planning.settings import ask
 from phonograph.server.observe.exposition import Exposition
 from phonograph.server.observe.histogram import Distribution
-from phonograph.server.observe.history import SAMPLES, WINDOW, History
+from phonograph.server.observe.history import LATENCY_WINDOW, MAX_POINTS, History
 from phonograph.server.observe.incidents import Incidents
 from phonograph.server.observe.metrics import Metrics
-from phonograph.server.observe.restarts import Lives
+from phonograph.server.observe.running_totals import StatsAcrossRestarts
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -164,39 +164,39 @@ def test_what_is_above_every_bound_is_told_as_the_last_bound() -> None:
     assert found.cumulative() == [("0.1", 0), ("1.0", 0), ("+Inf", 1)]
 
 
-# -- lives of the core ----------------------------------------------------------------------------------------
+# -- total_stats of the core ----------------------------------------------------------------------------------------
 
 
 def test_counters_go_on_when_the_core_is_started_again() -> None:
-    lives = Lives()
-    lives.take(statuses.stats(100), life=0)
-    lives.take(statuses.stats(5), life=1)
-    total = lives.total
+    total_stats = StatsAcrossRestarts()
+    total_stats.take(statuses.stats(100), incarnation=0)
+    total_stats.take(statuses.stats(5), incarnation=1)
+    total = total_stats.total
     assert total is not None
-    assert lives.restarts == 1
+    assert total_stats.restarts == 1
     assert total.generated_tokens == statuses.stats(100).generated_tokens + statuses.stats(5).generated_tokens
     assert total.running == statuses.stats(5).running
     assert total.phases[0].replays == statuses.stats(100).phases[0].replays + statuses.stats(5).phases[0].replays
     assert total.phases[0].device_seconds == {"replay": pytest.approx(0.71 * 105)}
-    lives.take(statuses.stats(7), life=2)
-    assert lives.total is not None
-    assert lives.total.steps == 200 * 112
+    total_stats.take(statuses.stats(7), incarnation=2)
+    assert total_stats.total is not None
+    assert total_stats.total.steps == 200 * 112
 
 
 def test_what_an_old_core_says_late_is_dropped() -> None:
-    lives = Lives()
-    lives.take(statuses.stats(3), life=1)
-    lives.take(statuses.stats(900), life=0)
-    assert lives.total == statuses.stats(3)
+    total_stats = StatsAcrossRestarts()
+    total_stats.take(statuses.stats(3), incarnation=1)
+    total_stats.take(statuses.stats(900), incarnation=0)
+    assert total_stats.total == statuses.stats(3)
 
 
 def test_a_core_that_is_gone_serves_nobody() -> None:
-    lives = Lives()
-    lives.take(statuses.stats(30), life=0)
-    lives.ended(0)
-    assert lives.total is not None
-    assert (lives.total.running, lives.total.waiting, lives.total.kv_use) == (0, 0, 0)
-    assert lives.total.generated_tokens == statuses.stats(30).generated_tokens
+    total_stats = StatsAcrossRestarts()
+    total_stats.take(statuses.stats(30), incarnation=0)
+    total_stats.ended(0)
+    assert total_stats.total is not None
+    assert (total_stats.total.running, total_stats.total.waiting, total_stats.total.kv_use) == (0, 0, 0)
+    assert total_stats.total.generated_tokens == statuses.stats(30).generated_tokens
 
 
 # -- exposition -----------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def busy_metrics() -> Metrics:
     metrics.token_gap(0.3)
     metrics.finished(FinishReason.LENGTH, 3, 2, 0, 0.34)
     metrics.rejected("queue_full")
-    metrics.take(statuses.stats(40), life=0)
+    metrics.take(statuses.stats(40), incarnation=0)
     return metrics
 
 
@@ -274,8 +274,8 @@ def test_labels_are_escaped() -> None:
 def test_no_counter_goes_backwards_over_a_restart() -> None:
     metrics = busy_metrics()
     before = values(f for f in parse(exposed(metrics)) if f.type in ("counter", "histogram"))
-    metrics.lives.ended(0)
-    metrics.take(statuses.stats(1), life=1)
+    metrics.core_stats.ended(0)
+    metrics.take(statuses.stats(1), incarnation=1)
     after = values(f for f in parse(exposed(metrics)) if f.type in ("counter", "histogram"))
     ours = {name for name in before if name[0].startswith("phonograph:")}
     assert len(ours) > 100
@@ -293,9 +293,9 @@ def test_every_metric_is_documented_and_nothing_else() -> None:
 def test_a_sample_has_the_rates_of_its_second() -> None:
     metrics = Metrics()
     history = History(metrics)
-    metrics.take(statuses.stats(0, clock=10.0, generated_tokens=100, prompt_tokens=50), life=0)
+    metrics.take(statuses.stats(0, clock=10.0, generated_tokens=100, prompt_tokens=50), incarnation=0)
     history.tick(1000.0)
-    metrics.take(statuses.stats(0, clock=12.0, generated_tokens=300, prompt_tokens=60), life=0)
+    metrics.take(statuses.stats(0, clock=12.0, generated_tokens=300, prompt_tokens=60), incarnation=0)
     metrics.token_gap(0.02)
     history.tick(1001.0)
     history.tick(1002.0)
@@ -309,23 +309,23 @@ def test_a_sample_has_the_rates_of_its_second() -> None:
 def test_after_a_sleep_only_the_time_awake_counts() -> None:
     metrics = Metrics()
     history = History(metrics)
-    metrics.take(statuses.stats(0, clock=10.0, generated_tokens=100, running=0, waiting=0), life=0)
+    metrics.take(statuses.stats(0, clock=10.0, generated_tokens=100, running=0, waiting=0), incarnation=0)
     history.tick(1000.0)
-    metrics.take(statuses.stats(0, clock=70.0, generated_tokens=150), life=0)
+    metrics.take(statuses.stats(0, clock=70.0, generated_tokens=150), incarnation=0)
     history.tick(1001.0)
     assert history.since(1).rows[0].output_rate == 50
 
 
 def test_history_is_bounded_and_numbered() -> None:
     history = History(Metrics())
-    for second in range(SAMPLES + 50):
+    for second in range(MAX_POINTS + 50):
         history.tick(float(second))
     everything = history.since(0)
-    assert (everything.first, len(everything.rows)) == (50, SAMPLES)
-    few = history.since(SAMPLES + 48)
-    assert (few.first, [row.at for row in few.rows]) == (SAMPLES + 48, [SAMPLES + 48, SAMPLES + 49])
-    assert history.since(SAMPLES + 50).rows == ()
-    assert history.since(10**9).first == SAMPLES + 50
+    assert (everything.first, len(everything.rows)) == (50, MAX_POINTS)
+    few = history.since(MAX_POINTS + 48)
+    assert (few.first, [row.at for row in few.rows]) == (MAX_POINTS + 48, [MAX_POINTS + 48, MAX_POINTS + 49])
+    assert history.since(MAX_POINTS + 50).rows == ()
+    assert history.since(10**9).first == MAX_POINTS + 50
 
 
 def test_latencies_are_of_the_last_minute() -> None:
@@ -333,7 +333,7 @@ def test_latencies_are_of_the_last_minute() -> None:
     history = History(metrics)
     metrics.first_token(9.0)
     assert history.latencies()[0].p50 == pytest.approx(9.0, rel=0.1)
-    for second in range(WINDOW):
+    for second in range(LATENCY_WINDOW):
         history.tick(float(second))
     metrics.first_token(0.05)
     first_token, token_gap, _ = history.latencies()

@@ -17,7 +17,7 @@ from phonograph import LLM, Device, EngineOptions, SamplingParams, verify
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TorchSampler
-from phonograph.engine.state.column import Column, Entry
+from phonograph.engine.state.column import Column, RowSource
 from phonograph.engine.state.columns import SAMPLING
 from phonograph.graphs.planning.settings import ask
 
@@ -27,7 +27,7 @@ class Params(SamplingParams):
     lowest_id: int = 0
 
 
-def lowest_id(entry: Entry) -> int:
+def lowest_id(entry: RowSource) -> int:
     return entry.params.lowest_id if isinstance(entry.params, Params) else 0
 
 
@@ -55,7 +55,7 @@ def make(device: Device, backend: str) -> LLM:
 
 def test_a_new_parameter_is_a_column_a_sampler_and_a_field(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, found = [[5, 9], [7] * 12, [3]], {}
-    monkeypatch.setattr("phonograph.engine.llm.sampler_for", lambda *_: LowestIdSampler())
+    monkeypatch.setattr("phonograph.engine.llm.select_sampler", lambda *_: LowestIdSampler())
     for backend in ("disabled", "full"):
         llm = make(device, backend)
         asked = [

@@ -13,7 +13,7 @@ from phonograph.errors import DeclarationError, PhonographError, PlanError
 from phonograph.graphs.planning.kinds import BACKENDS, Value, shown
 from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.planning.resolve import resolve as resolve_phases
-from phonograph.graphs.planning.rules import RULES, Change, Facts, Rule, View
+from phonograph.graphs.planning.rules import RULES, Change, DeviceFacts, ResolvedValues, Rule
 from phonograph.graphs.planning.settings import (
     PHASE_FIELDS,
     PLAN_FIELDS,
@@ -28,11 +28,11 @@ from phonograph.numbers import MAX_WHOLE
 from plans import PHASES, SETTINGS, resolve
 
 EVERY = frozenset(BACKENDS)
-ABLE = Facts("cuda", backends=EVERY, built=EVERY)
-FULL_ONLY = Facts("emulated", backends=frozenset({"full"}), built=frozenset({"full"}))
+ABLE = DeviceFacts("cuda", backends=EVERY, built=EVERY)
+FULL_ONLY = DeviceFacts("emulated", backends=frozenset({"full"}), built=frozenset({"full"}))
 
 
-def refused(*asks: Ask, facts: Facts = ABLE, rules: tuple[Rule, ...] = RULES) -> str:
+def refused(*asks: Ask, facts: DeviceFacts = ABLE, rules: tuple[Rule, ...] = RULES) -> str:
     with pytest.raises(PlanError) as caught:
         resolve(asks, facts, rules)
     return str(caught.value)
@@ -80,7 +80,7 @@ class TestPhases:
             resolve_phases([ask("rounds.limit", 8, origin="x=")], ABLE, [PhaseDefaults("round")])
 
     def test_a_name_stands_once(self) -> None:
-        with pytest.raises(DeclarationError, match="twice"):
+        with pytest.raises(DeclarationError, match="two have the same name"):
             resolve_phases([], ABLE, [PhaseDefaults("round"), PhaseDefaults("round")])
 
     def test_a_plan_without_phases_records_nothing(self) -> None:
@@ -330,17 +330,19 @@ class TestMeasured:
 
 class TestBackendRules:
     def test_a_default_that_is_not_built_falls_back_to_full(self) -> None:
-        resolved = resolve([], Facts("cuda", EVERY, built=frozenset({"full"})))["prefill.backend"]
+        resolved = resolve([], DeviceFacts("cuda", EVERY, built=frozenset({"full"})))["prefill.backend"]
         assert (resolved.value, resolved.source) == ("full", "rule")
         assert resolved.reason == "rule 'backend-not-built': this build doesn't have breakable"
 
-    @pytest.mark.parametrize("facts", [Facts("x", frozenset(), frozenset({"full"})), Facts("x", EVERY, frozenset())])
-    def test_without_full_it_falls_back_to_disabled(self, facts: Facts) -> None:
+    @pytest.mark.parametrize(
+        "facts", [DeviceFacts("x", frozenset(), frozenset({"full"})), DeviceFacts("x", EVERY, frozenset())]
+    )
+    def test_without_full_it_falls_back_to_disabled(self, facts: DeviceFacts) -> None:
         plan = resolve([], facts)
         assert {plan.phase(phase).backend for phase in PHASES} == {"disabled"}
 
     def test_a_default_that_the_device_lacks_is_disabled(self) -> None:
-        resolved = resolve([], Facts("npu", frozenset({"full"}), EVERY))["prefill.backend"]
+        resolved = resolve([], DeviceFacts("npu", frozenset({"full"}), EVERY))["prefill.backend"]
         assert (resolved.value, resolved.source) == ("disabled", "rule")
         assert "device-lacks-backend" in resolved.reason
         assert "npu" in resolved.reason
@@ -348,23 +350,23 @@ class TestBackendRules:
     @pytest.mark.parametrize(
         ("facts", "rule"),
         [
-            (Facts("cuda", EVERY, frozenset({"full"})), "backend-not-built"),
-            (Facts("cuda", frozenset({"full"}), EVERY), "device-lacks-backend"),
+            (DeviceFacts("cuda", EVERY, frozenset({"full"})), "backend-not-built"),
+            (DeviceFacts("cuda", frozenset({"full"}), EVERY), "device-lacks-backend"),
         ],
     )
-    def test_a_request_for_it_is_an_error_that_offers_no_way_past(self, facts: Facts, rule: str) -> None:
+    def test_a_request_for_it_is_an_error_that_offers_no_way_past(self, facts: DeviceFacts, rule: str) -> None:
         message = refused(ask("decode.backend", "breakable", origin="--decode-graph-backend"), facts=facts)
         assert f"rule '{rule}'" in message
         assert "--decode-graph-backend" in message
         assert "--ignore-rule" not in message
 
     def test_the_error_advises_nothing_that_the_device_lacks(self) -> None:
-        facts = Facts("x", frozenset({"breakable"}), frozenset({"full"}))
+        facts = DeviceFacts("x", frozenset({"breakable"}), frozenset({"full"}))
         message = refused(ask("decode.backend", "breakable", origin="x="), facts=facts)
         assert "Ask for decode.backend=disabled" in message
 
-    @pytest.mark.parametrize("facts", [ABLE, FULL_ONLY, Facts("x", frozenset(), frozenset())])
-    def test_disabled_can_always_be_asked(self, facts: Facts) -> None:
+    @pytest.mark.parametrize("facts", [ABLE, FULL_ONLY, DeviceFacts("x", frozenset(), frozenset())])
+    def test_disabled_can_always_be_asked(self, facts: DeviceFacts) -> None:
         asks = [ask(f"{phase}.backend", "disabled", origin="x=") for phase in PHASES]
         assert resolve(asks, facts)["decode.backend"].source == "asked"
 
@@ -437,9 +439,9 @@ class TestStrict:
         assert resolve([self.STRICT, *self.DISABLED[1:]], ABLE).graphs == "strict"
 
     @pytest.mark.parametrize(
-        ("asks", "facts"), [((STRICT, *DISABLED), ABLE), ((STRICT,), Facts("x", frozenset(), frozenset()))]
+        ("asks", "facts"), [((STRICT, *DISABLED), ABLE), ((STRICT,), DeviceFacts("x", frozenset(), frozenset()))]
     )
-    def test_with_every_phase_disabled_it_is_an_error(self, asks: tuple[Ask, ...], facts: Facts) -> None:
+    def test_with_every_phase_disabled_it_is_an_error(self, asks: tuple[Ask, ...], facts: DeviceFacts) -> None:
         message = refused(*asks, facts=facts)
         assert "rule 'strict-needs-graphs' conflicts with graphs=strict (asked by --graphs)" in message
         assert "--ignore-rule strict-needs-graphs" in message
@@ -502,17 +504,17 @@ class TestLimitAndBuckets:
         assert plan.phase("decode").limit == 8
 
 
-def forbid_gc(_facts: Facts, view: View) -> Iterator[Change]:
+def forbid_gc(_facts: DeviceFacts, view: ResolvedValues) -> Iterator[Change]:
     if view["gc"].value:
         yield Change("gc", False, "collections hurt")
 
 
-def want_gc(_facts: Facts, view: View) -> Iterator[Change]:
+def want_gc(_facts: DeviceFacts, view: ResolvedValues) -> Iterator[Change]:
     if not view["gc"].value:
         yield Change("gc", True, "collections help")
 
 
-def mark(facts: Facts, _view: View) -> Iterator[Change]:
+def mark(facts: DeviceFacts, _view: ResolvedValues) -> Iterator[Change]:
     if facts.device == "cpu":
         yield Change("debug", True, "the cpu has no graphs")
 

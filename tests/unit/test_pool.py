@@ -124,7 +124,7 @@ class TestSeal:
         assert late.tensor.numel() == 5
         assert not set(span(first)) & set(span(other))
         assert pool.report().private == (
-            "late.rows: asked for after the pool was sealed, and nobody before asked for one like it",
+            "late.rows: asked for after the pool was sealed, and there was no earlier one like it",
         )
         assert pool.report().bytes_saved == 5 * 8
 

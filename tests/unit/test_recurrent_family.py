@@ -160,7 +160,7 @@ def test_what_the_state_excludes_is_named() -> None:
     assert "state by row (memory)" in llm.explain()
     assert STATE_BY_ROW in llm.explain()
     asked_off = make("cpu", prefix_cache=False)
-    assert "prefix cache: off: it was asked to be off" in asked_off.explain()
+    assert "prefix cache: off: as requested" in asked_off.explain()
     limits = replace(llm.limits, tokens_per_row=3)
     with pytest.raises(PlanError, match=r"keeps state by row \(memory\).*tokens_per_row is 3"):
         Executor(llm.executor.model, TorchSampler(), llm.device, llm.plan, limits)

@@ -368,16 +368,16 @@ class TestDotted:
         made = registry(device, *slots)
         hidden = torch.randn(2, WIDE)
         proxy = SimpleNamespace(hidden=hidden.to(device.torch_device), stage=1)
-        beside = {"pp": proxy, "rank": 3}
-        assert made.measure({"ids": [1, 2]}, beside) == {"tokens": 2}
-        view = made.load({"ids": [1, 2]}, tokens(2, 4), beside=beside)
-        assert view.beside["pp"].stage == 1
-        assert torch.equal(view.beside["pp"].hidden.cpu(), by_hand(hidden, (4, WIDE), 0, torch.float32))
-        assert view.beside["rank"].item() == 3
+        kwargs = {"pp": proxy, "rank": 3}
+        assert made.measure({"ids": [1, 2]}, kwargs) == {"tokens": 2}
+        view = made.load({"ids": [1, 2]}, tokens(2, 4), kwargs=kwargs)
+        assert view.kwargs["pp"].stage == 1
+        assert torch.equal(view.kwargs["pp"].hidden.cpu(), by_hand(hidden, (4, WIDE), 0, torch.float32))
+        assert view.kwargs["rank"].item() == 3
         assert view.batch.keys() == {"ids"}
         assert torch.equal(proxy.hidden.cpu(), hidden)
         assert proxy.hidden.shape == (2, WIDE)
-        assert beside == {"pp": proxy, "rank": 3}
+        assert kwargs == {"pp": proxy, "rank": 3}
 
     def test_a_missing_holder_is_refused_by_its_path(self, device: Device) -> None:
         made = registry(device, ints("table", source="ngram.token_table"), dims=[Dim("tokens", field="n")])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phonograph import DeclarationError, Device, EmulatedDevice
 from phonograph.engine.requests.request import MAX_BIASED, Request, SamplingParams
@@ -78,11 +79,75 @@ def test_everything_that_the_host_writes_goes_over_in_one_transfer(device: Devic
     assert engine.run(ScheduledStep(3, tuple(others[:2]), (), (), pass_name="decode")) == 0
 
 
+class Ops(TorchDispatchMode):
+    """The names of all ops, views too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_entry_costs_a_transfer_a_reset_and_three_copies(count: int) -> None:
+    """Nothing else, once a step of that shape was there: every op is a launch, or a few microseconds of the host."""
+    engine = Engine(EmulatedDevice())
+    for temperature in (0.5, 0.25):
+        entered = [sequence(row, temperature=temperature, top_k=row) for row in range(1, count + 1)]
+        with torch.inference_mode(), Ops() as ops:
+            engine.run(entry(*entered, pages=((1, 0, 3), (1, 1, 4))))
+        assert engine.tables["temperature"][1 : count + 1].tolist() == [temperature] * count
+        assert engine.tables["top_k"][1 : count + 1].tolist() == list(range(1, count + 1))
+    assert ops.names == ["copy_", "index_fill_", "index_copy_", "index_copy_", "index_copy_"]
+
+
+def test_what_is_kept_of_a_shape_stands_no_longer_when_the_block_has_grown(device: Device) -> None:
+    engine = Engine(device, TableSizes(4, 300, 5000))
+    engine.run(entry(sequence(1, seed=1), pages=((1, 0, 3),)))
+    engine.run(entry(sequence(2, seed=2), pages=tuple((2, index, index + 1) for index in range(5000))))
+    engine.run(entry(sequence(3, seed=3, top_p=0.5), pages=((3, 4999, 9),)))
+    assert engine.tables.pages[2].tolist() == list(range(1, 5001))
+    assert engine.tables.pages[3].nonzero().tolist() == [[4999]]
+    assert engine.tables["seed"].tolist() == [0, *(sequence(row, seed=row).noise_seed for row in (1, 2, 3)), 0]
+    assert engine.tables["top_p"].tolist() == [1, 1, 1, 0.5, 1]
+
+
+def test_more_shapes_than_are_kept(device: Device) -> None:
+    engine = Engine(device, TableSizes(4, 300, 600))
+    for count in (*range(1, 600), *range(1, 30)):
+        engine.run(entry(sequence(1), pages=tuple((1, index, count) for index in range(count))))
+    assert engine.tables.pages[1].tolist() == [29] * 29 + [0] * 571
+
+
+def test_columns_that_lie_together_keep_their_types(device: Device) -> None:
+    kinds = [torch.int64, torch.float64, torch.int32, torch.float32, torch.int16, torch.float16, torch.int8, torch.bool]
+    columns = [Column(f"c{at}", kind, default=1, value=one) for at, kind in enumerate(kinds)]
+    columns += [Column(f"d{at}", kind, value=lambda entry: entry.sequence.row % 2) for at, kind in enumerate(kinds)]
+    engine = Engine(device, columns=(*PLACE, *columns))
+    assert engine.run(entry(sequence(1), sequence(4))) == 1
+    for at, kind in enumerate(kinds):
+        assert engine.tables[f"c{at}"].dtype == engine.tables[f"d{at}"].dtype == kind
+        assert engine.tables[f"c{at}"].tolist() == [1] * 5
+        assert engine.tables[f"d{at}"].tolist() == [0, 1, 0, 0, 0]
+
+
+def test_state_of_those_who_ask_is_reset_though_nothing_is_sent(device: Device) -> None:
+    drafted = Group("drafts", lambda sequence: sequence.request.params.top_k == 1)
+    state = Column("state", torch.float32, width=3, writer=Writer.GRAPH, form=Form.RESET, group=drafted)
+    engine = Engine(device, columns=(*PLACE, state))
+    engine.tables["state"].fill_(7)
+    engine.run(entry(sequence(1), sequence(2, top_k=1)))
+    assert engine.tables["state"][:, 0].tolist() == [7, 7, 0, 7, 7]
+
+
 def test_who_asks_for_nothing_pays_nothing_for_wide_columns(device: Device) -> None:
     engine = Engine(device)
     updates = engine.builder.build(entry(sequence(1), sequence(2)))
     assert updates is not None
-    assert [write.group for write in updates.writes] == ["request tables"]
+    assert {write.group for write in updates.writes} == {"request tables"}
     engine.run(entry(sequence(1), sequence(2)))
     assert not engine.tables.is_made(PENALISED)
     assert not engine.tables.is_made(CONSTRAINED)

@@ -213,15 +213,15 @@ def test_a_captured_tail_is_part_of_the_recording(device: Device) -> None:
     equal(runner.run({"x": x}), (x * 2).sum(1))
 
 
-def test_plan_runs_between_load_and_replay_with_the_padded_view(device: Device) -> None:
+def test_host_plan_runs_between_load_and_replay_with_the_padded_view(device: Device) -> None:
     scratch = torch.zeros(1, device=device.torch_device)
     seen: list[tuple[int, int]] = []
 
-    def plan(batch: dict[str, Any], extent: Extent) -> None:
+    def host_plan(batch: dict[str, Any], extent: Extent) -> None:
         seen.append((extent.used["seqs"], batch["x"].shape[0]))
         scratch.fill_(float(extent.used["seqs"]))
 
-    runner = make_runner(lambda batch: batch["x"] * scratch, device, plan=plan)
+    runner = make_runner(lambda batch: batch["x"] * scratch, device, host_plan=host_plan)
     seen.clear()
     x = rows(device, 3)
     equal(runner.run({"x": x}), x * 3)
@@ -507,7 +507,7 @@ def test_an_output_over_a_limit_dim_is_trimmed_too(device: Device) -> None:
 def test_an_output_axis_that_changes_and_is_no_dim_is_refused(device: Device, body: Any) -> None:
     runner = make_runner(body, device)
     assert runner.report is not None
-    assert "changes with the batch and is no dim" in str(runner.report.failures[0].error)
+    assert "changes with the batch and is not a dim" in str(runner.report.failures[0].error)
     equal(runner.run({"x": rows(device, 3)}), body({"x": rows(device, 3)}))
     exact = make_runner(body, device, exact=True).report
     assert exact is not None

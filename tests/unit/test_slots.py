@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["'x'", "no pad value", "Pad.fill(", "Pad.unread("],
     ),
     "a bool slot without a pad value": (lambda: Slot("x", ("tokens",), torch.bool), ["'x'", "Pad.fill("]),
-    "an unread integer slot without a range": (lambda: ints(pad=UNREAD), ["'x'", "valid=(low, high)"]),
+    "an unread integer slot without a range": (lambda: ints(pad=UNREAD), ["'x'", "valid=(smallest, largest)"]),
     "a pad without value and reason": (lambda: Pad(None), ["Pad.fill(", "Pad.unread("]),
     "Pad.fill(None)": (lambda: Pad.fill(None), ["Pad.fill(", "Pad.unread("]),  # type: ignore[arg-type]
     "Pad.unread without a reason": (lambda: Pad.unread(because=""), ["Pad.unread("]),

@@ -16,10 +16,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from phonograph.engine.process.async_llm import Health
-from phonograph.server.observe.history import Sample
+from phonograph.server.observe.history import HistoryPoint
 from phonograph.server.observe.status import Status
 from phonograph.server.observe.status_page import PUBLIC_PATHS
-from statuses import FACTS, Busy, app, serving
+from statuses import SERVER_INFO, Busy, app, serving
 
 PAGE = files("phonograph.server.observe") / "page"
 
@@ -81,7 +81,7 @@ def test_the_document_has_its_schema(url: str, busy: Busy) -> None:
     code, headers, body = fetch(f"{url}/status.json")
     assert (code, headers["Content-Type"], headers["Cache-Control"]) == (200, "application/json", "no-store")
     status = msgspec.json.decode(body, type=Status, strict=True)
-    assert status.facts == FACTS
+    assert status.facts == SERVER_INFO
     assert status.health == Health("ready")
     assert status.uptime == 30
     assert status.totals.rejected == {"queue_full": 1}
@@ -96,7 +96,7 @@ def test_the_document_has_its_schema(url: str, busy: Busy) -> None:
 def test_samples_come_as_columns_and_from_where_they_are_asked(url: str) -> None:
     found = json.loads(fetch(f"{url}/status.json?since=28")[2])["history"]
     assert (found["first"], len(found["rows"])) == (28, 2)
-    assert found["columns"] == list(Sample.__struct_fields__)
+    assert found["columns"] == list(HistoryPoint.__struct_fields__)
     assert all(len(row) == len(found["columns"]) for row in found["rows"])
 
 

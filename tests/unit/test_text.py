@@ -353,7 +353,8 @@ class TestSwitches:
         asked = {"add_bos_token": False, "add_eos_token": True, "add_prefix_space": True, "added_tokens_decoder": {}}
         Tokenizer.from_folder(save(tmp_path, backend, **asked))
         assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-            "without effect, as the tokenizer.json beside it does otherwise: add_eos_token true, add_prefix_space true"
+            "without effect, as the tokenizer.json of the same folder does otherwise: "
+            "add_eos_token true, add_prefix_space true"
         ]
 
 

@@ -508,7 +508,7 @@ class Attention:
 def test_a_list_that_a_gap_moves_is_refused_with_the_way_out_which_works() -> None:
     attention = Attention()
     error = str(made_from(attention).capture(silent).failures[0].error)
-    assert "a @graph_break, the plan or the sample has changed" in error
+    assert "a @graph_break, host_plan or the sample has changed" in error
     assert "Attention.seen" in error
     assert "preserve=" in error
     assert not attention.seen

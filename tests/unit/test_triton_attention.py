@@ -12,8 +12,8 @@ from paged import DEVICE, LAUNCHES, Case, Heads, by_hand, case_of, poison_dead, 
 pytest.importorskip("triton")
 
 from phonograph.devices import Hardware
-from phonograph.engine.kernel_selection import overlap_on
-from phonograph.engine.ops.attention.launches import HOPPER, PLAIN, Launch, Launches, launches_for, pick
+from phonograph.engine.kernel_selection import default_overlap
+from phonograph.engine.ops.attention.launch_config import HOPPER, PLAIN, Launch, Launches, launches_for, pick
 from phonograph.engine.ops.attention.reference import ReferenceAttention
 from phonograph.engine.ops.attention.triton import TritonAttention
 from phonograph.engine.ops.kernels import Angles, Norm, RotatingAttention
@@ -199,7 +199,7 @@ class TestLaunches:
     def test_kernels_overlap_from_hopper_on(
         self, hardware: tuple[str, tuple[int, int] | None], overlap: Overlap
     ) -> None:
-        assert overlap_on(Hardware(*hardware)) == overlap
+        assert default_overlap(Hardware(*hardware)) == overlap
 
     @pytest.mark.parametrize("launches", [HOPPER, PLAIN])
     def test_every_bucket_has_a_launch_and_they_are_in_order(self, launches: Launches) -> None:

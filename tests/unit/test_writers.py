@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from phonograph.engine.process.generation import Delta, Usage
+from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import TokenLogprob as Logprob
 from phonograph.engine.text import Detokenizer, Tokenizer
@@ -25,7 +25,7 @@ from server import tiny
 
 STOP = FinishReason.STOP
 HEAD = Head("chatcmpl-abc", 7, "tiny")
-USAGE = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
+USAGE = TokenUsage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 UNKNOWN = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
 BARE = '[{"name": "now", "arguments": {"zone": "UTC"}}, {"name": "now", "arguments": {}}]'

@@ -1,4 +1,4 @@
-"""Measurements that anybody can repeat: floors, eager, every backend and peers in one run."""
+"""Benchmarks: measurements that anyone can repeat: floors, eager, every backend and peers in one run."""
 
 from phonograph.bench.commands import add_commands
 

@@ -1,4 +1,4 @@
-"""What a break costs: graphs with gaps between them against one graph, empty and around attention."""
+"""Cost of a graph break: graphs with gaps between them against one graph, empty and around attention."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import statistics
 import torch
 
 from phonograph.bench.figures import rounded
+from phonograph.bench.measurement import Bench
 from phonograph.bench.prefill import PrefillCases, open_prefill
 from phonograph.bench.report import Row, Subject
-from phonograph.bench.setup import Bench
 from phonograph.bench.timing import device_seconds
 from phonograph.devices import Device
 from phonograph.graphs.graphed import graphed
@@ -76,7 +76,7 @@ def _measure_empty(bench: Bench, rounds: int) -> None:
 
 
 def _measure_prefill(bench: Bench, backend: str, sizes: tuple[int, ...]) -> None:
-    llm = open_prefill(bench, backend, 0, sizes, (1, 8) if not bench.setup.quick else (1,))
+    llm = open_prefill(bench, backend, 0, sizes, (1, 8) if not bench.settings.quick else (1,))
     cases = PrefillCases(bench, llm, 0)
     num_breaks = bench.config.num_layers if backend == "breakable" else 0
     for num_tokens in sizes:

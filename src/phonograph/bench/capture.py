@@ -1,4 +1,4 @@
-"""Seconds and bytes to record all default buckets, by phase and product of its axes, warm-up and capture apart."""
+"""Capture cost: seconds and bytes of all default buckets, by phase and axis product, warm-up and capture apart."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from collections import defaultdict
 
 from phonograph.bench.figures import rounded
+from phonograph.bench.measurement import Bench, row_of
 from phonograph.bench.report import Subject
-from phonograph.bench.setup import Bench, row_of
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.capture_report import CaptureReport
@@ -30,9 +30,9 @@ def measure(bench: Bench) -> None:
 
 
 def _measure_backend(bench: Bench, backend: str, *, with_decode: bool) -> None:
-    # The KV cache has no part in it; as asked, it needs no rehearsal, and so the first capture is the first.
+    # The KV cache has no part in it; with a size given, it needs no rehearsal, so the first capture is the first.
     options = EngineOptions(cache_tokens=4096)
-    if bench.setup.quick:
+    if bench.settings.quick:
         options = EngineOptions(max_seqs=4, max_tokens=16, max_len=64, cache_tokens=256)
     begin = time.perf_counter()
     llm = bench.open(options, {"decode": "full" if with_decode else "disabled", "prefill": backend})

@@ -1,4 +1,4 @@
-"""From the start of a process to its first token, in fresh processes, with a warm and a cold cache of kernels."""
+"""Cold start: from the start of a process to its first token, in fresh processes, with warm and cold kernel caches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from phonograph.bench import first_token
+from phonograph.bench.measurement import Bench
 from phonograph.bench.processes import run_command
 from phonograph.bench.report import Row, Subject
-from phonograph.bench.setup import Bench
 from phonograph.errors import PhonographError
 
 SUBJECT = Subject(
@@ -29,7 +29,7 @@ def measure(bench: Bench) -> None:
     """Twice as users have it, of which the second counts; with `--cold`, once more in a new folder of kernels."""
     with tempfile.TemporaryDirectory() as folder:
         warm = None
-        for _ in range(1 if bench.setup.quick else 2):
+        for _ in range(1 if bench.settings.quick else 2):
             if bench.has_time("start with a warm cache"):
                 warm = _run(bench, Path(folder), cold=False)
         if warm is not None:
@@ -39,12 +39,12 @@ def measure(bench: Bench) -> None:
 
 
 def _run(bench: Bench, folder: Path, *, cold: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {"max_seqs": 2, "max_tokens": 16, "max_len": 64} if bench.setup.quick else {}
-    options |= bench.setup.options
+    options: dict[str, Any] = {"max_seqs": 2, "max_tokens": 16, "max_len": 64} if bench.settings.quick else {}
+    options |= bench.settings.options
     if "dtype" in options:
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     # Without the script's own folder in the path: its modules are no top-level ones.
-    command = [sys.executable, "-P", first_token.__file__, repr(time.time()), bench.setup.shape]
+    command = [sys.executable, "-P", first_token.__file__, repr(time.time()), bench.settings.shape]
     command += ["--device", bench.device.name, "--options", json.dumps(options)]
     environment = {"TRITON_CACHE_DIR": str(folder / "kernels")} if cold else {}
     limit = max(60.0, min(_SECONDS, bench.deadline.left))

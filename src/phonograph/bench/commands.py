@@ -1,4 +1,4 @@
-"""`phonograph bench NAME`: which measurements there are, and their flags."""
+"""`phonograph bench NAME`: the measurements, and their flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEFAULT_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
-class Measurement:
+class MeasurementCommand:
     """A measurement by name; its module has SUBJECT and measure(bench)."""
 
     name: str
@@ -23,15 +23,17 @@ class Measurement:
 
 
 MEASUREMENTS = (
-    Measurement("decode_step", "a steady decode step at several batch sizes", ("batches", "context", "steps")),
-    Measurement("throughput", "tokens/s of W1, latencies of a mix with Poisson arrivals", ("rates", "seconds", "runs")),
-    Measurement(
+    MeasurementCommand("decode_step", "a steady decode step at several batch sizes", ("batches", "context", "steps")),
+    MeasurementCommand(
+        "throughput", "tokens/s of W1, latencies of a mix with Poisson arrivals", ("rates", "seconds", "runs")
+    ),
+    MeasurementCommand(
         "prefill", "a prefill step by tokens, requests and prefix", ("tokens", "requests", "prefixes", "rounds")
     ),
-    Measurement("capture", "seconds and bytes to record all default buckets"),
-    Measurement("cold_start", "from process start to first token, part by part", ("cold",)),
-    Measurement("breaks", "graphs with gaps against one graph", ("tokens", "rounds")),
-    Measurement("host_time", "what the host pays for a step", ("batches", "rounds")),
+    MeasurementCommand("capture", "seconds and bytes to record all default buckets"),
+    MeasurementCommand("cold_start", "from process start to first token, part by part", ("cold",)),
+    MeasurementCommand("breaks", "graphs with gaps against one graph", ("tokens", "rounds")),
+    MeasurementCommand("host_time", "what the host pays for a step", ("batches", "rounds")),
 )
 """The most important first."""
 BY_NAME = {measurement.name: measurement for measurement in MEASUREMENTS}
@@ -92,14 +94,14 @@ def _add_table(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def _run_one(args: argparse.Namespace) -> int:
-    from phonograph.bench.running import run_measurement
+    from phonograph.bench.run_one import run_measurement
 
     flags = {flag: getattr(args, flag) for flag in BY_NAME[args.measurement].flags}
     return run_measurement(args, flags)
 
 
 def _run_all(args: argparse.Namespace) -> int:
-    from phonograph.bench.everything import run_all
+    from phonograph.bench.run_all import run_all
 
     names = args.only or tuple(BY_NAME)
     unknown = [name for name in names if name not in BY_NAME]
@@ -109,7 +111,7 @@ def _run_all(args: argparse.Namespace) -> int:
 
 
 def _run_table(args: argparse.Namespace) -> int:
-    from phonograph.bench.pages import make_pages
+    from phonograph.bench.report_pages import make_pages
 
     return make_pages(args.folder, args.into, args.plots)
 

@@ -1,4 +1,4 @@
-"""A steady decode step through the engine: time on the device and on the host, launches, copies and gaps."""
+"""Decode step: a steady one through the engine: time on the device and on the host, launches, copies and gaps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from phonograph.bench.driving import Driver
+from phonograph.bench.engine_driver import EngineDriver
 from phonograph.bench.figures import Spread, rounded
 from phonograph.bench.floors import Floors
+from phonograph.bench.measurement import Bench, greedy, row_of
 from phonograph.bench.profiling import profiled
 from phonograph.bench.report import Row, Subject
-from phonograph.bench.setup import Bench, greedy, row_of
 from phonograph.bench.workloads import Prompts
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
@@ -71,7 +71,7 @@ def _open(bench: Bench, backend: str, batches: tuple[int, ...]) -> LLM:
     max_len = last + _WARM_UPS + _HOST_STEPS + _PROFILED_STEPS + 64
     options = EngineOptions(
         max_seqs=max(batches),
-        max_tokens=max(8192 if not bench.setup.quick else 64, *batches),
+        max_tokens=max(8192 if not bench.settings.quick else 64, *batches),
         max_len=max_len,
         cache_tokens=(max_len + 16) * max(batches),
         prefix_cache=False,
@@ -95,7 +95,7 @@ def _measure_backend(bench: Bench, backend: str, batches: tuple[int, ...], *, is
     if not bench.has_time(f"decode steps, {backend}"):
         return
     llm = _open(bench, backend, batches)
-    driver, prompts = Driver(llm), Prompts(bench.config.vocab)
+    driver, prompts = EngineDriver(llm), Prompts(bench.config.vocab)
     floors = Floors(bench.device, llm.executor.model)
     if is_first:
         bench.report.fact("read_bandwidth_tb_s", floors.bandwidth / 1e12)
@@ -112,7 +112,9 @@ def _measure_backend(bench: Bench, backend: str, batches: tuple[int, ...], *, is
         bench.report.note(f"{eager} decode steps of {backend} ran eagerly")
 
 
-def _measure_batch(bench: Bench, llm: LLM, driver: Driver, prompts: Prompts, num_seqs: int, backend: str) -> float:
+def _measure_batch(
+    bench: Bench, llm: LLM, driver: EngineDriver, prompts: Prompts, num_seqs: int, backend: str
+) -> float:
     """Add a row; returns the mean context of the steps."""
     steps, first = _steps(bench), _context(bench)
     # While later prompts are prefilled the first ones decode already: so half the prefill steps are context too.
@@ -124,7 +126,7 @@ def _measure_batch(bench: Bench, llm: LLM, driver: Driver, prompts: Prompts, num
     begin = statistics.mean(sequence.num_computed for sequence in sequences)
     times = driver.steady(steps)
     end = statistics.mean(sequence.num_computed for sequence in sequences)
-    host = driver.host_alone(_HOST_STEPS if not bench.setup.quick else 3)
+    host = driver.host_alone(_HOST_STEPS if not bench.settings.quick else 3)
     driver.drain(sequences)
     device, wall = Spread.of([t.device for t in times], 1e3), Spread.of([t.wall for t in times], 1e3)
     figures = {
@@ -154,7 +156,7 @@ def _profile_backend(bench: Bench, backend: str, batches: tuple[int, ...]) -> No
     if not bench.has_time(f"profile, {backend}"):
         return
     llm = _open(bench, backend, batches)
-    driver, prompts = Driver(llm), Prompts(bench.config.vocab)
+    driver, prompts = EngineDriver(llm), Prompts(bench.config.vocab)
     found = {}
     for num_seqs in batches:
         length = max(1, _context(bench) - 1 - _WARM_UPS)

@@ -19,7 +19,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in (".svg", ".png"):
         raise PlanError(f"--plot {path}: expected a name that ends in .svg or .png.")
     if not path.parent.is_dir():
-        raise PlanError(f"--plot {path}: the folder {path.parent} does not exist.")
+        raise PlanError(f"--plot {path}: the folder {path.parent} does not exist. Make it first.")
     new_figure(1, 1)
 
 

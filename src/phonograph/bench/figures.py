@@ -1,4 +1,4 @@
-"""Medians, percentiles and ratios of what was measured."""
+"""Statistics of samples: medians, nearest-rank percentiles, ratios."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ratio(above: float, below: float) -> float | None:
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To so many significant digits, as results are written; integers above that stay whole."""
+    """To a number of significant digits, as results are written; integers above that stay whole."""
     if value == 0 or not math.isfinite(value):
         return value
     places = digits - 1 - math.floor(math.log10(abs(value)))

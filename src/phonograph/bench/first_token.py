@@ -1,4 +1,4 @@
-"""From the start of a process to its first token, part by part. Run by `cold_start` as a script, in a fresh process.
+"""Time to the first token: of a process, part by part. Run by `cold_start` as a script, in a fresh process.
 
 Nothing but the standard library is imported before the clock is read, so that imports are parts of their own.
 """

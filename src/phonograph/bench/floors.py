@@ -1,4 +1,4 @@
-"""What the hardware allows: the matrix products of a step alone, in one graph, and bytes over the read bandwidth."""
+"""Floors: what the hardware allows: the matrix products of a step in one graph, and bytes over read bandwidth."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Floors:
         return self._gemms[key]
 
     def kv_read(self, num_tokens: float) -> float:
-        """Seconds to read the keys and values of so many tokens of context once."""
+        """Seconds to read the keys and values of this many tokens of context once."""
         return num_tokens * self.kv_bytes_per_token / self.bandwidth
 
     def weights_read(self) -> float:

@@ -1,4 +1,4 @@
-"""What the host pays for a step: decide, load and replay of the graph layer, and a whole steady step of the engine."""
+"""Host time: decide, load and replay of the graph layer, and a whole steady step of the engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from phonograph.bench.driving import Driver
+from phonograph.bench.engine_driver import EngineDriver
+from phonograph.bench.measurement import Bench
 from phonograph.bench.report import Row, Subject
-from phonograph.bench.setup import Bench
 from phonograph.bench.timing import host_seconds
 from phonograph.bench.workloads import Prompts
 from phonograph.devices import Device
@@ -114,7 +114,7 @@ def _measure_engine(bench: Bench, batches: tuple[int, ...], rounds: int) -> None
         max_seqs=most, max_tokens=max(64, most), max_len=256, cache_tokens=256 * most, prefix_cache=False
     )
     llm = bench.open(options, {"decode": "full", "prefill": "disabled"}, {"decode": batches})
-    driver, prompts = Driver(llm), Prompts(bench.config.vocab)
+    driver, prompts = EngineDriver(llm), Prompts(bench.config.vocab)
     # The same graph for the null row, which stays where it is however often it is replayed.
     llm.executor.heartbeat()
     idle = llm.executor.runners["idle"]

@@ -1,4 +1,4 @@
-"""Other engines, measured on the same machine: finds their packs, runs their scripts, and reads what they found.
+"""Peers: other engines, measured on the same machine: their packs are found, their scripts run, their results read.
 
 A folder of peers holds, for each, `peer_NAME.py CONFIG_FOLDER RESULT.json` and `NAME_pack.tar.xz`, a folder NAME of
 Python packages to run it with; and a folder with config.json for every shape. `extras_pack.tar.xz` has what a machine
@@ -43,7 +43,7 @@ PEERS = (
 
 
 def measure_peers(args: argparse.Namespace, shape: str, out: Path, seconds: float) -> dict[str, str]:
-    """Measure the peers that flags ask for and that have no result in `out` yet; returns what went wrong, by name."""
+    """Measure the peers that flags name and that have no result in `out` yet; returns what went wrong, by name."""
     out, deadline = out.resolve(), Deadline(seconds)
     runs: dict[str, Callable[[float], Done]] = {}
     if args.peers is not None:

@@ -1,4 +1,4 @@
-"""Draws a report: a line for every series over sizes, or bars where cases have names."""
+"""Plots of a report: a line for every series over sizes, or bars where cases have names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefill step, and a request of one token end to end: by tokens, requests and cached prefix."""
+"""Prefill step: by tokens, requests and cached prefix; and a request of one token end to end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from phonograph.bench.driving import Driver, StepTime
+from phonograph.bench.engine_driver import EngineDriver, StepTime
 from phonograph.bench.figures import Spread
 from phonograph.bench.floors import Floors
+from phonograph.bench.measurement import Bench, greedy, row_of
 from phonograph.bench.report import Row, Subject
-from phonograph.bench.setup import Bench, greedy, row_of
 from phonograph.bench.workloads import Ids, Prompts
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
@@ -27,7 +27,7 @@ SUBJECT = Subject(
 
 STEP, END_TO_END = "step", "end to end"
 _BEHIND = 16
-"""Places of a sequence behind its prompt."""
+"""Places of a sequence after its prompt."""
 _WARM_UPS = 2
 
 
@@ -44,7 +44,9 @@ def _measure_backend(bench: Bench, backend: str, prefix: int, *, with_floors: bo
     chosen = bench.choose("tokens", (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (8,))
     sizes = tuple(size for size in chosen if prefix + size + _BEHIND <= bench.config.max_len)
     if len(sizes) < len(chosen):
-        bench.report.note(f"left out: sizes that do not fit the context of {bench.config.max_len:,} behind {prefix:,}")
+        bench.report.note(
+            f"left out: sizes that do not fit the context of {bench.config.max_len:,} after a prefix of {prefix:,}"
+        )
     if not sizes:
         return
     counts = bench.choose("requests", (1, 8), (1, 2))
@@ -64,9 +66,9 @@ def _measure_backend(bench: Bench, backend: str, prefix: int, *, with_floors: bo
 
 
 def open_prefill(bench: Bench, backend: str, prefix: int, sizes: tuple[int, ...], counts: tuple[int, ...]) -> LLM:
-    """An engine for prefill steps of these sizes, by so many requests each; decode is never run."""
+    """An engine for prefill steps of these sizes, by these numbers of requests; decode is never run."""
     longest = prefix + max(sizes) + _BEHIND
-    # Steps in flight, and one row more: as many rows as a bucket has tokens could not be told from them.
+    # Steps in flight, and one row more: as many rows as a bucket has tokens could not be distinguished from them.
     max_seqs = 4 * max(counts) + 1
     options = EngineOptions(
         max_seqs=max_seqs,
@@ -98,7 +100,7 @@ class PrefillCases:
     def __init__(self, bench: Bench, llm: LLM, prefix: int) -> None:
         self._bench = bench
         self._llm = llm
-        self._driver = Driver(llm)
+        self._driver = EngineDriver(llm)
         self._prompts = Prompts(bench.config.vocab)
         self._prefix: Ids = self._prompts.one(prefix)
         self._rounds = bench.choose("rounds", 10, 2)
@@ -111,7 +113,7 @@ class PrefillCases:
         return self._llm.executor.runners["prefill"].stats.eager.total()
 
     def steps(self, num_tokens: int, num_requests: int) -> list[StepTime]:
-        """Steps that are launched one behind the other, so the device does not wait for the host."""
+        """Steps that are launched one after the other, so the device does not wait for the host."""
         # The first group is launched and not timed. All are made before: the host's random numbers take their time.
         groups = [self._group(num_tokens, num_requests) for _ in range(self._rounds + _WARM_UPS + 1)]
         with self._all_prefixes_found(num_requests * (self._rounds + _WARM_UPS + 1)):

@@ -1,4 +1,4 @@
-"""Runs a command in a process of its own, with a time limit, and keeps what it printed."""
+"""Child processes: a command with a time limit, and what it printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from phonograph import settings
 
 _GRACE = 10.0
-"""Seconds between asking a process to end and ending it."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A steady step under torch's profiler: launches, copies, kernels, and gaps on the device between steps."""
+"""StepProfile: a steady step under torch's profiler: launches, copies, kernels, and gaps between steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepProfile:
     launches: float
     """Graphs and kernels that the host launches."""
     copies_to_device: float
-    """Per step; their median, since pages are told to the device now and then."""
+    """Per step; their median, since pages are sent to the device now and then."""
     copies_to_host: float
     top_kernels_us: Mapping[str, float]
     """The kernels that take most of a step."""
@@ -57,7 +57,7 @@ class StepProfile:
 
 
 def profiled(run: Callable[[int], object], num_steps: int, device: Device) -> StepProfile:
-    """Watch `run(num_steps)`, which launches so many steps, each with a copy to the host at its end."""
+    """Watch `run(num_steps)`, which launches that many steps, each with a copy to the host at its end."""
     device.synchronize()
     with profile(activities=[ProfilerActivity.CPU, _activity(device)]) as watched:
         run(num_steps)

@@ -1,4 +1,4 @@
-"""What was measured, where, when and by which command: rows that are written to a JSON file as they come."""
+"""Report: figures with where, when and by which command they were measured; written to a JSON file as they come."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: of a case, for a series, with all that was found besides."""
+    """One figure: of a case, for a series, with all that was found temporarys."""
 
     case: Mapping[str, int | str]
     series: str
@@ -65,7 +65,7 @@ def machine(device: Device | None = None) -> dict[str, str]:
 
 
 def _command() -> str:
-    """As somebody else would type it."""
+    """As a user would type it."""
     program = Path(sys.argv[0])
     own = {"main.py": "phonograph", "phonograph": "phonograph"}
     return " ".join([own.get(program.name, f"python {program}"), *sys.argv[1:]])
@@ -126,9 +126,9 @@ class Report:
 def write_json(path: Path, content: Any) -> None:
     """Replace a file by this content."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
 
 
 def read_report(path: Path) -> Report | None:

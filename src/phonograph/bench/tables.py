@@ -1,4 +1,4 @@
-"""Turns reports into tables: a line for every case, a column for every series, and what the ratios are."""
+"""Tables of reports: a line for every case, a column for every series, and their ratios."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Output tokens a second of W1, and latencies of a mix of requests that arrive one by one, without a server."""
+"""Throughput: output tokens a second of W1, and latencies of a mix of arriving requests, without a server."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 
-from phonograph.bench.driving import Driver
+from phonograph.bench.engine_driver import EngineDriver
 from phonograph.bench.figures import percentiles, rounded
 from phonograph.bench.floors import Floors
+from phonograph.bench.measurement import Bench, greedy, row_of
 from phonograph.bench.report import Row, Subject
-from phonograph.bench.setup import Bench, greedy, row_of
 from phonograph.bench.workloads import MIX, MOST_ID, Batch, LogNormal, Workload, mix, w1
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
@@ -34,11 +34,11 @@ def measure(bench: Bench) -> None:
 
 def _measure_backend(bench: Bench, backend: str, *, is_first: bool) -> None:
     options = EngineOptions(prefix_cache=False)
-    if bench.setup.quick:
+    if bench.settings.quick:
         options = replace(options, max_seqs=4, max_tokens=32, max_len=128)
     llm = bench.open(options, dict.fromkeys(("decode", "prefill"), backend))
     ids = min(MOST_ID, bench.config.vocab)
-    batch = w1(4, 8, 8, 24, ids) if bench.setup.quick else w1(ids=ids)
+    batch = w1(4, 8, 8, 24, ids) if bench.settings.quick else w1(ids=ids)
     _measure_w1(bench, llm, batch, backend)
     if is_first:
         _add_floor(bench, llm, batch)
@@ -90,10 +90,10 @@ def _add_floor(bench: Bench, llm: LLM, batch: Batch) -> None:
 
 def _measure_mix(bench: Bench, llm: LLM, rate: float, ids: int, backend: str) -> None:
     seconds = bench.choose("seconds", 20.0, 0.1)
-    workload = Workload(LogNormal(8), LogNormal(4)) if bench.setup.quick else MIX
+    workload = Workload(LogNormal(8), LogNormal(4)) if bench.settings.quick else MIX
     arrivals = mix(rate, seconds, ids=ids, max_len=llm.limits.max_len, workload=workload)
     begin = time.perf_counter()
-    streams = Driver(llm).serve(arrivals)
+    streams = EngineDriver(llm).serve(arrivals)
     wall = time.perf_counter() - begin
     first = percentiles([stream.first for stream in streams], 1e3)
     gaps = percentiles([gap for stream in streams for gap in stream.gaps], 1e3)

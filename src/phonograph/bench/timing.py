@@ -1,4 +1,4 @@
-"""Times of calls: on the device by fences, on the host by its clock."""
+"""Timing of calls: on the device by fences, on the host by its clock."""
 
 from __future__ import annotations
 

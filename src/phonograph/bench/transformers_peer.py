@@ -1,4 +1,4 @@
-"""Hugging Face transformers on the same shape, in its own process: continuous batching, or a compiled decode step.
+"""Transformers peer: Hugging Face transformers on the same shape, in its own process: batching, or a compiled decode.
 
 Usage: python -m phonograph.bench.transformers_peer SHAPE RESULT.json batching|compile
 """

@@ -127,7 +127,7 @@ WORKLOADS = {"mix": MIX, "w1": W1}
 
 @dataclass(frozen=True)
 class Job:
-    """One request: when it comes, in seconds from the start, its prompt, and how many new tokens it asks for."""
+    """One request: when it comes, in seconds from the start, its prompt, and its number of new tokens."""
 
     due: float
     prompt: Ids
@@ -156,7 +156,7 @@ def jobs(workload: Workload, rate: float = math.inf, seed: int = SEED, vocab: in
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are submitted at once, with so many new tokens each."""
+    """Prompts that are submitted at once, with the same number of new tokens each."""
 
     prompts: tuple[Ids, ...]
     new_tokens: int
@@ -177,7 +177,7 @@ def w1(count: int = 256, new_tokens: int = 128, low: int = 32, high: int = 512, 
 
 
 def mix(rate: float, seconds: float, *, ids: int = MOST_ID, max_len: int = 8192, workload: Workload = MIX) -> list[Job]:
-    """Log-normal lengths, 220 tokens in and 190 out on average, Poisson arrivals at so many requests a second."""
+    """Log-normal lengths, 220 tokens in and 190 out on average, Poisson arrivals at `rate` requests a second."""
     within = max_len // 2
     found = itertools.takewhile(lambda job: job.due < seconds, jobs(workload, rate, vocab=ids))
     return [Job(job.due, job.prompt[:within], min(job.max_tokens, within)) for job in found]

@@ -1,1 +1,1 @@
-"""The command line: generate, chat, explain."""
+"""Command line: generate, chat, serve, explain, bench."""

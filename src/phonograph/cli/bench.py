@@ -1,4 +1,4 @@
-"""`phonograph bench`: measurements that anybody can repeat."""
+"""`phonograph bench`: measurements that users can repeat."""
 
 from __future__ import annotations
 

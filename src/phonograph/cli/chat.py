@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from phonograph.cli.flags import add_engine_flags, add_sampling_flags, greedy_by_default, params_from, spec_from
+from phonograph.cli.flags import add_engine_flags, add_sampling_flags, arguments_from, greedy_by_default, params_from
 from phonograph.errors import RequestError
 from phonograph.graphs.progress import bar
 
@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer line by line, until an empty one."""
     params = params_from(args)
-    llm = spec_from(args).open(bar())
+    llm = arguments_from(args).open(bar())
     params = greedy_by_default(params, llm.sampling)
     print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
     messages: list[dict[str, object]] = []

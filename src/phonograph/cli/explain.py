@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from phonograph.cli.flags import add_engine_flags, spec_from
+from phonograph.cli.flags import add_engine_flags, arguments_from
 
 HELP = "print the plan without loading weights"
 
@@ -19,26 +19,26 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.devices import open_device
     from phonograph.engine.checkpoints.generation_config import described
     from phonograph.engine.execution.sizing import limits_for, plan_for
-    from phonograph.engine.kernel_selection import refuse_misfits
+    from phonograph.engine.kernel_selection import refuse_unsupported
     from phonograph.engine.precision import precision_for
     from phonograph.engine.requests.request import SamplingParams
 
-    spec = spec_from(args)
-    checkpoint, device = spec.checkpoint(), open_device(args.device)
-    config, precision = checkpoint.config, precision_for(checkpoint, spec.options, device.torch_device)
-    plan = plan_for(device, spec.asked, spec.options, on_cpu_by_default=args.device in (None, "cpu"))
-    refuse_misfits(device, precision.applied_to(spec.options), plan)
+    arguments = arguments_from(args)
+    checkpoint, device = arguments.checkpoint(), open_device(args.device)
+    config, precision = checkpoint.config, precision_for(checkpoint, arguments.options, device.torch_device)
+    plan = plan_for(device, arguments.asked, arguments.options, on_cpu_by_default=args.device in (None, "cpu"))
+    refuse_unsupported(device, precision.applied_to(arguments.options), plan)
     # All that loading refuses is refused here too, but for the values of the weights, which are not read.
     eos_ids = config.eos_ids
-    if spec.shape is None:
+    if arguments.shape is None:
         eos_ids = checkpoint.tokenizer().eos_ids
         checkpoint.chat_template()
-    limits = limits_for(spec.options, device, plan, config.max_len, eos_ids)
+    limits = limits_for(arguments.options, device, plan, config.max_len, eos_ids)
     print(
-        f"{spec.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "
+        f"{arguments.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "
         f"up to {limits.max_seqs} sequences of {limits.context}, {limits.max_tokens:,} tokens a step"
     )
     print(f"precision: {precision}")
-    print(described(checkpoint.sampling if spec.options.sampling == "model" else SamplingParams()))
+    print(described(checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()))
     print(plan.explain())
     return 0

@@ -1,9 +1,10 @@
-"""Flags that several commands share, and what they stand for."""
+"""Shared flags: those that several commands have, and what is made of them."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phonograph import settings
@@ -11,7 +12,7 @@ from phonograph.engine.passes.registry import PHASES
 from phonograph.graphs.planning import flags as graph_flags
 
 if TYPE_CHECKING:
-    from phonograph.engine.process.arguments import EngineSpec
+    from phonograph.engine.process.arguments import EngineArguments
     from phonograph.engine.requests.request import SamplingParams
 
 
@@ -42,6 +43,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="copy the inputs of eager passes into buffers, as graphs need it, to tell wrong inputs from a wrong graph",
     )
     parser.add_argument(
+        "--shadow-verify",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="run this share of the steps a second time, eagerly; a replay that gave other bits reaches nobody, is "
+        "computed again, and its recording is given back",
+    )
+    parser.add_argument("--shadow-dir", help="keep batches that were computed wrongly here, at most 8 files and 1 GiB")
+    parser.add_argument(
         "--attention",
         choices=("triton", "flashinfer", "cpu", "reference"),
         help="default: triton on a GPU, C++ on a CPU; flashinfer is for prompts, decode steps stay with triton",
@@ -56,12 +66,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     graph_flags.add_flags(parser, PHASES)
 
 
-def spec_from(args: argparse.Namespace) -> EngineSpec:
+def arguments_from(args: argparse.Namespace) -> EngineArguments:
     """The engine that the flags ask for."""
     import torch
 
     from phonograph.engine.options import EngineOptions
-    from phonograph.engine.process.arguments import EngineSpec
+    from phonograph.engine.process.arguments import EngineArguments
 
     options = EngineOptions(
         max_seqs=args.max_seqs,
@@ -75,9 +85,12 @@ def spec_from(args: argparse.Namespace) -> EngineSpec:
         prefix_cache=not args.no_prefix_cache,
         sampling=args.sampling,
         eager_copies=args.eager_copies,
+        shadow_verify=args.shadow_verify,
+        shadow_dir=Path(args.shadow_dir) if args.shadow_dir else None,
+        shadow_tokens=getattr(args, "log_prompts", False),
     )
     asked = graph_flags.asked_from(args, PHASES, variables=settings.environment())
-    return EngineSpec(args.model, args.shape, args.device, options, asked)
+    return EngineArguments(args.model, args.shape, args.device, options, asked)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +109,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def greedy_by_default(params: SamplingParams, recommended: SamplingParams) -> SamplingParams:
-    """The likeliest token, where neither a flag nor the model says a temperature: a trial gives the same twice."""
+    """Greedy, where neither a flag nor the model sets a temperature: two trials then give the same tokens."""
     is_open = params.temperature is None and recommended.temperature is None
     return replace(params, temperature=0.0) if is_open else params
 

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from phonograph.cli.flags import add_engine_flags, add_sampling_flags, greedy_by_default, params_from, spec_from
+from phonograph.cli.flags import add_engine_flags, add_sampling_flags, arguments_from, greedy_by_default, params_from
 from phonograph.graphs.progress import bar
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the completion, and a report if asked."""
     params = params_from(args)
     begin = time.perf_counter()
-    llm = spec_from(args).open(bar())
+    llm = arguments_from(args).open(bar())
     loaded = time.perf_counter()
     params = greedy_by_default(params, llm.sampling)
     prompt = [{"role": "user", "content": args.prompt}]

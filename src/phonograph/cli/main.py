@@ -1,4 +1,4 @@
-"""`phonograph COMMAND`: finds the command and turns errors into messages."""
+"""`phonograph COMMAND`: the entry point, which runs a command and turns errors into messages."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from phonograph.cli.flags import add_engine_flags, spec_from
+from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.errors import PlanError
 from phonograph.graphs.progress import bar
 
@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
         from phonograph.server.observe.status_page import PUBLIC_PATHS
         from phonograph.server.observe.watch import Watch
     except ImportError as error:
-        raise PlanError(f"serving needs {error.name}. Run: pip install 'phonograph[server]'") from None
+        raise PlanError(
+            f"starting the server: the package {error.name} is missing. Run: pip install 'phonograph[server]'"
+        ) from None
     from phonograph.engine.process.async_llm import AsyncLLM
     from phonograph.engine.process.client import Restarts
 
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     sock = server.listen(options)
     metrics = Metrics()
     llm = AsyncLLM(
-        spec_from(args),
+        arguments_from(args),
         observers=[metrics],
         max_queue=options.max_queue,
         chat_template=_read(args.chat_template) if args.chat_template is not None else None,
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         log_level=max(level, logging.WARNING),
     )
 
-    watch = Watch(llm, metrics, (options.names or (llm.spec.name,))[0])
+    watch = Watch(llm, metrics, (options.names or (llm.arguments.name,))[0])
     app = create_app(llm, options, further=watch.routes(), open_paths=PUBLIC_PATHS)
 
     drawn = bar()
@@ -159,7 +161,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"reading {path}: {error}.") from None
+        raise PlanError(f"reading {path}: {error}. Give a UTF-8 text file that can be read.") from None
 
 
 def _run(work: Coroutine[None, None, None]) -> None:
@@ -175,7 +177,7 @@ def _run(work: Coroutine[None, None, None]) -> None:
 
 def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
     """What is served, with which plan and why, and the line to try."""
-    about, name = llm.about, (options.names or (llm.spec.name,))[0]
+    about, name = llm.about, (options.names or (llm.arguments.name,))[0]
     limits, port = about.limits, sock.getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""Devices that record and replay: protocols, the emulated CPU device, CUDA, and how to find one."""
+"""Devices: what records and replays; protocols, the emulated CPU device, CUDA, and the registry."""
 
 from phonograph.devices.base import (
     Capabilities,

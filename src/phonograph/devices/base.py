@@ -1,4 +1,4 @@
-"""What a device must be able to do: record into a pool, replay, and say what it can't."""
+"""Device protocol: record into a memory pool, replay, and say what the device can't do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The chip behind a device, as far as kernels are chosen by it."""
+    """The chip of a device, as far as kernels are chosen by it."""
 
     name: str
     """As its vendor calls it; measurements are kept under this name."""

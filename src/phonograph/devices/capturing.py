@@ -1,6 +1,6 @@
-"""What torch answers where nothing is captured for real: whether the current stream is in a capture.
+"""Capture queries: torch's answer to `is_current_stream_capturing` where no stream is really capturing.
 
-Libraries ask in order to leave out checks that read the device. A rehearsal must run what the capture will run, and a
+Libraries query it to skip checks that read the device. A rehearsal must run what the capture will run, and a
 recording on the emulated device what one on a GPU would. Seeds are refused here too: they are set by Python, which a
 replay does not run.
 """
@@ -20,7 +20,7 @@ from phonograph.errors import CaptureError
 
 _lock = threading.Lock()
 _num_inside = 0
-# The function that all of torch's names for the question call.
+# The function that all of torch's capture queries call.
 _ASKED = "_cuda_isCurrentStreamCapturing"
 _ask_driver = getattr(torch_graphs, _ASKED)
 
@@ -33,7 +33,7 @@ _here = _Here()
 
 
 class _Unseeded:
-    """Stands for torch's generator of the host: what moves it is refused on a thread that captures."""
+    """Wraps torch's host generator: seeding it is refused on a thread that captures."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator

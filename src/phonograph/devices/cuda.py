@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, and AMD's through HIP, with torch's CUDA graphs."""
+"""CUDA device: NVIDIA GPUs, and AMD's through HIP, with torch's CUDA graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POISON_BYTES = (0x3C, 0xBC)
 
 
 class _Memory:
-    """A stretch of device memory that somebody else owns, in the form that torch.as_tensor takes."""
+    """A stretch of device memory that another object owns, in the form that torch.as_tensor takes."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -191,7 +191,7 @@ def _begin_capture(stream: torch.cuda.Stream) -> None:
 
 @cache
 def _rings(device: torch.device) -> list[torch.cuda.Stream]:
-    """All streams that torch hands out for a device: it has two small rings of them, and other threads may draw too."""
+    """All streams that torch hands out for a device: two small rings, which other threads draw from too."""
     drawn = [
         torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         for priority in (0, -1)
@@ -259,10 +259,12 @@ class CudaDevice:
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
-            raise DeviceError("opening a CUDA device: torch sees none. Use device='cpu'.")
+            raise DeviceError(
+                "opening a CUDA device: torch finds no GPU. Check the driver and torch's build, or use device='cpu'."
+            )
         count = torch.cuda.device_count()
         if index is not None and index >= count:
-            raise DeviceError(f"opening cuda:{index}: torch sees {count} of them. Use an index below {count}.")
+            raise DeviceError(f"opening cuda:{index}: torch finds {count} GPUs. Use an index below {count}.")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     @cached_property
@@ -282,7 +284,10 @@ class CudaDevice:
     @contextmanager
     def recorder(self, pool: MemoryPool) -> Iterator[Recorder]:
         if not isinstance(pool, CudaPool):
-            raise DeviceError(f"recording on {self.torch_device} into {type(pool).__name__}. Use its new_pool().")
+            raise DeviceError(
+                f"recording on {self.torch_device}: the memory pool is {type(pool).__name__}, expected CudaPool. "
+                "Make it with this device's new_pool()."
+            )
         with self._on_capture_stream():
             recorder = _CudaRecorder(pool, self._stream)
             try:

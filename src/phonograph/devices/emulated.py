@@ -1,4 +1,4 @@
-"""Device-graph semantics on the CPU, so that everything above is tested without a GPU.
+"""Emulated device: device-graph semantics on the CPU, so that everything above it is tested without a GPU.
 
 Recording runs each aten op once and writes it down; replay runs the same ops into the same memory.
 As on a real device, recording has no effect outside the graph: what it wrote to tensors from outside
@@ -283,7 +283,7 @@ class HostFence:
 class EmulatedDevice:
     """The CPU with the rules of a device that records graphs.
 
-    `poison=True` overwrites, before a replay, what other recordings of the pool left behind.
+    `poison=True` overwrites, before a replay, what other recordings left in the pool.
     """
 
     name = "emulated"
@@ -303,7 +303,10 @@ class EmulatedDevice:
     @contextmanager
     def recorder(self, pool: MemoryPool) -> Iterator[Recorder]:
         if not isinstance(pool, EmulatedPool):
-            raise DeviceError(f"recording on the emulated device into {type(pool).__name__}. Use its new_pool().")
+            raise DeviceError(
+                f"recording on the emulated device: the memory pool is {type(pool).__name__}, expected EmulatedPool. "
+                "Make it with this device's new_pool()."
+            )
         recorder = _EmulatedRecorder(pool)
         try:
             yield recorder

@@ -1,4 +1,4 @@
-"""Finds a device by name, by torch device, or by what is there."""
+"""Device registry: a device by name, by torch device, or the accelerator that is present."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ def open_device(spec: str | torch.device | Device | None = None) -> Device:
         return spec
     name, colon, index = str(spec).partition(":")
     if colon and not index.isdecimal():
-        raise DeviceError(f"opening device {str(spec)!r}: {index!r} is no index. Write {name!r}, or '{name}:0'.")
+        raise DeviceError(f"opening device {str(spec)!r}: {index!r} is not an index. Write {name!r}, or '{name}:0'.")
     make = _BUILT_IN.get(name)
     for point in entry_points(group=ENTRY_POINT, name=name):
         make = point.load()
     if make is None:
         near = difflib.get_close_matches(name, device_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise DeviceError(f"opening device {str(spec)!r}: unknown{hint} (known: {', '.join(device_names())})")
+        raise DeviceError(
+            f"opening device {str(spec)!r}: no such device{hint}. Use one of {', '.join(device_names())}."
+        )
     where = "cpu" if name == "emulated" else name
     return make(torch.device(where, int(index)) if index else torch.device(where))

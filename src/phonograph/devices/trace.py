@@ -1,7 +1,7 @@
-"""Watches the aten ops of a forward pass: refuses what a graph can't hold, and notes what is written.
+"""Op trace: the aten ops of a forward pass. Refuses those that a graph can't hold, and notes writes.
 
 On the CPU some host reads never reach the dispatcher (`tolist`, `numpy`, `cpu`, printing), so a function
-mode stands beside the dispatch mode. `torch.frombuffer` and `from_dlpack` reach neither and are not seen.
+mode runs with the dispatch mode. `torch.frombuffer` and `from_dlpack` reach neither and are not seen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIXED_SHAPE = f"Use a fixed-size form (torch.where, a mask, nonzero_static), or
 _BOTH_WAYS = f"Compute both and choose with torch.where, or {_BREAK}"
 _MAKE_ONCE = "Make the tensor once outside (a buffer, a parameter), or put the value in a slot"
 _DRAW_OUTSIDE = "Leave generator= out, or draw outside and put the numbers in a slot"
-# What torch says where a device waits although waiting was made an error.
+# Part of torch's message where a synchronization was made an error.
 _WAITED = "called a synchronizing"
 
 # Tensor methods that read from the host without a dispatched op on the CPU.
@@ -88,7 +88,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def written_tensors(func: Any, args: Sequence[object], kwargs: dict[str, object]) -> Iterator[torch.Tensor]:
-    """The tensors that an op writes: as its schema says, and running statistics, of which some schemas say nothing."""
+    """The tensors that an op writes: those of its schema, and running statistics, which some schemas leave out."""
     declared, statistics, training = _written_arguments(func)
     for position, name in declared:
         yield from tensors_in(_argument(position, name, args, kwargs))
@@ -103,7 +103,7 @@ def _argument(position: int, name: str, args: Sequence[object], kwargs: dict[str
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]], tuple[int, str] | None]:
-    """Positions and names: what the schema says is written, other running statistics, what turns these on."""
+    """Positions and names: arguments declared as written, other running statistics, the argument that enables these."""
     arguments = list(enumerate(func._schema.arguments))
     declared = [(at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write]
     named = [(at, one.name) for at, one in arguments]
@@ -182,7 +182,7 @@ def _value_refusal(func: Any, args: Sequence[object], kwargs: dict[str, object])
 
 @functools.cache
 def _never_refused(func: Any) -> bool:
-    """Whether an op can be held whatever its arguments are; nearly all can, and every op of a warm-up asks."""
+    """Whether a graph can hold an op whatever its arguments; cached, since every op of a warm-up is checked."""
     checked = {aten.lift_fresh.default, aten.copy_.default, aten._to_copy.default, *_READS, *_MASKED_WRITES}
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return func not in checked and not tags & set(func.tags)
@@ -276,7 +276,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return parts(*args, **kwargs)
         except HostReadError as error:
-            problem = "picks what to run by a value on the device, and a recording has one way only"
+            problem = "picks what to run by a value on the device, and a recording holds one branch only"
             raise _say(HostReadError, name, problem, _BOTH_WAYS) from error
 
 
@@ -301,7 +301,7 @@ def uncompiled() -> Iterator[None]:
         compile_now = torch.compile
 
         def compile_later(*args: Any, **kwargs: Any) -> Any:
-            # The compiler is imported here, 1.5 s, and can be told only then.
+            # Only once the compiler is imported, 1.5 s, can its stance be set.
             if torch.compile is compile_later:
                 torch.compile = compile_now
                 importlib.import_module("torch._dynamo")
@@ -316,9 +316,9 @@ def uncompiled() -> Iterator[None]:
 
 
 def forget_modes() -> None:
-    """Let torch look again whether a mode is active, when a body may have left inference mode after its modes.
+    """Make torch check again whether a mode is active, when a body may have left inference mode after its modes.
 
-    Inference mode puts back the dispatch keys that it found, also the one of a mode that is gone since.
+    Inference mode restores the dispatch keys that it found, also the key of a mode that has ended since.
     """
     with OpWatch(lambda func, args, kwargs: func(*args, **kwargs)):
         pass
@@ -326,9 +326,9 @@ def forget_modes() -> None:
 
 @contextmanager
 def refusing(device_type: str) -> Iterator[list[CaptureError]]:
-    """Runs everything, but what a graph can't hold raises its named error.
+    """Run everything, but raise a named error for what a graph can't hold.
 
-    Gives all that were raised: a body may catch one, and go on with what it does then.
+    Yields all that were raised: a body may catch one and go on.
     """
     refusals = Refusals(device_type)
 
@@ -351,7 +351,7 @@ def watching_ops(
     before: Callable[[Any, tuple[object, ...], dict[str, object]], None],
     after: Callable[[Any, tuple[object, ...], dict[str, object], object], None],
 ) -> Iterator[None]:
-    """Runs everything, and tells of every op: `before(func, args, kwargs)` and `after(func, args, kwargs, result)`."""
+    """Run everything, and report every op: `before(func, args, kwargs)` and `after(func, args, kwargs, result)`."""
 
     def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         before(func, args, kwargs)

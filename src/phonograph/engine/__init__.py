@@ -1,1 +1,1 @@
-"""The engine: requests are scheduled over a paged KV cache, and every forward pass goes through the graph layer."""
+"""Engine: requests are scheduled over a paged KV cache, and every forward pass goes through the graph layer."""

@@ -1,4 +1,4 @@
-"""The engine core: schedule, execute, commit, report."""
+"""Engine core: schedule, execute, commit, report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from phonograph.engine.execution.shadow import MistrustedStepError
 from phonograph.engine.execution.step_builder import StepBuilder, StepTables
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
@@ -23,7 +24,7 @@ log = logging.getLogger("phonograph")
 
 
 class StepExecutor(Protocol):
-    """What runs steps: an `Executor`, or somebody who sends them to one."""
+    """What runs steps: an `Executor`, or a client that sends them to one."""
 
     @property
     def vocab(self) -> int: ...
@@ -44,7 +45,7 @@ class StepExecutor(Protocol):
         ...
 
     def heartbeat(self) -> None:
-        """A pass without requests; raises if the device does not answer."""
+        """A heartbeat pass; raises if the device does not respond."""
         ...
 
 
@@ -113,7 +114,9 @@ class EngineCore(Generic[E]):
         """Schedule, execute, commit, report."""
         step = self.scheduler.schedule()
         if step is not None:
-            self._in_flight.append((step, self._execute(step)))
+            launched = self._execute(step)
+            if launched is not None:
+                self._in_flight.append((step, launched))
         if self._in_flight and (step is None or len(self._in_flight) > self.scheduler.limits.max_ahead):
             self._commit(*self._in_flight[0])
             self._in_flight.popleft()
@@ -121,7 +124,7 @@ class EngineCore(Generic[E]):
         return news
 
     def heartbeat(self) -> None:
-        """Run a pass without requests; raises if the device does not answer any more."""
+        """Run a heartbeat pass; raises if the device does not respond any more."""
         self.executor.heartbeat()
 
     def _commit(self, step: ScheduledStep, launched: Any) -> None:
@@ -149,10 +152,11 @@ class EngineCore(Generic[E]):
         return tokens, []
 
     def _execute(self, step: ScheduledStep) -> Any:
+        """What the executor gives for a step, or what it sampled; None for one that is not to be believed."""
         try:
             return self._launched(step)
         except BaseException:
-            # A Ctrl-C: nobody knows how far the step is. It is over, and so are its sequences; the engine goes on.
+            # A Ctrl-C: how far the step is, is unknown. It is over, and so are its sequences; the engine goes on.
             self.scheduler.rows.tell_again(step.page_updates)
             for sequence in step.sequences:
                 self._news += self.scheduler.fail(sequence, "interrupted")
@@ -162,6 +166,10 @@ class EngineCore(Generic[E]):
     def _launched(self, step: ScheduledStep) -> Any:
         try:
             return self.executor.launch(self._steps.build(step))
+        except MistrustedStepError as error:
+            log.error("step %d is computed again: %s", step.number, error)
+            self._drop(step)
+            return None
         except Exception as error:
             log.warning(
                 "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
@@ -170,8 +178,16 @@ class EngineCore(Generic[E]):
         self.scheduler.rows.tell_again(step.page_updates)
         return self._execute_singly(step)
 
+    def _drop(self, step: ScheduledStep) -> None:
+        """Nobody sees what the step gave; its sequences are computed again from the tokens that are committed."""
+        self.scheduler.rows.tell_again(step.page_updates)
+        while self._in_flight:
+            self._commit(*self._in_flight[0])
+            self._in_flight.popleft()
+        self.scheduler.drop(step)
+
     def _execute_singly(self, step: ScheduledStep) -> Sampled:
-        """One pass per sequence: whoever raises is failed, the others go on.
+        """One pass per sequence: one that raises is failed, the others go on.
 
         Steps in flight are committed first: so many passes would take the host memory that their results wait in. And
         the host must know all tokens up to here, since wherever the step raised, its rows are put back first.

@@ -1,4 +1,4 @@
-"""Reading a dict that somebody else wrote, field by field: a wrong value is named, with what was expected."""
+"""JSON fields: a foreign file's dict, read field by field; an error names the value, and what was expected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Fields:
         except ValueError as error:
             raise CheckpointError(f"reading {source}: not valid JSON ({error}). Get the file again.") from None
         if not isinstance(values, dict):
-            raise CheckpointError(f"reading {source}: found a JSON {type(values).__name__}; expected an object.")
+            raise CheckpointError(
+                f"reading {source}: found a JSON {type(values).__name__}; expected an object. Get the file again."
+            )
         return cls(source, values)
 
     def __contains__(self, name: str) -> bool:
@@ -121,7 +123,9 @@ class Fields:
     def _refuse(self, name: str, expected: str) -> NoReturn:
         value = self.values.get(name)
         found = "is missing" if value is None else f"is {_short(value)}"
-        raise CheckpointError(f"reading {self.source}: {name} {found}; expected {expected}.")
+        raise CheckpointError(
+            f"reading {self.source}: {name} {found}; expected {expected}. Correct it, or get the file again."
+        )
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Which attention and which kernels serve a device best, unless one is asked for."""
+"""Kernel selection: attention, kernels and sampler that serve a device best, unless one is requested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from phonograph.devices import Device, Hardware
 from phonograph.engine.ops.attention.cpu import CpuAttention
 from phonograph.engine.ops.attention.flashinfer import FlashInferAttention
-from phonograph.engine.ops.attention.launches import launches_for
+from phonograph.engine.ops.attention.launch_config import launches_for
 from phonograph.engine.ops.attention.reference import ReferenceAttention
 from phonograph.engine.ops.kernels import Kernels
 from phonograph.engine.ops.layers.cpu import CpuKernels
@@ -34,20 +34,20 @@ def _default(device: Device, plan: Plan) -> str:
     return "cpu" if device.torch_device.type == "cpu" and not plan.is_recorded else "reference"
 
 
-def _native(asked: str | None, best: str, what: str, progress: Progress) -> Library | DeviceError:
-    """The C++ kernels, or why they can't be had where nobody asked for them."""
+def _native(requested: str | None, best: str, what: str, progress: Progress) -> Library | DeviceError:
+    """The C++ kernels, or why there are none, where they were not requested by name."""
     if best != "cpu":
-        raise PlanError(f"{what}='cpu' serves a CPU on which nothing is recorded. Leave it out, or say device='cpu'.")
+        raise PlanError(f"{what}='cpu' needs device='cpu' and no graphs. Leave it out, or set both.")
     try:
         return library(progress)
     except DeviceError as error:
-        if asked is not None:
+        if requested is not None:
             raise
         return error
 
 
-def attention_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Attention:
-    """The attention that was asked for, or the one that the device and the plan are best served by."""
+def select_attention(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Attention:
+    """The attention that the options name, or the one that serves the device and the plan best."""
     best = _default(device, plan)
     name = options.attention or best
     if name == "cpu":
@@ -55,22 +55,22 @@ def attention_for(device: Device, options: EngineOptions, plan: Plan, progress: 
         return ReferenceAttention() if isinstance(found, DeviceError) else CpuAttention(found)
     if name == "reference":
         return ReferenceAttention()
-    refuse_misfits(device, options, plan)
+    refuse_unsupported(device, options, plan)
     try:
         from phonograph.engine.ops.attention.triton import TritonAttention
     except ImportError:
         raise DeviceError(f"attention={name!r} needs Triton. Run: pip install triton") from None
-    attention = TritonAttention(launches_for(device.hardware), overlap=overlap_on(device.hardware))
+    attention = TritonAttention(launches_for(device.hardware), overlap=default_overlap(device.hardware))
     return FlashInferAttention(device, attention) if name == "flashinfer" else attention
 
 
-def refuse_misfits(device: Device, options: EngineOptions, plan: Plan) -> None:
+def refuse_unsupported(device: Device, options: EngineOptions, plan: Plan) -> None:
     """Refuse implementations that the device, the dtype or the plan can't have."""
     on = device.torch_device.type
     for name in ("attention", "kernels"):
-        asked = getattr(options, name)
-        if asked in ("triton", "flashinfer") and on == "cpu":
-            raise PlanError(f"{name}={asked!r} needs a GPU, and this is a CPU. Leave it out.")
+        requested = getattr(options, name)
+        if requested in ("triton", "flashinfer") and on == "cpu":
+            raise PlanError(f"{name}={requested!r} needs a GPU, and this is a CPU. Leave it out.")
     if options.attention != "flashinfer":
         return
     if on != "cuda":
@@ -83,12 +83,12 @@ def refuse_misfits(device: Device, options: EngineOptions, plan: Plan) -> None:
         if plan.phase(name).backend == "full":
             raise PlanError(
                 "attention='flashinfer' plans every prompt on the host, which one graph can't hold. "
-                f"Ask for {name}.backend='breakable', or leave the backend out."
+                f"Set {name}.backend='breakable', or leave the backend out."
             )
 
 
-def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:
-    """The kernels that were asked for, or those that the device and the plan are best served by."""
+def select_kernels(device: Device, options: EngineOptions, plan: Plan, progress: Progress = silent) -> Kernels:
+    """The kernels that the options name, or those that serve the device and the plan best."""
     best = _default(device, plan)
     name = options.kernels or best
     if name == "cpu":
@@ -99,17 +99,17 @@ def kernels_for(device: Device, options: EngineOptions, plan: Plan, progress: Pr
         return ReferenceKernels((f"slow: {found}",))
     if name == "reference":
         return ReferenceKernels()
-    refuse_misfits(device, options, plan)
+    refuse_unsupported(device, options, plan)
     try:
         from phonograph.engine.ops import tuning
         from phonograph.engine.ops.triton.layers import TritonKernels
     except ImportError:
         raise DeviceError("kernels='triton' needs Triton. Run: pip install triton") from None
     chip = device.hardware
-    return TritonKernels(device.torch_device, tuning.load(chip.name), overlap=overlap_on(chip))
+    return TritonKernels(device.torch_device, tuning.load(chip.name), overlap=default_overlap(chip))
 
 
-def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
+def select_sampler(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
     """The sampler that goes with the kernels."""
     best = _default(device, plan)
     name = options.kernels or best
@@ -125,6 +125,6 @@ def sampler_for(device: Device, options: EngineOptions, plan: Plan) -> Sampler:
     return TritonSampler()
 
 
-def overlap_on(hardware: Hardware) -> Overlap:
+def default_overlap(hardware: Hardware) -> Overlap:
     """When a kernel lets the next one begin, where nothing was measured."""
     return "early" if hardware.overlaps_launches else "none"

@@ -24,8 +24,9 @@ from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.shadow import shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
-from phonograph.engine.kernel_selection import attention_for, kernels_for, sampler_for
+from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.ops.queries import Attention
@@ -55,7 +56,7 @@ class Completion:
     index: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each token, where they were asked for."""
+    """One for each token, where they were requested."""
     text: str = ""
     finish: FinishReason | None = None
     error: str = ""
@@ -132,12 +133,12 @@ class LLM:
         self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
         for warning in self.plan.warnings:
             log.warning("%s", warning)
-        attention = attention_for(self.device, options, self.plan, progress)
+        attention = select_attention(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config = self.checkpoint.config
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
-        self.kernels = kernels_for(self.device, options, self.plan, progress)
+        self.kernels = select_kernels(self.device, options, self.plan, progress)
         loaded = self._model(attention, limits.num_positions, progress)
         if self.precision.fallback is not None:
             self.precision = self.precision.after(value_range(loaded, self.device))
@@ -145,11 +146,17 @@ class LLM:
                 log.warning("%s: %s", self.checkpoint.source, self.precision)
                 del loaded  # there may not be room for the weights twice
                 loaded = self._model(attention, limits.num_positions, progress)
-        sampler = sampler_for(self.device, options, self.plan)
+        sampler = select_sampler(self.device, options, self.plan)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress)
         self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(
-            loaded, sampler, self.device, self.plan, self.limits, eager_copies=options.eager_copies
+            loaded,
+            sampler,
+            self.device,
+            self.plan,
+            self.limits,
+            eager_copies=options.eager_copies,
+            shadow=shadowing_for(options),
         )
         self.reports = self.executor.capture(progress)
         self.prefix_sharing = prefix_sharing(options.prefix_cache, self.executor.step_tables.prompt_state)
@@ -174,7 +181,7 @@ class LLM:
         return self._generated([self._encoded(prompt) for prompt in many], params, continues=True)
 
     def chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         return self._generated([self._rendered(messages)], params, continues=False)[0]
 
     def stream(self, prompt: str | Many[int], params: SamplingParams | None = None) -> Iterator[str]:
@@ -182,7 +189,7 @@ class LLM:
         return self._streamed(self._encoded(prompt), params, continues=True)
 
     def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
-        """The answer to a conversation, as it comes."""
+        """The next message of a conversation, as it comes."""
         return self._streamed(self._rendered(messages), params, continues=False)
 
     @property
@@ -209,8 +216,8 @@ class LLM:
         however it ends, by a Ctrl-C too."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
-                "this LLM is generating for somebody else, a stream that is open or another thread. Finish or close "
-                "that first, or take AsyncLLM, which serves many at once."
+                "this LLM is generating already: a stream is open, or another thread is at it. Finish or close that "
+                "first, or use AsyncLLM, which serves many requests at once."
             )
         try:
             yield
@@ -230,7 +237,7 @@ class LLM:
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise CheckpointError(f"{self.checkpoint.source} has no tokenizer: give token ids.")
+            raise CheckpointError(f"encoding a text: {self.checkpoint.source} has no tokenizer. Give token ids.")
         return self.tokenizer
 
     def _encoded(self, prompt: str | Many[int]) -> tuple[int, ...]:
@@ -263,7 +270,7 @@ class LLM:
     def _submit(
         self, prompts: Many[tuple[int, ...]], params: SamplingParams, *, continues: bool = True
     ) -> dict[Sequence, _Reader]:
-        """With `continues` an answer goes on where its prompt ended: a leading space belongs to it."""
+        """With `continues` an output goes on where its prompt ended: a leading space belongs to it."""
         params = with_special_stops(params.resolved(self.sampling), self.tokenizer, self.executor.vocab)
         readers = dict[Sequence, _Reader]()
         for prompt in prompts:

@@ -1,8 +1,9 @@
-"""How large the engine is, and how precise; the graph plan is asked for separately."""
+"""EngineOptions: size and precision of the engine; the graph plan has settings of its own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -51,6 +52,13 @@ class EngineOptions:
     eager_copies: bool = False
     """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
 
+    shadow_verify: float = 0.0
+    """The share of steps that run a second time, eagerly; a replay that gave other bits reaches nobody."""
+    shadow_dir: Path | None = None
+    """Where a batch that a recording computed wrongly is kept, with the state that it started from."""
+    shadow_tokens: bool = False
+    """Whether token ids may be written there."""
+
     sampling: SamplingSource = "model"
     """Where values come from that a request leaves open: temperature, top_k, top_p, min_p, repetition_penalty."""
 
@@ -66,4 +74,5 @@ class EngineOptions:
         for name, dtype in (("dtype", self.dtype), ("residual_dtype", self.residual_dtype)):
             if dtype not in (None, *DTYPES):
                 raise PlanError(f"{name} is one of {', '.join(map(str, DTYPES))}; found {dtype!r}.")
+        expect_finite("shadow_verify, a share of the steps,", self.shadow_verify, PlanError, least=0, most=1)
         expect_finite("memory, a share of the device's,", self.memory, PlanError, least=0, most=1, open_below=True)

@@ -52,9 +52,9 @@ class Precision:
 
 
 def precision_for(checkpoint: Checkpoint, options: EngineOptions, device: torch.device) -> Precision:
-    """What was asked for; else float32 on a CPU, and elsewhere what the stored weights call for."""
+    """As the options say; else float32 on a CPU, and elsewhere what the stored weights call for."""
     if options.dtype is not None:
-        found = _in(options.dtype, "asked for")
+        found = _in(options.dtype, "requested")
     elif device.type == "cpu":
         found = _in(torch.float32, "the default on a CPU")
     else:

@@ -1,1 +1,1 @@
-"""The graph layer: slots, buffers, backends, runner, plan and verification, for any PyTorch callable."""
+"""Graph layer: slots, buffers, backends, runner, plan and verification, for any PyTorch callable."""

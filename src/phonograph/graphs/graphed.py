@@ -19,14 +19,14 @@ from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.fields import path_of
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.inputs.slot import Slot
-from phonograph.graphs.inputs.snapshots import snapshots_beside
+from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.phases.decisions import Decision, Reason, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.phases.live_arguments import Live
-from phonograph.graphs.phases.phase import Admission, Phase, Preserve, Sampler, sample_from
+from phonograph.graphs.phases.phase import Admission, Phase, Preserve, SampleFunction, sample_from
 from phonograph.graphs.planning.kinds import unknown
 from phonograph.graphs.planning.resolve import Plan, resolve
-from phonograph.graphs.planning.rules import Facts
+from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import BACKENDS
@@ -55,6 +55,7 @@ class Graphed:
         }
         self.runner = runner
         self.plan = plan
+        """The resolved settings of the phase, each with its reason."""
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +124,7 @@ class Graphed:
 
 
 class _Installation:
-    """Stands in the place of a module's call, from the first that is installed there until the last is removed."""
+    """Replaces a module's call, from the first installation until the last is removed."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -148,7 +149,7 @@ class _Installation:
 
 
 _installations: WeakKeyDictionary[torch.nn.Module, _Installation] = WeakKeyDictionary()
-"""What stands in the place of each module's call now."""
+"""The installation of each module that has one."""
 
 
 def graphed(  # noqa: PLR0913 - the front door names every choice
@@ -163,9 +164,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     backend: str | None = None,
     device: str | torch.device | Device | None = None,
     outputs: Outputs = "own",
-    sample: Sampler | None = None,
+    sample: SampleFunction | None = None,
     tail: Callable[[Any, Any], Any] | None = None,
-    plan: Callable[[Any, Extent], None] | None = None,
+    host_plan: Callable[[Any, Extent], None] | None = None,
     tail_captured: bool = False,
     preserve: Preserve | None = None,
     admission: Sequence[Admission] = (),
@@ -187,13 +188,13 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     arguments are passed on as they are. In a recording they keep the value that the sample has, so a call with another
     value runs eagerly, unless the argument is named `live` (`"a"`, or `"a.b"` for a field of one): a gap that is passed
     it, and a tail that is not recorded, get the value of each call; capture refuses a body that reads it anywhere else.
-    What no capture can see is `is`: don't ask whether a live argument is None outside of a gap. A `tail` takes the used
+    Capture can't see an `is` test: don't ask whether a live argument is None outside of a gap. A `tail` takes the used
     rows of the function's outputs and the live arguments, and is recorded only with `tail_captured`. `phase` picks the
     defaults of the plan (`full` for decode, `breakable` for prefill). Functions that are given one `pool` share input
     buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`.
 
-    The other choices are those of `Phase` (preserve, admission, adopt, without, eager_without), of the plan (backend,
-    max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
+    The other choices are those of `Phase` (sample, host_plan, preserve, admission, adopt, without, eager_without), of
+    the plan (backend, max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
     """
     slots, live = _all_of(Slot, slots, "slots"), _all_of(str, live, "live")
     on = open_device(device if device is not None else _device_of(function))
@@ -224,7 +225,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         dims=(dims,) if isinstance(dims, Dim) else tuple(dims),
         tail=tail,
         tail_captured=tail_captured,
-        plan=plan,
+        host_plan=host_plan,
         preserve=preserve,
         admission=[others.admit, *([_unchanged_hooks(call)] if isinstance(call, ModuleCall) else ()), *admission],
         without=frozenset(_all_of(str, without, "without")),
@@ -254,7 +255,8 @@ def _asks(phase: str, buckets: Buckets, asked: Mapping[str, tuple[str, Any]]) ->
 def _as_buckets(buckets: Buckets | Sequence[int]) -> Buckets:
     if isinstance(buckets, int):
         raise DeclarationError(
-            f"buckets={buckets} is one number. Write Buckets.up_to({buckets}) for every size up to it, or [{buckets}]."
+            f"graphed(buckets={buckets}): expected several sizes, found one number. "
+            f"Write Buckets.up_to({buckets}) for every size up to it, or [{buckets}]."
         )
     return buckets if isinstance(buckets, Buckets) else Buckets(tuple(buckets))
 
@@ -265,11 +267,13 @@ T = TypeVar("T")
 def _all_of(kind: type[T], given: Collection[T], argument: str) -> tuple[T, ...]:
     """Several things of a kind, as `graphed` takes them."""
     if isinstance(given, kind):
-        raise DeclarationError(f"graphed({argument}=) takes several, found {given!r} alone. Write [{given!r}].")
+        raise DeclarationError(f"graphed({argument}=): expected a list, found {given!r} alone. Write [{given!r}].")
     several = tuple(given)
     wrong = next((one for one in several if not isinstance(one, kind)), None)
     if wrong is not None:
-        raise DeclarationError(f"graphed({argument}=) has {wrong!r}, which is no {kind.__name__}. Correct it.")
+        raise DeclarationError(
+            f"graphed({argument}=): expected only {kind.__name__} items, found {wrong!r}. Replace or remove it."
+        )
     return several
 
 
@@ -278,8 +282,8 @@ def _has_value(parameter: inspect.Parameter) -> bool:
 
 
 class _Others:
-    """The arguments, and what lies in them, that are no slots: a recording has them frozen in, so a call with others
-    runs eagerly.
+    """Arguments, and fields of arguments, that are not slots: a recording has their values frozen in, so a call with
+    other values runs eagerly.
 
     Only those named `live`, which a recording can't read, may change.
     """
@@ -289,7 +293,7 @@ class _Others:
         self._whole = {path[0] for path in self._left_out if len(path) == 1}
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         given = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
-        self._defaults = snapshots_beside(given, self._left_out)
+        self._defaults = snapshots_without(given, self._left_out)
         self.carried: Callable[[], Callable[[ShapeKey], Mapping[str, Any]] | None] = lambda: None
         """A weak reference to the runner's method: the runner holds this."""
 
@@ -301,7 +305,7 @@ class _Others:
         carried = carried_by(key)
         if not carried and batch.keys() <= self._whole:
             return None  # nothing but defaults, then and now
-        given = self._defaults | snapshots_beside(batch, self._left_out)
+        given = self._defaults | snapshots_without(batch, self._left_out)
         recorded = {**self._defaults, **carried}
         for name in given.keys() | recorded.keys():
             if name not in given or name not in recorded or given[name] != recorded[name]:
@@ -325,7 +329,7 @@ def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: 
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
         raise DeclarationError(
-            f"{name}{signature} takes arguments without names, and slots are passed by name. "
+            f"graphing {name}{signature}: it takes arguments without names, and slots are passed by name. "
             "Wrap it in a function that names them."
         )
     if inspect.Parameter.VAR_KEYWORD in kinds:
@@ -333,7 +337,7 @@ def _check_arguments(signature: inspect.Signature, slots: Sequence[Slot], name: 
     for slot in slots:
         if slot.field.split(".")[0] not in signature.parameters:
             raise DeclarationError(
-                f"slot {slot.name!r} is no argument of {name}{signature}. "
+                f"slot {slot.name!r} is not an argument of {name}{signature}. "
                 "Rename it, or give source= the argument's name."
             )
 
@@ -346,7 +350,7 @@ def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[s
         path = path_of(field)
         parameter = signature.parameters.get(path[0])
         if parameter is None and not takes_all:
-            raise DeclarationError(f"live={field!r} is no argument of {name}{signature}. Correct the name.")
+            raise DeclarationError(f"live={field!r} is not an argument of {name}{signature}. Correct the name.")
         held = next((slot for slot in slots if slot.path[: len(path)] == path), None)
         if held is not None:
             raise DeclarationError(
@@ -358,9 +362,9 @@ def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[s
     return tuple(lives)
 
 
-def facts_of(device: Device) -> Facts:
+def facts_of(device: Device) -> DeviceFacts:
     """What rules may know about a device and this build."""
-    return Facts(device.name, device.capabilities.backends, built=frozenset(BACKENDS))
+    return DeviceFacts(device.name, device.capabilities.backends, built=frozenset(BACKENDS))
 
 
 def _device_of(function: Callable[..., Any]) -> torch.device | None:

@@ -1,4 +1,4 @@
-"""Shows how far a capture is."""
+"""Progress: a bar that shows how far a capture is."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The server: the OpenAI API, metrics and the status page."""
+"""Server: the OpenAI API, metrics and the status page."""

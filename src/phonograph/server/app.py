@@ -1,4 +1,4 @@
-"""The server as one ASGI app: routes, error bodies, access."""
+"""ASGI app: the whole server: routes, error bodies, access."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from phonograph.errors import PhonographError
 from phonograph.server.http.access import CorsGuard, HostGuard, KeyGuard
 from phonograph.server.http.failures import ApiError, respond
 from phonograph.server.openai.api import Api
-from phonograph.server.openai.requests import ChatAsk, CompletionAsk, DetokenizeAsk, TokenizeAsk
+from phonograph.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phonograph.server.openai.responses import (
     ChatChunk,
-    ChatCompletion,
-    Completion,
-    Detokenized,
-    HealthBody,
-    Model,
-    Models,
-    Tokenized,
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    HealthResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
 )
 from phonograph.server.openapi import Operation, document
 from phonograph.server.options import ServerOptions
@@ -36,22 +36,30 @@ _BODY = (400, 404, 408, 413, 415, 500, 503)
 
 OPERATIONS = (
     Operation(
-        "/v1/completions", "post", "Complete prompts", Completion, CompletionAsk, event=Completion, statuses=_ENGINE
+        "/v1/completions",
+        "post",
+        "Complete prompts",
+        CompletionResponse,
+        CompletionRequest,
+        event=CompletionResponse,
+        statuses=_ENGINE,
     ),
     Operation(
         "/v1/chat/completions",
         "post",
-        "Answer a conversation",
-        ChatCompletion,
-        ChatAsk,
+        "Generate the next message of a conversation",
+        ChatResponse,
+        ChatRequest,
         event=ChatChunk,
         statuses=_ENGINE,
     ),
-    Operation("/v1/models", "get", "The names of the model", Models, statuses=()),
-    Operation("/v1/models/{model}", "get", "One of the names", Model, statuses=(404,), parameters=("model",)),
-    Operation("/tokenize", "post", "Token ids of a text or of messages", Tokenized, TokenizeAsk, statuses=_BODY),
-    Operation("/detokenize", "post", "The text of token ids", Detokenized, DetokenizeAsk, statuses=_BODY),
-    Operation("/health", "get", "Whether requests are taken", HealthBody, statuses=(503,)),
+    Operation("/v1/models", "get", "The names of the model", ModelList, statuses=()),
+    Operation("/v1/models/{model}", "get", "One of the names", ModelCard, statuses=(404,), parameters=("model",)),
+    Operation(
+        "/tokenize", "post", "Token ids of a text or of messages", TokenizeResponse, TokenizeRequest, statuses=_BODY
+    ),
+    Operation("/detokenize", "post", "The text of token ids", DetokenizeResponse, DetokenizeRequest, statuses=_BODY),
+    Operation("/health", "get", "Whether requests are taken", HealthResponse, statuses=(503,)),
 )
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the types that bodies are read and written with."""
+"""OpenAPI document: made from the types that bodies are read and written with."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Operation:
     path: str
     method: str
     summary: str
-    answer: type[msgspec.Struct]
-    ask: type[msgspec.Struct] | None = None
+    response: type[msgspec.Struct]
+    request: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
     """What a stream of events consists of."""
     statuses: tuple[int, ...] = (400,)
@@ -48,7 +48,7 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
     """OpenAPI 3.1, for clients and for tests that make up requests."""
     used: list[type[msgspec.Struct]] = [ErrorBody]
     for operation in operations:
-        used += [kind for kind in (operation.ask, operation.answer, operation.event) if kind is not None]
+        used += [kind for kind in (operation.request, operation.response, operation.event) if kind is not None]
     kinds = list(dict.fromkeys(used))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     by_kind = dict(zip(kinds, schemas, strict=True))
@@ -64,19 +64,19 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def _described(operation: Operation, schemas: dict[type[Any], Any]) -> dict[str, Any]:
-    content = {"application/json": {"schema": schemas[operation.answer]}}
+    content = {"application/json": {"schema": schemas[operation.response]}}
     if operation.event is not None:
         name = operation.event.__name__
         data = {"type": "string", "description": f"JSON of a {name} or of an ErrorBody; in the last event [DONE]"}
         event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
         content["text/event-stream"] = {"schema": event}
-    responses: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
+    responses: dict[str, Any] = {"200": {"description": "the response", "content": content}}
     for status in sorted({401, 403, *operation.statuses}):
         failed = {"application/json": {"schema": schemas[ErrorBody]}}
         responses[str(status)] = {"description": _ERRORS[status], "content": failed}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
-    if operation.ask is not None:
-        body = {"application/json": {"schema": schemas[operation.ask]}}
+    if operation.request is not None:
+        body = {"application/json": {"schema": schemas[operation.request]}}
         described["requestBody"] = {"required": True, "content": body}
     if operation.parameters:
         described["parameters"] = [

@@ -1,4 +1,4 @@
-"""What a server keeps to: names, limits, times and keys."""
+"""ServerOptions: names, limits, times and keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The settings of the HTTP side; those of the engine are in its spec."""
+    """The settings of the HTTP side; those of the engine are in `EngineArguments`."""
 
     host: str = "127.0.0.1"
     """Where to listen; 0.0.0.0 lets other machines in."""
@@ -49,7 +49,7 @@ class ServerOptions:
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM or SIGINT."""
     log_prompts: bool = False
-    """Write prompts and answers to the log."""
+    """Write prompts and outputs to the log."""
 
     def __post_init__(self) -> None:
         expect_whole("server options: port", self.port, PlanError, least=0, most=65535)

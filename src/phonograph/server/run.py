@@ -1,4 +1,4 @@
-"""Runs the server: listens, starts the core, and on a signal finishes what runs."""
+"""Server process: listens, starts the core, and on a signal finishes what runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("phonograph")
 
 _BACKLOG = 2048
 _LAST_WORDS = 5
-"""Seconds that answers have to reach their clients after the engine has finished."""
+"""Seconds that responses have to reach their clients after the engine has finished."""
 _SWITCH = 0.0005
 """Seconds for which a thread that works on a long text may keep the event loop waiting; ten times that is usual."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -100,8 +100,8 @@ async def run(
                 gc.freeze()
                 sys.setswitchinterval(_SWITCH)
                 on_ready()
-                told = await _told(llm, signals)
-                await _drained(llm, options.drain_timeout, told, signals)
+                received = await _signal(llm, signals)
+                await _drained(llm, options.drain_timeout, received, signals)
         finally:
             await llm.stop()
             server.should_exit = True
@@ -123,32 +123,34 @@ def _handled(signals: asyncio.Queue[signal.Signals]) -> Iterator[None]:
 async def _started(llm: AsyncLLM, progress: Progress, signals: asyncio.Queue[signal.Signals]) -> bool:
     """Start the core; False if a signal came first."""
     starting = asyncio.create_task(llm.start(progress))
-    told = asyncio.create_task(signals.get())
-    await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
-    if told.done():
+    received = asyncio.create_task(signals.get())
+    await asyncio.wait((starting, received), return_when=asyncio.FIRST_COMPLETED)
+    if received.done():
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await starting
         return False
-    told.cancel()
+    received.cancel()
     await starting
     return True
 
 
-async def _told(llm: AsyncLLM, signals: asyncio.Queue[signal.Signals]) -> signal.Signals:
+async def _signal(llm: AsyncLLM, signals: asyncio.Queue[signal.Signals]) -> signal.Signals:
     """Wait for a signal; a core that is not started again is an error."""
-    told, lost = asyncio.create_task(signals.get()), asyncio.create_task(llm.lost())
-    await asyncio.wait((told, lost), return_when=asyncio.FIRST_COMPLETED)
-    if not told.done():
-        told.cancel()
-        raise CoreError(f"{lost.result()}. The server ends. Start it again, and see the log for the cause.")
+    received, lost = asyncio.create_task(signals.get()), asyncio.create_task(llm.lost())
+    await asyncio.wait((received, lost), return_when=asyncio.FIRST_COMPLETED)
+    if not received.done():
+        received.cancel()
+        raise CoreError(f"{lost.result()}. The server stops. See the log for the cause, and start it again.")
     lost.cancel()
-    return told.result()
+    return received.result()
 
 
-async def _drained(llm: AsyncLLM, seconds: float, told: signal.Signals, signals: asyncio.Queue[signal.Signals]) -> None:
+async def _drained(
+    llm: AsyncLLM, seconds: float, received: signal.Signals, signals: asyncio.Queue[signal.Signals]
+) -> None:
     """Wait for what runs, but not longer than allowed, nor past a second signal."""
-    log.warning("%s: finishing %d sequences, at most %g s", told.name, llm.num_active, seconds)
+    log.warning("%s: finishing %d sequences, at most %g s", received.name, llm.num_active, seconds)
     draining = asyncio.create_task(llm.drain(seconds))
     again = asyncio.create_task(signals.get())
     await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,1 @@
-"""A load client for any OpenAI endpoint: what is sent, how it is timed, and what came of it."""
+"""Load client: for any OpenAI endpoint: what is sent, how it is timed, and what came of it."""

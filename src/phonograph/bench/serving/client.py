@@ -1,4 +1,4 @@
-"""Speaks to an OpenAI endpoint: finds out what it takes, streams one answer at a time, and notes when what arrives."""
+"""Client of an OpenAI endpoint: finds out what it accepts, streams one response, and notes when each part arrives."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Dialect:
 
     prompts: PromptKind
     ignores_eos: bool
-    """Whether outputs have the length that was asked for, whatever the model says."""
+    """Whether outputs have the requested length, whatever the model says."""
     reports_usage: bool
 
 
@@ -84,18 +84,18 @@ class Endpoint:
         return f"{self.url}/completions" if self.api == "completions" else f"{self.url}/chat/completions"
 
     def body(self, job: Job) -> bytes:
-        asked: dict[str, object] = {"model": self.model, "stream": True, "max_tokens": job.max_tokens}
+        body: dict[str, object] = {"model": self.model, "stream": True, "max_tokens": job.max_tokens}
         prompt = job.prompt if self.dialect.prompts == "ids" else job.text
-        asked["temperature"] = self.temperature
+        body["temperature"] = self.temperature
         if self.api == "chat":
-            asked["messages"] = [{"role": "user", "content": prompt}]
+            body["messages"] = [{"role": "user", "content": prompt}]
         else:
-            asked["prompt"] = prompt
+            body["prompt"] = prompt
         if self.dialect.ignores_eos:
-            asked["ignore_eos"] = True
+            body["ignore_eos"] = True
         if self.dialect.reports_usage:
-            asked["stream_options"] = {"include_usage": True}
-        return msgspec.json.encode(asked)
+            body["stream_options"] = {"include_usage": True}
+        return msgspec.json.encode(body)
 
 
 class Lines:
@@ -121,33 +121,35 @@ async def first_model(url: str, key: str) -> str:
     """The first model that the endpoint lists."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        async with new_session() as session, session.get(f"{url}/models", headers=headers) as answer:
-            if answer.status == 200:
-                found: str = (await answer.json(content_type=None))["data"][0]["id"]
+        async with new_session() as session, session.get(f"{url}/models", headers=headers) as response:
+            if response.status == 200:
+                found: str = (await response.json(content_type=None))["data"][0]["id"]
                 return found
-            problem = f"it answered {answer.status}"
+            problem = f"status {response.status}"
     except aiohttp.ClientError as error:
         problem = str(error)
     except (LookupError, TypeError, ValueError):
-        problem = "its answer lists no model"
-    raise PlanError(f"asking {url}/models for a model: {problem}. Check --url, or name a --model.")
+        problem = "the response lists no model"
+    raise PlanError(f"listing the models of {url}/models: {problem}. Check --url, or name a --model.")
 
 
 async def find_dialect(
     session: aiohttp.ClientSession, endpoint: Endpoint, kinds: Sequence[PromptKind], highest_id: int
 ) -> Endpoint:
-    """Send one small request after the other, each asking for less, until the endpoint takes one."""
+    """Send one small request after the other, each with fewer fields, until the endpoint takes one."""
     problem = ""
     for reports_usage in (True, False):
         for ignores_eos in (True, False):
             for kind in kinds:
-                asked = replace(endpoint, dialect=Dialect(kind, ignores_eos, reports_usage))
-                found = await send(session, asked, Job(0.0, [highest_id, highest_id], 2), time.perf_counter())
+                tried = replace(endpoint, dialect=Dialect(kind, ignores_eos, reports_usage))
+                found = await send(session, tried, Job(0.0, [highest_id, highest_id], 2), time.perf_counter())
                 if not found.error:
-                    return asked
+                    return tried
                 problem = f"{found.error}{f' ({found.detail})' if found.detail else ''}"
                 if not found.error.startswith(("http 400", "http 422")):
-                    raise PlanError(f"a first request to {endpoint.path}: {problem}.")
+                    raise PlanError(
+                        f"a first request to {endpoint.path}: {problem}. Check --url, --model and --api-key."
+                    )
     hint = " Give --vocab the size of the model's vocabulary, or --prompts text." if "ids" in kinds else ""
     raise PlanError(f"a first request to {endpoint.path}, with nothing but a prompt: {problem}.{hint}")
 
@@ -172,13 +174,13 @@ async def send(session: aiohttp.ClientSession, endpoint: Endpoint, job: Job, sta
 
 async def _stream(session: aiohttp.ClientSession, endpoint: Endpoint, job: Job, outcome: Outcome, start: float) -> None:
     headers = {**endpoint.headers, "Content-Type": "application/json"}
-    async with session.post(endpoint.path, data=endpoint.body(job), headers=headers, timeout=_NO_TIMEOUT) as answer:
-        if answer.status != 200:
-            outcome.error, outcome.detail = f"http {answer.status}", _message(await answer.read())
+    async with session.post(endpoint.path, data=endpoint.body(job), headers=headers, timeout=_NO_TIMEOUT) as response:
+        if response.status != 200:
+            outcome.error, outcome.detail = f"http {response.status}", _message(await response.read())
             return
         lines, is_done = Lines(), False
         any_choices: list[tuple[float, int]] = []
-        async for data in answer.content.iter_any():
+        async for data in response.content.iter_any():
             now, num_outputs, num_choices = time.perf_counter() - start, 0, 0
             for payload in lines.add(data):
                 if payload == b"[DONE]":

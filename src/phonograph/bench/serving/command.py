@@ -1,4 +1,4 @@
-"""`phonograph bench serve`: puts load on any OpenAI endpoint and says how it fared."""
+"""`phonograph bench serve`: a load test of any OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_command(subparsers: argparse._SubParsersAction[Any]) -> None:
     what = parser.add_argument_group("requests")
     what.add_argument("--num-requests", type=_count, help="default 100; 256 for w1")
     what.add_argument("--rate", type=_rate, default=math.inf, help="requests a second, Poisson; inf: all at once")
-    what.add_argument("--concurrency", type=_count, help="so many at the same time at most")
+    what.add_argument("--concurrency", type=_count, help="requests at the same time, at most")
     what.add_argument(
         "--workload",
         choices=("mix", "w1"),
@@ -46,12 +46,12 @@ def add_command(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="mix: log-normal lengths, mean 220 in and 190 out; w1: 256 prompts of 32 to 511 token ids, 128 out",
     )
     what.add_argument("--prompt-len", help="tokens of a prompt: 256, 32-512 or lognormal:220")
-    what.add_argument("--output-len", help="tokens of an answer, in the same words")
+    what.add_argument("--output-len", help="tokens of an output, in the same words")
     what.add_argument("--prompts", choices=("ids", "text"), help="default: token ids where they are taken, else text")
     what.add_argument("--vocab", type=_count, help="draw token ids below this; default 1000, and 150000 for w1")
     what.add_argument("--temperature", type=float, default=0.0)
     what.add_argument("--seed", type=int, default=7, help="the same seed sends the same requests at the same times")
-    what.add_argument("--warmup", type=_count_or_none, default=0, help="so many requests first, not measured")
+    what.add_argument("--warmup", type=_count_or_none, default=0, help="requests that are sent first, and not measured")
     out = parser.add_argument_group("results")
     out.add_argument("--json", type=Path, help="write figures and every request to this file")
     out.add_argument("--plot", type=Path, help="draw to this .svg or .png file")
@@ -146,7 +146,7 @@ def _key(text: str) -> str:
     try:
         return Path(text[1:]).read_text().strip()
     except OSError as error:
-        raise PlanError(f"--api-key {text}: {error.strerror}.") from None
+        raise PlanError(f"--api-key {text}: {error.strerror}. Name a file with a key, or give the key.") from None
 
 
 def _heading(args: argparse.Namespace, test: LoadTest) -> str:
@@ -161,18 +161,18 @@ def _heading(args: argparse.Namespace, test: LoadTest) -> str:
 
 
 def _notes(args: argparse.Namespace, test: LoadTest, summary: Summary) -> list[str]:
-    from phonograph.bench.serving.summary import shown, spread
+    from phonograph.bench.serving.summary import latency_summary, shown
 
     notes = []
     if test.is_interrupted:
         notes.append(f"interrupted: {len(test.outcomes):,} of {len(test.jobs):,} requests had ended")
     if not test.endpoint.dialect.ignores_eos:
-        notes.append("the endpoint does not take ignore_eos: answers may end before the length that was asked for")
+        notes.append("the endpoint does not take ignore_eos: outputs may end before the requested length")
     if summary.counts_events:
         notes.append("the endpoint reports no usage: events were counted as tokens")
     if summary.without_text:
-        notes.append(f"{summary.without_text:,} answers had tokens and no text: whatever events they had were timed")
-    lag = spread(test.lags)
+        notes.append(f"{summary.without_text:,} responses had tokens and no text: whatever events they had were timed")
+    lag = latency_summary(test.lags)
     if lag is not None and lag.p99 > _LAG:
         notes.append(f"this client was busy itself (its event loop was {shown(lag.p99)} late, p99): run it elsewhere")
     if math.isfinite(args.rate) and not args.concurrency and summary.late > _LAG:

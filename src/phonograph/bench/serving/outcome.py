@@ -1,4 +1,4 @@
-"""What came of one request, and how its tokens are spread over the moments when they arrived."""
+"""Outcome: what came of one request, and when each of its tokens arrived."""
 
 from __future__ import annotations
 

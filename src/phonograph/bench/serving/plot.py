@@ -1,4 +1,4 @@
-"""Draws a load test: throughput and running requests over time, and how latencies are distributed."""
+"""Plot of a load test: throughput and running requests over time, and how latencies are distributed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from phonograph.bench.drawing import AMBER, BLUE, GREY, RED, new_figure, save, tidy
 from phonograph.bench.serving.outcome import Outcome
-from phonograph.bench.serving.summary import Spread, Summary, shown
+from phonograph.bench.serving.summary import LatencySummary, Summary, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def _running(outcomes: Sequence[Outcome]) -> tuple[NDArray[np.float64], NDArray[
 
 
 def _draw_share(
-    axes: Axes, name: str, values: NDArray[np.float64], weights: Sequence[float] | None, found: Spread | None
+    axes: Axes, name: str, values: NDArray[np.float64], weights: Sequence[float] | None, found: LatencySummary | None
 ) -> None:
     """The share of values that are not above x, with the percentiles marked."""
     axes.set_title(name, fontsize=9, color=GREY, loc="left")

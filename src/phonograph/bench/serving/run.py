@@ -1,4 +1,4 @@
-"""Runs a load test: sends each request when it is due, shows how far it is, and watches its own lag."""
+"""LoadTest: sends each request when it is due, shows progress, and watches its own lag."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TICK = 0.005
 
 @dataclass
 class LoadTest:
-    """One run over some jobs; `outcomes` fills up as answers end."""
+    """One run over some jobs; `outcomes` fills up as responses end."""
 
     endpoint: Endpoint
     jobs: Sequence[Job]

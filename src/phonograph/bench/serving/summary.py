@@ -1,4 +1,4 @@
-"""The figures of a load test: throughput, percentiles, errors by kind; as values, as JSON and as a table."""
+"""Summary of a load test: throughput, percentiles, errors by kind; as values, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOW_ITL = (
 
 
 @dataclass(frozen=True)
-class Spread:
+class LatencySummary:
     """Mean and nearest-rank percentiles, in seconds."""
 
     mean: float
@@ -33,7 +33,7 @@ class Summary:
     """What a load test found."""
 
     seconds: float
-    """From the first request sent to the last answer."""
+    """From the first request sent to the end of the last response."""
     completed: int
     failed: int
     prompt_tokens: int
@@ -42,11 +42,11 @@ class Summary:
     output_tokens_per_second: float
     mean_running: float
     """Requests under way, averaged over time."""
-    first_token: Spread | None
-    token_gap: Spread | None
-    longest_gap: Spread | None
+    first_token: LatencySummary | None
+    token_gap: LatencySummary | None
+    longest_gap: LatencySummary | None
     """For each request, its longest wait between two arrivals."""
-    request: Spread | None
+    request: LatencySummary | None
     tokens_per_event: float
     counts_events: bool
     """Whether events stand for tokens, since the endpoint reports no usage."""
@@ -62,12 +62,12 @@ class Summary:
         return {**asdict(self), "how_token_gap": HOW_ITL}
 
 
-def spread(values: Sequence[float], weights: Sequence[float] | None = None) -> Spread | None:
+def latency_summary(values: Sequence[float], weights: Sequence[float] | None = None) -> LatencySummary | None:
     """None for no values; a weight says how often a value counts."""
     if not values:
         return None
     p50, p95, p99 = (percentile(values, percent, weights) for percent in PERCENTILES)
-    return Spread(float(np.average(values, weights=weights)), p50, p95, p99, max(values))
+    return LatencySummary(float(np.average(values, weights=weights)), p50, p95, p99, max(values))
 
 
 def summarise(outcomes: Sequence[Outcome]) -> Summary:
@@ -77,7 +77,7 @@ def summarise(outcomes: Sequence[Outcome]) -> Summary:
     seconds = max((one.end for one in outcomes), default=0.0) - min((one.sent for one in outcomes), default=0.0)
     gaps = [gap for one in done for gap in one.token_gaps()]
     tokens, events = sum(one.output_tokens for one in done), sum(one.num_events for one in done)
-    late = spread([one.sent - one.due for one in outcomes])
+    late = latency_summary([one.sent - one.due for one in outcomes])
     return Summary(
         seconds=seconds,
         completed=len(done),
@@ -87,10 +87,10 @@ def summarise(outcomes: Sequence[Outcome]) -> Summary:
         requests_per_second=len(done) / seconds if seconds else 0.0,
         output_tokens_per_second=tokens / seconds if seconds else 0.0,
         mean_running=sum(one.seconds for one in outcomes) / seconds if seconds else 0.0,
-        first_token=spread([one.first_token_seconds for one in done]),
-        token_gap=spread([value for value, _ in gaps], [weight for _, weight in gaps]),
-        longest_gap=spread([one.longest_gap for one in done if len(one.arrivals) > 1]),
-        request=spread([one.seconds for one in done]),
+        first_token=latency_summary([one.first_token_seconds for one in done]),
+        token_gap=latency_summary([value for value, _ in gaps], [weight for _, weight in gaps]),
+        longest_gap=latency_summary([one.longest_gap for one in done if len(one.arrivals) > 1]),
+        request=latency_summary([one.seconds for one in done]),
         tokens_per_event=tokens / events if events else 0.0,
         counts_events=any(one.usage_tokens is None for one in done),
         without_text=sum(not one.has_text for one in done),

@@ -1,1 +1,1 @@
-"""Cache: who holds which page and row, which prefixes are kept, and what the layers of a model keep in a page."""
+"""Cache: holders of pages and rows, prefixes that are kept, and what the layers of a model keep in a page."""

@@ -1,4 +1,4 @@
-"""Who holds which page: a count of references for each page of the KV cache."""
+"""BlockPool: the pages of the KV cache, with a reference count for each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BlockPool:
         """One more reference for each page, which someone must hold already."""
         for page in pages:
             if not self._references[page]:
-                raise PhonographError(f"sharing page {page}: nobody holds it. Take it from the pool instead.")
+                raise PhonographError(f"sharing page {page}: it has no holder. Take it from the pool instead.")
             self._references[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
@@ -57,7 +57,9 @@ class BlockPool:
         self.num_returns += 1
         for page in pages:
             if not self._references[page]:
-                raise PhonographError(f"giving back page {page}: nobody holds it, so it is given back twice.")
+                raise PhonographError(
+                    f"giving back page {page}: it has no holder, so it is given back twice. Give it back once."
+                )
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)

@@ -82,7 +82,7 @@ class CacheGroup:
     ) -> CacheGroup:
         """Room for what each of the layers keeps."""
         if not keeps:
-            raise ValueError("a cache group of no layers: it would have no pages to speak of.")
+            raise ValueError("a cache group has no layers; expected at least one.")
         members = {kept: [layer for layer, other in enumerate(keeps) if other == kept] for kept in dict.fromkeys(keeps)}
         caches = {
             kept: PagedCache.empty(

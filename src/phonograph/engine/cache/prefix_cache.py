@@ -27,10 +27,10 @@ class PrefixSharing:
         return f"prefix cache: {'on' if self.is_on else 'off'}: {self.reason}"
 
 
-def prefix_sharing(asked: bool, state_by_row: Sequence[str]) -> PrefixSharing:
-    """As asked, unless the model or a pass has state that no page holds: a prefix found in pages would lack it."""
-    if not asked:
-        return PrefixSharing(False, "it was asked to be off")
+def prefix_sharing(requested: bool, state_by_row: Sequence[str]) -> PrefixSharing:
+    """As requested, unless the model or a pass has state that no page holds: a prefix in pages would lack it."""
+    if not requested:
+        return PrefixSharing(False, "as requested")
     if state_by_row:
         names = ", ".join(state_by_row)
         return PrefixSharing(False, f"there is state by row ({names}), which pages don't hold ({STATE_BY_ROW})")
@@ -40,7 +40,7 @@ def prefix_sharing(asked: bool, state_by_row: Sequence[str]) -> PrefixSharing:
 class PrefixCache:
     """A radix tree over full pages of token ids; it holds one reference of its own for each page in it.
 
-    Only full pages enter, and a sequence writes only behind what it has computed: so a shared page is never written,
+    Only full pages enter, and a sequence writes only after what it has computed: so a shared page is never written,
     and two sequences never write one page.
 
     A page is its own node: an edge names the page before it, so the tree is a flat table of numbers and bytes, which

@@ -1,4 +1,4 @@
-"""How many pages a sequence holds, and where they come from: the pool, or the least recently used prefixes."""
+"""Reservations: the pages that a sequence holds, taken from the pool or from the least recently used prefixes."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Reservations:
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others share the full pages of the first `num_tokens`, which committed steps have written.
 
-        Not past the last known token: behind it lies what was launched ahead in vain.
+        Not past the last known token: after it lies what was launched ahead in vain.
         """
         self.prefixes.insert(sequence.known()[:num_tokens], sequence.pages)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take all pages back; none of its steps may be in flight. Full pages stay cached, unless it failed."""
-        if sequence.finish is not FinishReason.ERROR:
+        if keep and sequence.finish is not FinishReason.ERROR:
             # What a step computed past the sequence's last token was written to no page of its own.
             self.keep(sequence, min(sequence.num_computed, sequence.max_computed))
         self.pool.give_back(sequence.pages)

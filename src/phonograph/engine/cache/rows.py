@@ -1,4 +1,4 @@
-"""Rows of the device tables with the pages that they list: who has one, and when it may go to the next."""
+"""Rows: rows of the device tables with the pages that they list; a row is reused once no launched step reads it."""
 
 from __future__ import annotations
 
@@ -78,6 +78,10 @@ class Rows:
             self._release(sequence)
         return gone
 
+    def forget(self, sequence: Sequence) -> None:
+        """Take row and pages back, and share nothing of what is in them; none of its steps may be in flight."""
+        self._release(sequence, keep=False)
+
     def page_updates(self) -> tuple[PageUpdate, ...]:
         """What the device tables don't know yet; each page is told once, unless the step raises."""
         if not self._untabled:
@@ -107,12 +111,15 @@ class Rows:
             )
         stuck = [seq for seq in self._seated.values() if seq.finish is not None and seq not in self._leaving]
         if stuck:
-            raise PhonographError(f"integrity of the rows: finished, and yet nothing takes their row back: {stuck}.")
+            raise PhonographError(
+                f"integrity of the rows: finished sequences whose rows no step in flight will release: {stuck}."
+            )
         self.reservations.check(self._seated.values())
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, keep: bool = True) -> None:
         self._leaving.pop(sequence, None)
-        self.reservations.release(sequence)
+        self._untabled.pop(sequence, None)
+        self.reservations.release(sequence, keep=keep)
         del self._seated[sequence.row]
         self._free.append(sequence.row)
         sequence.row = 0

@@ -1,4 +1,4 @@
-"""What every checkpoint offers: its tensors' names and shapes before any data is read, then the data, one by one."""
+"""Checkpoint protocol: names and shapes of the tensors before any data is read, then the data, one by one."""
 
 from __future__ import annotations
 

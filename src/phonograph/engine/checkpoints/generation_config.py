@@ -1,4 +1,4 @@
-"""Sampling that a model's publishers recommend: defaults for what a request leaves open."""
+"""Generation config: sampling values that a model's publishers recommend, for what a request leaves open."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _HF_WITHOUT_EFFECT = frozenset(
         "use_mtp",
     ]
 )
-"""How long an answer may be is the caller's to say; the rest is no sampling, about beams, or read elsewhere."""
+"""The length of an output is the caller's to say; the rest is no sampling, about beams, or read elsewhere."""
 _HF_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: names translated, quantised blocks unpacked, llama.cpp's order of rows undone."""
+"""GgufCheckpoint: a GGUF file, with names translated, quantised blocks unpacked, llama.cpp's order of rows undone."""
 
 from __future__ import annotations
 
@@ -94,9 +94,13 @@ def _rope_factors(header: GgufHeader, config: ModelConfig) -> FactorsRope:
     """The factors that stretch the frequencies, which the metadata must not stretch a second time."""
     stored, doing = header.tensors[ROPE_FACTORS], f"reading {header.path}: {ROPE_FACTORS}"
     if config.rope_scaling is not None:
-        raise CheckpointError(f"{doing} is there beside rope.scaling.* metadata; supported is one of them. Remove one.")
+        raise CheckpointError(
+            f"{doing} and rope.scaling.* metadata are both there; supported is one of them. Remove one."
+        )
     if stored.shape != (config.head_dim // 2,):
-        raise CheckpointError(f"{doing} has shape {list(stored.shape)}; expected [{config.head_dim // 2}].")
+        raise CheckpointError(
+            f"{doing} has shape {list(stored.shape)}; expected [{config.head_dim // 2}]. Get the file again."
+        )
     return FactorsRope(tuple(_read(header.path, stored).tolist()))
 
 
@@ -110,7 +114,8 @@ def _read(path: Path, tensor: StoredTensor) -> torch.Tensor:
     raw = np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.start)
     if raw.size != tensor.num_bytes:
         raise CheckpointError(
-            f"reading {path}: the file ends at byte {tensor.start + raw.size}; it became shorter meanwhile."
+            f"reading {path}: the file ends at byte {tensor.start + raw.size}, earlier than when it was opened. "
+            "Get it again, and leave it in place while it is loaded."
         )
     if tensor.type.name in _NATIVE:
         numpy_type, torch_type = _NATIVE[tensor.type.name]

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and where each tensor lies, checked against the length of the file.
+"""GgufHeader: metadata of a GGUF file, and where each tensor lies, checked against the length of the file.
 
 The `gguf` package has a reader too; it takes seconds for a vocabulary, and a file that was cut short makes it fail
 without a word on where.
@@ -47,7 +47,7 @@ _DAMAGED = "The file is cut short or damaged: get it again."
 
 @dataclass(frozen=True)
 class GgmlType:
-    """How the numbers of a tensor are stored: so many in a block of so many bytes."""
+    """How the numbers of a tensor are stored: numbers in a block, and its bytes."""
 
     name: str
     block: int
@@ -115,7 +115,7 @@ class _Cursor:
 
     def header(self) -> GgufHeader:
         if (magic := self.take(4)) != MAGIC:
-            raise self.error(f"it starts with {magic!r}, not {MAGIC!r}", "This is no GGUF file.")
+            raise self.error(f"it starts with {magic!r}, not {MAGIC!r}", "This is no GGUF file: give one.")
         if (version := self.scalar(4)) not in VERSIONS:
             raise self.error(f"GGUF version {version} is not known", f"Supported are {VERSIONS}: convert it again.")
         num_tensors, num_fields = self.count(_MAX_TENSORS, "tensors"), self.count(_MAX_FIELDS, "metadata fields")
@@ -228,7 +228,7 @@ class _Cursor:
         if self.at + num_bytes > len(self.data):
             raise self.error(f"{num_bytes} bytes are wanted at byte {self.at}, but the file ends at {len(self.data)}")
         if self.at + num_bytes > _MAX_HEADER_BYTES:
-            raise self.error(f"the header goes on beyond byte {_MAX_HEADER_BYTES:,}, which none does")
+            raise self.error(f"the header is longer than {_MAX_HEADER_BYTES:,} bytes, the most that is read")
         self.at += num_bytes
         return self.data[self.at - num_bytes : self.at]
 

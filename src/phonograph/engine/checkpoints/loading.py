@@ -1,4 +1,4 @@
-"""Streams a checkpoint's tensors to their places, and makes the model of them."""
+"""Loading: a checkpoint's tensors are streamed to their places, and become a model."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def _refuse_not_finite(source: str, places: dict[str, torch.Tensor], sums: dict[
             dtype = str(places[name].dtype).removeprefix("torch.")
             raise CheckpointError(
                 f"loading {source}: {num_bad:,} of the {places[name].numel():,} values of {name} are NaN or infinite "
-                f"in {dtype}. The file is damaged, or its values are too large for {dtype}: get it again, or ask for "
+                f"in {dtype}. The file is damaged, or its values are too large for {dtype}: get it again, or choose "
                 "another dtype."
             )

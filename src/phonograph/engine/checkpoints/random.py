@@ -1,4 +1,4 @@
-"""A checkpoint of random numbers for a shape, made where it is wanted: for benchmarks that need no real weights."""
+"""RandomCheckpoint: random weights of a shape, made on the device: for benchmarks that need no real weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a checkpoint: config.json and one or more safetensors files."""
+"""SafetensorsCheckpoint: a Hugging Face folder, with config.json and one or more safetensors files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class SafetensorsCheckpoint:
             for name in tensors:
                 if name in owner:
                     both = f"{owner[name].name} and in {path.name}"
-                    raise CheckpointError(f"checking {folder}: {name} is in {both}; expected it once.")
+                    raise CheckpointError(
+                        f"checking {folder}: {name} is in {both}; expected it once. Get the checkpoint again."
+                    )
                 owner[name] = path
         refuse_missing_layers(str(folder), config, len(owner))
         check_tensors(str(folder), config, checkpoint.names)
@@ -95,7 +97,7 @@ class SafetensorsCheckpoint:
 
     @cached_property
     def _tied(self) -> dict[str, str]:
-        """Tensors that are stored beside those they are equal to."""
+        """Tensors that are stored in addition to those they are equal to."""
         tensors = family_of(self.config).tensors(self.config)
         return {tensor.name: tensor.same_as for tensor in tensors if tensor.same_as is not None}
 
@@ -176,7 +178,7 @@ def _damaged(path: Path, problem: str) -> CheckpointError:
 
 
 def _read_config(folder: Path) -> tuple[ModelConfig, Fields]:
-    """From config.json, with the ends of an answer that generation_config.json adds; and the latter's fields."""
+    """From config.json, with the end-of-sequence tokens that generation_config.json adds; and the latter's fields."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"opening {folder}: it has no config.json. Give a folder with a Hugging Face checkpoint.")
@@ -203,7 +205,8 @@ def _weight_files(folder: Path) -> list[Path]:
     for file, names in sorted(by_file.items()):
         if Path(file).name != file:
             raise CheckpointError(
-                f"reading {folder / INDEX}: {names[0]} is in {file!r}; expected a file of the same folder."
+                f"reading {folder / INDEX}: {names[0]} is in {file!r}; expected a file of the same folder. "
+                "Correct the index, or get the checkpoint again."
             )
         if not (folder / file).is_file():
             what = f"{names[0]} and {len(names) - 1} more tensors" if len(names) > 1 else names[0]

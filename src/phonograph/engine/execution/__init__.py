@@ -1,1 +1,1 @@
-"""Execution: from planned steps to forward passes, and how large they may be."""
+"""Execution: planned steps become forward passes, of sizes that memory allows."""

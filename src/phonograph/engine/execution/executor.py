@@ -1,4 +1,4 @@
-"""Runs the steps that the scheduler plans: every forward pass goes through a runner of the graph layer."""
+"""Executor: runs the steps that the scheduler plans; every forward pass goes through a runner of the graph layer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from phonograph.devices import Device, Fence
 from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.execution.reproducer import Reproducer
+from phonograph.engine.execution.shadow import Shadow, Shadowing
 from phonograph.engine.execution.step_builder import StepTables
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.base import Pass, PassParts
@@ -24,7 +27,7 @@ from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
 from phonograph.engine.state.updates import TableUpdates
-from phonograph.errors import DeclarationError, PlanError, allocating
+from phonograph.errors import DeclarationError, PlanError, VerifyError, allocating
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.phases.phase import Phase
@@ -33,6 +36,7 @@ from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.running.runner import Runner, RunnerOptions, buckets_for
+from phonograph.graphs.trust.shadow import Mismatch, shadowed
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Executor:
         passes: Sequence[PassDeclaration] = PASSES,
         eager_copies: bool = False,
         largest_only: bool = False,
+        shadow: Shadowing | None = None,
     ) -> None:
         """With `largest_only`, just the largest recording of each kind is made: to see how much memory they take."""
         self.device = device
@@ -98,6 +103,8 @@ class Executor:
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
+        self._caches = (self.cache, *beside.values())
+        self.shadow = Shadow(shadow, self.tables, self._caches) if shadow is not None else None
 
     def _new_runners(
         self, phases: Mapping[str, Phase], plans: Mapping[str, PhasePlan], options: RunnerOptions
@@ -147,6 +154,18 @@ class Executor:
         """Undo what a step that raised has written to the tables."""
         self.tables.apply(updates)
 
+    @torch.inference_mode()
+    def reproduce(self, path: Path) -> Mismatch | None:
+        """Run the batch of a reproducer again, by replay and eagerly; None where both give the same bits."""
+        found = Reproducer.read(path)
+        runner, chosen = self.runners[found.phase], self.passes[found.phase]
+        shadow = self.shadow if self.shadow is not None else Shadow(Shadowing(0), self.tables, self._caches)
+        batch = found.batch(runner)
+        if chosen.written is None or not isinstance(runner.decide(batch), Replay):
+            raise VerifyError(f"{path}: no recording serves its batch here ({runner.decide(batch)}). Capture it.")
+        with found.placed(self.tables, self._caches):
+            return shadowed(runner, batch, shadow.state(*chosen.written(batch)))[1]
+
     def collect(self, launched: Launched) -> Sampled:
         """What a step sampled; waits for the device."""
         sampled = launched.pending.wait()
@@ -161,6 +180,8 @@ class Executor:
 
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
+        if self.shadow is not None and chosen.written is not None and self.shadow.is_due():
+            return _picked(self.shadow.run(runner, chosen.batch(step), chosen.written))
         if chosen.is_steady(step) and runner.can_repeat:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())

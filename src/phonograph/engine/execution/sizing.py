@@ -1,4 +1,4 @@
-"""How large the engine is: limits from what was asked, from the model, and from memory that was measured."""
+"""Sizing: limits of the engine from its options, from the model, and from memory that was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StepBuilder: from what the scheduler plans for sequences to steps of plain data."""
+"""StepBuilder: the scheduler's plan for sequences as steps of plain data."""
 
 from __future__ import annotations
 

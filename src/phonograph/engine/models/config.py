@@ -1,4 +1,4 @@
-"""What a dense decoder model looks like: every number that its layers, its KV cache and its checkpoint agree on."""
+"""ModelConfig: a dense decoder's numbers, on which its layers, its KV cache and its checkpoint agree."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ModelConfig:
     head_dim: int
     vocab: int
     max_len: int
-    """The longest sequence, prompt and answer together, that the positions are meant for."""
+    """The longest sequence, prompt and output together, that the positions are meant for."""
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_eps: float = 1e-6
@@ -221,7 +221,9 @@ def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int 
         return None, frozenset()
     if not is_whole(window, 1, _LARGEST["max_len"]):
         expected = "a positive integer of 32 bits, or null"
-        raise CheckpointError(f"reading {fields.source}: sliding_window is {window!r}; expected {expected}.")
+        raise CheckpointError(
+            f"reading {fields.source}: sliding_window is {window!r}; expected {expected}. Correct it."
+        )
     kinds = fields.texts("layer_types") if "layer_types" in fields else None
     if kinds is None:
         first = 0 if architecture == "MistralForCausalLM" else fields.integer("max_window_layers", 28)
@@ -229,7 +231,7 @@ def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int 
     if len(kinds) != num_layers or (strange := set(kinds) - {"full_attention", "sliding_attention"}):
         found = f"{len(kinds)} entries" if len(kinds) != num_layers else repr(sorted(strange)[0])
         expected = f"{num_layers} entries of full_attention or sliding_attention"
-        raise CheckpointError(f"reading {fields.source}: layer_types has {found}; expected {expected}.")
+        raise CheckpointError(f"reading {fields.source}: layer_types has {found}; expected {expected}. Correct it.")
     sliding = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     if architecture == "MistralForCausalLM" and len(sliding) < num_layers:
         # transformers gives every layer of a Mistral the window, whatever layer_types says.

@@ -104,7 +104,7 @@ class Decoder:
                 mixed = attention.rotate_and_attend(index, qkv, layer.heads, places, layer.window).flatten(1)
             else:
                 q, x = self._queries(layer, x, delta, places, cache.places[index])
-                del delta  # what nobody needs any more would stand beside the widest tensors of the layer
+                del delta  # else it would be alive together with the widest tensors of the layer
                 mixed = attention.attend(index, q, layer.window).flatten(1)
                 del q
             delta, x = self._mlp(layer, x, mixed)

@@ -1,4 +1,4 @@
-"""The dense family: Llama, Mistral, Qwen2, Qwen3 and their kin. Its tensors, and the `Decoder` made of them."""
+"""Dense family: Llama, Mistral, Qwen2, Qwen3 and their kin. Its tensors, and the `Decoder` made of them."""
 
 from __future__ import annotations
 

@@ -62,11 +62,12 @@ _GGUF_READ = _names(
     feed_forward_length rope.dimension_count rope.freq_base rope.scale_linear vocab_size
     """
 )
+_ELSEWHERE = "Use another checkpoint of the model, or another model."
 _GGUF_WITHOUT_EFFECT = frozenset(["expert_used_count", "pooling_type", "tensor_data_layout"])
 
 
 def check_hf(fields: Fields, head_dim: int, also_read: Collection[str] = ()) -> None:
-    """Refuse what a config.json asks for and the decoder does not do; name the fields that nobody here knows."""
+    """Refuse what a config.json sets and the decoder does not do; report fields that are not known here."""
     for name in _HF_QUANTISED:
         if name in fields:
             method = fields.section(name).text("quant_method", "unknown")
@@ -75,15 +76,19 @@ def check_hf(fields: Fields, head_dim: int, also_read: Collection[str] = ()) -> 
                 "in safetensors. Use the original checkpoint, or a GGUF file."
             )
     if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
-        raise CheckpointError(f"reading {fields.source}: hidden_act is {activation!r}; supported is silu.")
+        raise CheckpointError(f"reading {fields.source}: hidden_act is {activation!r}; supported is silu. {_ELSEWHERE}")
     if (share := fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(f"reading {fields.source}: partial_rotary_factor is {share}; supported is 1.")
+        raise CheckpointError(
+            f"reading {fields.source}: partial_rotary_factor is {share}; supported is 1. {_ELSEWHERE}"
+        )
     if fields.values.get("per_layer_config"):
-        raise CheckpointError(f"reading {fields.source}: per_layer_config is not supported; layers must be alike.")
+        raise CheckpointError(
+            f"reading {fields.source}: per_layer_config is set; expected layers that are alike. {_ELSEWHERE}"
+        )
     if fields.values.get("is_causal", True) is not True:  # null too: to transformers it says no
         raise CheckpointError(
             f"reading {fields.source}: is_causal is {str(fields.values['is_causal'])[:80]}; only decoders are "
-            "supported, in which it is true or absent."
+            f"supported, in which it is true or absent. {_ELSEWHERE}"
         )
     known = (_HF_READ | _HF_WITHOUT_EFFECT).union(also_read)
     unknown = [name for name, value in fields.values.items() if value is not None and name not in known]
@@ -98,7 +103,7 @@ def check_hf(fields: Fields, head_dim: int, also_read: Collection[str] = ()) -> 
 
 
 def check_gguf(fields: Fields, head_dim: int, max_len: int) -> None:
-    """Refuse what the metadata ask for and the decoder does not do; there, unknown numbers are arithmetic."""
+    """Refuse what the metadata set and the decoder does not do; there, unknown numbers are arithmetic."""
     rotated = fields.integer("rope.dimension_count", head_dim)
     if rotated != head_dim:
         problem = f"rope.dimension_count is {rotated} of {head_dim}; only whole heads are rotated here"
@@ -107,7 +112,7 @@ def check_gguf(fields: Fields, head_dim: int, max_len: int) -> None:
     elif experts := fields.integer("expert_count", 0):
         problem = f"expert_count is {experts}; a mixture of experts is not supported"
     elif 0 < (window := fields.integer("attention.sliding_window", 0)) < max_len:
-        problem = f"attention.sliding_window is {window}, without the layers it is for; use the safetensors checkpoint"
+        problem = f"attention.sliding_window is {window}, and no layers are named that it is for"
     elif (scale := fields.number("rope.scale_linear", 1.0)) != 1.0:
         problem = f"rope.scale_linear is {scale}; expected the newer rope.scaling.* fields"
     elif not fields.flag("attention.causal", True):
@@ -118,7 +123,7 @@ def check_gguf(fields: Fields, head_dim: int, max_len: int) -> None:
             if name not in known and not name.startswith("rope.scaling."):
                 _refuse_unless_neutral(fields, name, head_dim, {0.0, 1.0} if name.endswith("scale") else {0.0})
         return
-    raise CheckpointError(f"reading {fields.source}: {problem}.")
+    raise CheckpointError(f"reading {fields.source}: {problem}. {_ELSEWHERE}")
 
 
 def _refuse_unless_neutral(fields: Fields, name: str, head_dim: int, neutral: set[float]) -> None:
@@ -141,5 +146,5 @@ def _refuse_unless_neutral(fields: Fields, name: str, head_dim: int, neutral: se
     expected = " or ".join([*(f"{one:g}" for one in sorted(neutral)), "no such field"])
     raise CheckpointError(
         f"reading {fields.source}: {name} is {str(value)[:80]}, which this decoder does not compute; "
-        f"expected {expected}. Use an engine that knows it: without it the answers would be wrong."
+        f"expected {expected}. Use an engine that supports it: without it the outputs would be wrong."
     )

@@ -1,4 +1,4 @@
-"""Model and Family: what the engine asks of a model, and of the module that a family of models is."""
+"""Model and Family: protocols of a model, and of the module that a family of models is."""
 
 from __future__ import annotations
 

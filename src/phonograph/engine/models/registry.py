@@ -53,7 +53,9 @@ def config_from_gguf(
     name = fields.text("general.architecture")
     if name not in known:
         supported = ", ".join(known)
-        raise CheckpointError(f"reading {source}: general.architecture is {name!r}; supported are {supported}.")
+        raise CheckpointError(
+            f"reading {source}: general.architecture is {name!r}; supported are {supported}. Use one of these."
+        )
     return ARCHITECTURES[known[name]].family.config_from_gguf(fields, known[name], tensor_names)
 
 
@@ -71,5 +73,6 @@ def _hf_architecture(fields: Fields) -> str:
         return named[0]
     found = named[0] or fields.text("model_type", "missing")
     raise CheckpointError(
-        f"reading {fields.source}: architectures is {found!r}; supported are {', '.join(ARCHITECTURES)}."
+        f"reading {fields.source}: architectures is {found!r}; supported are {', '.join(ARCHITECTURES)}. "
+        "Use a model of one of these."
     )

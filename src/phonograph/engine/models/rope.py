@@ -1,4 +1,4 @@
-"""Rotary positions: the table of cosines and sines that a config asks for."""
+"""Rotary positions: the table of cosines and sines that a config describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model's rotary frequencies are stretched to a longer context than the one it was first trained on."""
+"""RoPE scaling: rotary frequencies stretched to a longer context than the one the model was first trained on."""
 
 from __future__ import annotations
 
@@ -129,13 +129,18 @@ def from_hf(rope: Fields, model: Fields) -> RopeScaling | None:
     """From the section that `hf_section` finds in a config.json, whose other fields are `model`."""
     if nested := [name for name, value in rope.values.items() if isinstance(value, dict)]:
         raise CheckpointError(
-            f"reading {rope.source}: {nested[0]} has frequencies of its own; one for all is supported."
+            f"reading {rope.source}: {nested[0]} has frequencies of its own; expected one set for all layers. "
+            "Use another model."
         )
     if (share := rope.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(f"reading {rope.source}: partial_rotary_factor is {share}; supported is 1.")
+        raise CheckpointError(
+            f"reading {rope.source}: partial_rotary_factor is {share}; supported is 1. Use another model."
+        )
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in _READ:
-        raise CheckpointError(f"reading {rope.source}: rope_type is {kind!r}; supported are {SUPPORTED}.")
+        raise CheckpointError(
+            f"reading {rope.source}: rope_type is {kind!r}; supported are {SUPPORTED}. Use another model."
+        )
     if ignored := sorted(name for name in rope.values if name not in _READ[kind] and rope.values[name] is not None):
         log.warning("%s: %s has no effect with rope_type %r", rope.source, ", ".join(ignored), kind)
     max_len = model.integer("max_position_embeddings")
@@ -168,7 +173,9 @@ def from_gguf(rope: Fields, max_len: int) -> RopeScaling | None:
     known = {"type", "factor", "original_context_length", "finetuned"}
     if strange := sorted(name for name in rope.values if name not in known):
         supported = ", ".join(sorted(known))
-        raise CheckpointError(f"reading {rope.source}: {strange[0]} is not supported; supported are {supported}.")
+        raise CheckpointError(
+            f"reading {rope.source}: {strange[0]} is not supported; expected are {supported}. Use another file."
+        )
     # A factor without a type is linear in llama.cpp, where 0 is none.
     kind = rope.text("type", "linear" if rope.number("factor", 0.0) else "none")
     if kind == "none":
@@ -179,7 +186,9 @@ def from_gguf(rope: Fields, max_len: int) -> RopeScaling | None:
         factor = rope.number("factor")
         original = rope.integer("original_context_length", max_len)
         return YarnRope(factor, original, attention_factor=_yarn_attention_factor(rope, factor))
-    raise CheckpointError(f"reading {rope.source}: type is {kind!r}; supported are none, linear, yarn.")
+    raise CheckpointError(
+        f"reading {rope.source}: type is {kind!r}; supported are none, linear, yarn. Use another file."
+    )
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:

@@ -34,7 +34,7 @@ class ValueRange:
 
 
 def value_range(model: Model, device: Device) -> ValueRange:
-    """Of one sequence of tokens from all over the vocabulary, behind the token that texts begin with."""
+    """Of one sequence of tokens from all over the vocabulary, after the token that texts begin with."""
     config, on = model.config, device.torch_device
     num_tokens = min(NUM_TOKENS, model.max_len)
     num_pages = ceil_div(num_tokens, _PAGE)
@@ -61,7 +61,7 @@ def value_range(model: Model, device: Device) -> ValueRange:
 
 
 _AT_THE_END = 2
-"""Peaks behind the last layer: its norm and the logits."""
+"""Peaks after the last layer: its norm and the logits."""
 
 
 @dataclass

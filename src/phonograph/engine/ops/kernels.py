@@ -1,7 +1,7 @@
-"""What a layer asks of its kernels. Each call is a unit that an implementation may fuse into one launch.
+"""Kernels protocol: the operations of a layer. Each call is a unit that an implementation may fuse into one launch.
 
-The residual stream travels as a pair: `x`, and what the last projection adds to it, `delta`. So the addition is done
-by whoever normalises next, and costs no pass over memory of its own. It may be in float32 where the weights are not:
+The residual stream travels as a pair: `x`, and what the last projection adds to it, `delta`. The next norm does the
+addition, so it costs no pass over memory of its own. It may be in float32 where the weights are not:
 what is projected or normed from it is in the dtype of the weights.
 """
 
@@ -87,7 +87,7 @@ class Kernels(Protocol):
         ...
 
     def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
-        """Whether this call can be made with so many tokens and this matrix: prepared or not, of any format.
+        """Whether this call can be made with this number of tokens and this matrix: prepared or not, of any format.
 
         Where it is declined, `ops.projections` runs the parts: `add_norm`, the product, `silu_mul`; and torch's product
         where `linear` is declined too.
@@ -154,7 +154,7 @@ class Kernels(Protocol):
         ...
 
     def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x projected; in the dtype of the matrix, or in float32 where that is asked for: sums are not rounded then,
+        """x projected; in the dtype of the matrix, or in float32 on request: sums are not rounded then,
         and may be beyond the range of the matrix' dtype."""
         ...
 

@@ -1,4 +1,4 @@
-"""What attention is to the model: queries of a step against the pages of their sequences."""
+"""Attention protocol: queries of a step against the pages of their sequences."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class Queries:
     """Index of the first token that spans tell of. Where the tokens before it stand, only the device knows."""
     by_row: bool = False
     """Whether positions, and the tokens that go with them, are tables with an entry for every row: in decode steps,
-    whose kernels then need no launch to gather them. Nobody writes the tables before the end of the step."""
+    whose kernels then need no launch to gather them. The tables are not written before the end of the step."""
 
     def __post_init__(self) -> None:
         if self.by_row and self.tokens_per_row != 1:
-            raise ValueError("queries by row that are not one per sequence: a table has one position of each row.")
+            found = f"found {self.tokens_per_row} tokens a row, expected 1"
+            raise ValueError(f"queries by row: {found}, since a table has one position for each row.")
 
     @cached_property
     def token_positions(self) -> torch.Tensor:
@@ -77,7 +78,7 @@ class Attention(Protocol):
 
         The cache holds layers of one shape. A model whose layers differ prepares for each shape (`PreparedAttention`).
 
-        It runs inside the recording. Host planning that a library needs belongs in `Phase.plan` or in a gap, outside
-        of it; what `Phase.plan` planned is picked up here by the number of tokens.
+        It runs inside the recording. Host planning that a library needs belongs in `Phase.host_plan` or in a gap,
+        outside of it; what `Phase.host_plan` planned is picked up here by the number of tokens.
         """
         ...

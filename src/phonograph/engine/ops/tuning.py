@@ -1,6 +1,6 @@
-"""Which kernel computes a product: measured choices, shipped or cached on disk, and a rule where nothing was measured.
+"""Tuning: the kernel for each product: measured choices, shipped or cached on disk, and a rule where there is none.
 
-Nothing is measured here or while serving; `phonograph.engine.ops.triton.measuring` does it when asked.
+Nothing is measured here or while serving; `phonograph.engine.ops.triton.measuring` does it on request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Overlap = Literal["none", "late", "early"]
 
 @dataclass(frozen=True)
 class Product:
-    """One product that a layer asks for: `tokens` rows of `inputs` elements, projected to `outputs`."""
+    """One product of a layer: `tokens` rows of `inputs` elements, projected to `outputs`."""
 
     op: Op
     tokens: int
@@ -71,7 +71,7 @@ class Choice:
     programs: int = 0
     """Programs that the rows are dealt to (vector, x in registers); 0: one per tile."""
     ahead: int = 0
-    """Columns of its first rows that a program asks for before it reads x."""
+    """Columns of its first rows that a program prefetches before it reads x."""
     swap: bool = False
     """Whether the weights are the tall operand of the tensor cores (matrix)."""
     fused: bool = False

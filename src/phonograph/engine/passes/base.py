@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.registry import PassDeclaration
@@ -64,8 +66,11 @@ class Pass:
     """The batch of a step that names this pass."""
     body: Callable[..., Any]
     """What is recorded. Takes a batch; in a chain, also what the pass before it returned."""
-    sample: phase.Sampler
+    sample: phase.SampleFunction
     preserve: phase.Preserve
+    written: Callable[[Any], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """(rows, positions), on the device, whose keys and values a batch writes, rows that decode with all places of
+    theirs. A pass that does not say is not checked in service."""
     is_steady: Callable[[Step], bool] = _never
     """Whether a step has the batch of the last one, but for what the tables hold: it is repeated then, not loaded."""
     dims: Sequence[Dim] = ()

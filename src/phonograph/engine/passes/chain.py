@@ -48,6 +48,7 @@ def chained(declared: PassDeclaration, *links: Pass) -> Pass:
         axes=_together(declared, [link.axes for link in links]),
         body=_ChainBody(tuple(link.body for link in links)),
         tail=last.tail,
+        written=None,  # what later passes write, the first does not know
     )
 
 

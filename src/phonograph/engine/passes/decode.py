@@ -76,13 +76,19 @@ def sample_rows(parts: PassParts, extent: Extent, seed: int) -> DecodeBatch:
 
 def decode_pass(parts: PassParts) -> Pass:
     """The pass over all rows of a step that decode."""
-    batches = DecodeBatches(parts.limits)
+    batches, length = DecodeBatches(parts.limits), parts.tables.length
+
+    def written(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.as_tensor(batch.rows).to(length.device)
+        return rows, length[rows]
+
     return Pass(
         DECODE,
         tokens_per_row=1,
         bucketed="seqs",
         slots=[rows_slot(parts.limits)],
         batch=batches.batch,
+        written=written,
         is_steady=batches.is_steady,
         body=DecodeBody(parts),
         sample=lambda extent, seed: sample_rows(parts, extent, seed),

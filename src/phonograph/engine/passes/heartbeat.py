@@ -1,4 +1,4 @@
-"""heartbeat: a decode of the null row, which shows that the device answers. Its phase is called `idle`."""
+"""heartbeat: a decode of the null row, which shows that the device responds. Its phase is called `idle`."""
 
 from __future__ import annotations
 

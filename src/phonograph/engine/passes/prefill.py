@@ -208,6 +208,16 @@ def prefill_pass(
             f"the pass {declared.name!r} for {limits.tokens_per_row} tokens a row has "
             f"{'no rounds' if rounds is None else 'rounds'}. Give rounds where a row decodes several, and only there."
         )
+    length = parts.tables.length
+
+    def written(batch: PrefillBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, positions = (torch.as_tensor(one).to(length.device) for one in (batch.rows, batch.positions))
+        if rounds is not None:  # where the host knows offsets only
+            positions = torch.where(
+                torch.as_tensor(batch.decoding).to(length.device), length[rows] + positions, positions
+            )
+        return rows, positions
+
     return Pass(
         declared,
         tokens_per_row=None,
@@ -221,6 +231,7 @@ def prefill_pass(
         ],
         dims=[Dim("sampled", limit=limits.max_seqs * limits.tokens_per_row)],
         batch=PrefillBatches(limits).batch,
+        written=written,
         body=body,
         tail=body.tail if rounds is None else body.rounds_tail,
         sample=PrefillSample(parts, spans=backend == "breakable"),

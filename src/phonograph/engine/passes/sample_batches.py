@@ -1,4 +1,4 @@
-"""Sequences of random numbers in some rows of the tables, so that trial runs attend over real pages.
+"""Sample batches: sequences of random numbers in some rows of the tables, so that trial runs attend over real pages.
 
 Whatever was in these rows and pages comes back afterwards: a check may run between two steps of a busy engine.
 """

@@ -1,1 +1,1 @@
-"""Process: an engine core in a process of its own, and the front that talks with it."""
+"""Engine process: an engine core in a process of its own, and the front that talks with it."""

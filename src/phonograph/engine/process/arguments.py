@@ -1,4 +1,4 @@
-"""What an engine is made from, in words that can be sent to another process."""
+"""EngineArguments: all that an engine is made from, as plain values that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phonograph.graphs.progress import Progress, silent
 
 
 @dataclass(frozen=True)
-class EngineSpec:
+class EngineArguments:
     """The arguments of an `LLM`, by name: a path and not a checkpoint, a device's name and not the device."""
 
     model: str | None = None
@@ -30,7 +30,7 @@ class EngineSpec:
 
     @property
     def name(self) -> str:
-        """What the model is called where nobody gave it a name."""
+        """The model's name where no other is given."""
         if self.shape is not None:
             return self.shape
         return "SmolLM2-135M-Instruct" if self.model is None else Path(self.model).expanduser().resolve().stem

@@ -1,4 +1,4 @@
-"""AsyncLLM: an engine core in a process of its own, from text to text, for many at the same time."""
+"""AsyncLLM: an engine core in a process of its own, from text to text, for many requests at the same time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Literal
 import msgspec
 
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.client import CoreClient, Restarts
 from phonograph.engine.process.front_text import FrontText
 from phonograph.engine.process.generation import Delta, Generation
-from phonograph.engine.process.messages import Add, Cancel, Check, Checked, Finish, Ready, StepOutput
+from phonograph.engine.process.messages import Add, Cancel, CheckIntegrity, Finish, IntegrityReport, Ready, StepOutput
 from phonograph.engine.process.observer import Observer, Observers
 from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.request import Request, SamplingParams
-from phonograph.engine.scheduling.admission import refuse_misfits, refuse_unknown_tokens, refuse_unlike_prompts
+from phonograph.engine.scheduling.admission import refuse_oversized, refuse_unknown_tokens, refuse_unlike_prompts
 from phonograph.engine.text import ChatTemplate
 from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
@@ -33,7 +33,7 @@ from phonograph.graphs.progress import Progress, silent
 _CHOICE_SIZE = 16
 """What it takes to begin a choice, in tokens."""
 _LONGEST_WAIT = 60.0
-"""Seconds that a client is asked to wait at most."""
+"""The longest Retry-After, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        spec: EngineSpec = EngineSpec(),
+        arguments: EngineArguments = EngineArguments(),
         *,
         max_queue: int = 1024,
         chat_template: str | None = None,
@@ -60,27 +60,27 @@ class AsyncLLM:
         observers: Sequence[Observer] = (),
         log_level: int = logging.WARNING,
     ) -> None:
-        self.spec = spec
+        self.arguments = arguments
         self.max_queue = max_queue
-        self.checkpoint = spec.checkpoint()
-        self.sampling = self.checkpoint.sampling if spec.options.sampling == "model" else SamplingParams()
+        self.checkpoint = arguments.checkpoint()
+        self.sampling = self.checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()
         """What holds for a value that a request leaves open."""
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         self.text = FrontText(self.checkpoint.source, self.tokenizer, self._opened_template(chat_template))
         self.observer = Observers(observers)
         self.health = Health("starting")
         self.stats: EngineStats | None = None
-        """The newest that the core has told, in its present life."""
-        self.life = -1
+        """The newest stats of the core that runs now."""
+        self.incarnation = -1
         """How often a core was started, from 0: counters of `stats` begin again with each."""
-        self._core = CoreClient(spec, self, restarts, log_level)
+        self._core = CoreClient(arguments, self, restarts, log_level)
         self._ready: Ready | None = None
         self._live: dict[str, Generation] = {}
         """By the ids of their requests."""
         self.num_active = 0
         """Sequences that run or wait."""
         self.busy_since: float | None = None
-        self._checks: deque[asyncio.Future[Checked]] = deque()
+        self._checks: deque[asyncio.Future[IntegrityReport]] = deque()
         self._lost = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,7 +88,7 @@ class AsyncLLM:
         """When the latest sequences ended."""
         self._numbers = itertools.count()
 
-    # -- the life of the engine -------------------------------------------------------------------------------------
+    # -- start, health and stop --------------------------------------------------------------------------------------
 
     async def start(self, progress: Progress = silent) -> Ready:
         """Start the core; returns when it takes requests."""
@@ -140,14 +140,16 @@ class AsyncLLM:
     def core_pid(self) -> int | None:
         return self._core.pid
 
-    async def check(self) -> Checked:
+    async def check(self) -> IntegrityReport:
         """Raise if the core has lost a row, a page or a sequence."""
         if self.health.state not in ("ready", "draining"):
-            raise CoreError(f"the engine core can't be asked: {self.health.reason or 'it is starting'}.")
-        answer: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
-        self._checks.append(answer)
-        self._core.send(Check())
-        found = await answer
+            raise CoreError(
+                f"checking the engine core: {self.health.reason or 'it is starting'}. Wait until it is ready."
+            )
+        report: asyncio.Future[IntegrityReport] = asyncio.get_running_loop().create_future()
+        self._checks.append(report)
+        self._core.send(CheckIntegrity())
+        found = await report
         if found.problem:
             raise PhonographError(found.problem)
         return found
@@ -170,7 +172,7 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
     ) -> AsyncIterator[Delta]:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         tokens = await self.text.render(messages)
         async with self.submit([tokens], params or SamplingParams(), timeout=timeout) as generation:
             async for delta in generation:
@@ -186,9 +188,9 @@ class AsyncLLM:
         timeout: float | None = None,
         continues: bool = False,
     ) -> Generation:
-        """Send prompts to the core, all or none; close the generation when nobody wants the rest.
+        """Send prompts to the core, all or none; close the generation if the rest is not needed.
 
-        With `continues` an answer goes on where its prompt ended: a leading space belongs to it.
+        With `continues` an output goes on where its prompt ended: a leading space belongs to it.
         """
         self.refuse_unless_ready()
         with self._refusals_counted():
@@ -231,7 +233,9 @@ class AsyncLLM:
         deadline = None if timeout is None else now + timeout
         added, most = len(prompts) * params.n, self.max_active
         if not prompts or added > most:
-            problem = f"the request asks for {added} sequences; 1 to {most} can run or wait here."
+            problem = (
+                f"the request makes {added} sequences; expected 1 to {most}, which may run or wait here. Send fewer."
+            )
             raise RequestError(problem, field="n" if params.n > 1 else "prompt")
         for prompt in prompts:
             refuse_unlike_prompts(prompt)
@@ -241,7 +245,7 @@ class AsyncLLM:
         ]
         for request in requests:
             refuse_unknown_tokens(request, about.vocab)
-            refuse_misfits(request, about.limits)
+            refuse_oversized(request, about.limits)
         return requests
 
     @contextmanager
@@ -285,7 +289,8 @@ class AsyncLLM:
         for request in requests:
             if request.id in self._live:
                 problem = "this id is being served already. Give every request its own"
-                raise RequestError(f"request {request.id!r}: {problem}; of several prompts, the second is id-1.")
+                problem += "; of several prompts, the second is id-1."
+                raise RequestError(f"request {request.id!r}: {problem}", field="request_id")
 
     def _refuse_overflow(self, added: int) -> None:
         active, most = self.num_active, self.max_active
@@ -298,7 +303,7 @@ class AsyncLLM:
             )
 
     def _wait_for(self, ends: int) -> float:
-        """Seconds until so many sequences will have ended, going by the latest."""
+        """Seconds until `ends` sequences will have ended, going by the latest."""
         if len(self._ends) < 2:
             return 1.0
         seconds = (time.monotonic() - self._ends[0]) / len(self._ends) * ends
@@ -315,7 +320,7 @@ class AsyncLLM:
 
     def ready(self, found: Ready) -> None:
         self._ready, self.stats = found, None
-        self.life += 1
+        self.incarnation += 1
         if self.health.state in ("starting", "down"):
             self.health = Health("ready")
 
@@ -335,10 +340,10 @@ class AsyncLLM:
                 self._ends.append(now)
                 self._ended(generation, num_left)
 
-    def checked(self, found: Checked) -> None:
-        answer = self._checks.popleft()
-        if not answer.done():
-            answer.set_result(found)
+    def checked(self, found: IntegrityReport) -> None:
+        report = self._checks.popleft()
+        if not report.done():
+            report.set_result(found)
 
     def down(self, reason: str, *, final: bool) -> None:
         if self.health.state in ("starting", "ready", "down"):
@@ -348,8 +353,8 @@ class AsyncLLM:
                 self._lost.set()
         error = CoreError(f"the engine core went down while the request ran: {reason}. Send the request again.")
         self._fail_all(error)
-        for answer in self._checks:
-            answer.set_exception(error)
+        for report in self._checks:
+            report.set_exception(error)
         self._checks.clear()
 
     def _fail_all(self, error: CoreError) -> None:
@@ -360,7 +365,7 @@ class AsyncLLM:
             self._ended(generation, num_left)
 
     def _closed(self, generation: Generation, num_left: int) -> None:
-        """The reader has left while so many choices had not ended."""
+        """The reader has left while `num_left` choices had not ended."""
         for request in generation.requests:
             self._core.send(Cancel(request.id))
         self._ended(generation, num_left)

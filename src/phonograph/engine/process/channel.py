@@ -1,4 +1,4 @@
-"""Frames over a pair of connected sockets: a length, then the bytes of one message."""
+"""Channel: frames over a pair of connected sockets: a length, then the bytes of one message."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class Channel:
             raise EOFError("the front has closed the channel") from None
 
     def receive_one(self) -> bytes:
-        """Wait for the next message; those behind it are kept."""
+        """Wait for the next message; those after it are kept."""
         while not (found := self.receive(wait=None)):
             pass
         first, *self._kept = found
         return first
 
     def receive(self, *, wait: float | None) -> list[bytes]:
-        """All messages that are there; if nothing is, what comes in so many seconds, or whenever it comes."""
+        """All messages that are there; if none is, those that come within the timeout, or whenever they come."""
         found, self._kept = self._kept, []
         if wait != 0 and not found:
             self._arrivals.poll(None if wait is None else wait * 1000)

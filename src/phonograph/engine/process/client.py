@@ -1,4 +1,4 @@
-"""The front's side of the engine core: starts its process, talks with it, and starts it again when it dies."""
+"""CoreClient: the front's side of the engine core: starts its process, talks with it, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Protocol
 
 import msgspec
 
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.channel import Frames, frame
 from phonograph.engine.process.messages import (
-    Checked,
     Failed,
     FromCore,
+    IntegrityReport,
+    LoadProgress,
     Logged,
-    Progress,
     Ready,
     Shutdown,
     StepOutput,
     ToCore,
 )
 from phonograph.errors import CoreError
-from phonograph.graphs import progress as shown
+from phonograph.graphs.progress import Progress, silent
 
 log = logging.getLogger("phonograph")
 
@@ -51,11 +51,11 @@ class Restarts:
     longest_wait: float = 30.0
     steady: float = 60.0
     silence: float = 300.0
-    """A core that says nothing for so many seconds is killed: it hangs. One with nothing to do has a little longer."""
+    """Seconds of silence after which a core is killed: it hangs. One with nothing to do has a little longer."""
 
 
 class Listener(Protocol):
-    """Who is told what the core says; all calls come from the event loop."""
+    """Receives the messages of the core; all calls come from the event loop."""
 
     @property
     def busy_since(self) -> float | None:
@@ -66,16 +66,16 @@ class Listener(Protocol):
 
     def stepped(self, output: StepOutput) -> None: ...
 
-    def checked(self, found: Checked) -> None: ...
+    def checked(self, found: IntegrityReport) -> None: ...
 
     def down(self, reason: str, *, final: bool) -> None:
         """The core is gone, and all that it knew; `final` if it will not be started again."""
 
 
 class _Wire(asyncio.Protocol):
-    """One life of the core: decodes what it says, and knows how it ended."""
+    """The connection to one core process: decodes its messages, and knows how it ended."""
 
-    def __init__(self, listener: Listener, progress: shown.Progress) -> None:
+    def __init__(self, listener: Listener, progress: Progress) -> None:
         self._listener = listener
         self._progress = progress
         self._frames = Frames()
@@ -98,11 +98,11 @@ class _Wire(asyncio.Protocol):
         match message:
             case StepOutput():
                 self._listener.stepped(message)
-            case Progress(doing, done, total):
+            case LoadProgress(doing, done, total):
                 self._progress(doing, done, total)
             case Ready():
                 self.ready.set_result(message)
-            case Checked():
+            case IntegrityReport():
                 self._listener.checked(message)
             case Logged(level, text):
                 log.log(level, "core: %s", text)
@@ -114,9 +114,13 @@ class CoreClient:
     """Keeps one core process running; what is sent while none runs is dropped, and its listener knows."""
 
     def __init__(
-        self, spec: EngineSpec, listener: Listener, restarts: Restarts = Restarts(), log_level: int = logging.WARNING
+        self,
+        arguments: EngineArguments,
+        listener: Listener,
+        restarts: Restarts = Restarts(),
+        log_level: int = logging.WARNING,
     ) -> None:
-        self._spec = spec
+        self._arguments = arguments
         self._listener = listener
         self._restarts = restarts
         self._log_level = log_level
@@ -133,25 +137,25 @@ class CoreClient:
         """The core's process, while there is one."""
         return self._process.pid if self._process is not None else None
 
-    async def start(self, progress: shown.Progress = shown.silent) -> Ready:
+    async def start(self, progress: Progress = silent) -> Ready:
         """Start the core and wait until it takes requests; from then on it is kept running."""
         found = await self._start(progress)
         self._keeper = asyncio.create_task(self._keep_running(), name="core keeper")
         return found
 
     def encoded(self, message: ToCore) -> msgspec.Raw:
-        """A message as it is sent, made in any thread; one that can't be is its sender's error, and nobody else's."""
+        """A message as it is sent, made in any thread; one that can't be encoded is an error of its sender alone."""
         return msgspec.Raw(msgspec.msgpack.encode(message))
 
     def send(self, message: ToCore | msgspec.Raw) -> None:
-        """Tell the core; all that is told in one turn of the event loop goes in one frame."""
+        """Send to the core; all messages of one turn of the event loop go in one frame."""
         encoded = message if isinstance(message, msgspec.Raw) else self.encoded(message)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(encoded)
 
     async def stop(self, patience: float = _DYING) -> None:
-        """End the core; if it does not end by itself in so many seconds, it is killed."""
+        """End the core; if it does not end by itself within `patience` seconds, it is killed."""
         self._is_stopping = True
         self.send(Shutdown())
         if self._process is not None:
@@ -168,9 +172,9 @@ class CoreClient:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(self._encode(messages)))
 
-    # -- one life ---------------------------------------------------------------------------------------------------
+    # -- one process ------------------------------------------------------------------------------------------------
 
-    async def _start(self, progress: shown.Progress) -> Ready:
+    async def _start(self, progress: Progress) -> Ready:
         ours, theirs = socket.socketpair()
         with theirs:
             # A session of its own keeps a terminal's Ctrl-C away from the core: the front tells it when to end.
@@ -185,7 +189,7 @@ class CoreClient:
         loop = asyncio.get_running_loop()
         self._transport, wire = await loop.create_unix_connection(lambda: _Wire(self._listener, progress), sock=ours)
         self._wire = wire
-        self._transport.write(frame(pickle.dumps(self._spec)))
+        self._transport.write(frame(pickle.dumps(self._arguments)))
         try:
             await asyncio.wait((wire.ready, wire.closed), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -220,12 +224,12 @@ class CoreClient:
                 process.kill()
             return await process.wait()
 
-    # -- many lives -------------------------------------------------------------------------------------------------
+    # -- restarts ---------------------------------------------------------------------------------------------------
 
     async def _keep_running(self) -> None:
         failures = 0
         while True:
-            reason, lasted = await self._life()
+            reason, lasted = await self._until_gone()
             if self._is_stopping:
                 return
             failures = 0 if lasted > self._restarts.steady else failures
@@ -238,15 +242,15 @@ class CoreClient:
                 await asyncio.sleep(min(self._restarts.wait * 2**failures, self._restarts.longest_wait))
                 failures += 1
                 try:
-                    await self._start(shown.silent)
+                    await self._start(silent)
                 except CoreError as error:
                     reason = str(error)
                 else:
                     log.warning("the engine core runs again")
                     break
 
-    async def _life(self) -> tuple[str, float]:
-        """Wait until the core that runs is gone: why, and how many seconds it lasted."""
+    async def _until_gone(self) -> tuple[str, float]:
+        """Wait until the running core is gone: why, and how many seconds it lasted."""
         assert self._wire is not None
         assert self._process is not None
         begin, silence = time.monotonic(), self._restarts.silence

@@ -1,4 +1,4 @@
-"""The process of the engine core: take what the front asks, step, tell what came; sleep when there is nothing to do."""
+"""Core loop: the process of the engine core: read messages, step, send outputs; sleep when there is nothing to do."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ import msgspec
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.llm import LLM
-from phonograph.engine.process.arguments import EngineSpec
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.channel import Channel
 from phonograph.engine.process.messages import (
     Add,
     Cancel,
-    Check,
-    Checked,
+    CheckIntegrity,
     Failed,
     Finish,
     FromCore,
+    IntegrityReport,
+    LoadProgress,
     Logged,
     Output,
-    Progress,
     Ready,
     Shutdown,
     StepOutput,
@@ -51,7 +51,7 @@ log = logging.getLogger("phonograph")
 STATS_SECONDS = 0.25
 """How often figures are sent while there is something to do."""
 HEARTBEAT_SECONDS = 10.0
-"""How long nothing may happen before a heartbeat pass asks the device; then the front hears from this process too."""
+"""Seconds of rest before a heartbeat pass checks the device; then the front hears from this process too."""
 _COMPILING_SECONDS = 0.002
 """How often is looked whether a grammar is ready while there is nothing else to do."""
 _COMPILERS = 2
@@ -128,7 +128,7 @@ class CoreLoop:
                 if sequence is not None:
                     self._core.finish(sequence, FinishReason.STOP)
                     self._forget(sequence)
-            case Check():
+            case CheckIntegrity():
                 self.send(self._checked())
             case Shutdown():
                 self._is_over = True
@@ -171,13 +171,13 @@ class CoreLoop:
         if not siblings:
             del self._live[sequence.request.id]
 
-    def _checked(self) -> Checked:
+    def _checked(self) -> IntegrityReport:
         scheduler, problem = self._core.scheduler, ""
         try:
             scheduler.integrity()
         except PhonographError as error:
             problem = str(error)
-        return Checked(problem, scheduler.counts, scheduler.limits.num_pages - 1)
+        return IntegrityReport(problem, scheduler.counts, scheduler.limits.num_pages - 1)
 
 
 def ready(llm: LLM) -> Ready:
@@ -209,7 +209,7 @@ class _ToFront(logging.Handler):
             text = self.format(record).encode(errors="backslashreplace").decode()
             self._channel.send(msgspec.msgpack.encode(Logged(record.levelno, text)))
         except EOFError:
-            pass  # nobody is left to read it
+            pass  # no front is left to read it
         except Exception:
             self.handleError(record)
 
@@ -225,12 +225,12 @@ def serve(channel: Channel) -> int:
     _log_to(channel)
 
     def progress(doing: str, done: int, total: int) -> None:
-        channel.send(encode(Progress(doing, done, total)))
+        channel.send(encode(LoadProgress(doing, done, total)))
 
     try:
-        spec: EngineSpec = pickle.loads(channel.receive_one())
+        arguments: EngineArguments = pickle.loads(channel.receive_one())
         try:
-            llm = spec.open(progress)
+            llm = arguments.open(progress)
         except PhonographError as error:
             channel.send(encode(Failed(str(error))))
             return 2
@@ -254,7 +254,7 @@ def end_with(sock: socket.socket) -> None:
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(sock, 0)  # a hang-up is told without being asked for
+        poll.register(sock, 0)  # a hang-up is reported without being registered for
         poll.poll()
         os._exit(0)
 
@@ -275,4 +275,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # a grammar that is still being compiled holds nobody up
+    os._exit(status)  # without waiting for a grammar that is still being compiled

@@ -1,4 +1,4 @@
-"""Text on the front's side: chats rendered, texts encoded and decoded for many, without holding up the event loop."""
+"""FrontText: chats rendered, texts encoded and decoded for many requests, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phonograph.errors import RequestError
 T = TypeVar("T")
 
 _INLINE = 512
-"""Characters, or tokens, that are handled at once; more go to a thread, so that nobody's tokens wait for them."""
+"""Characters, or tokens, that are handled at once; more go to a thread, so that no request's tokens wait for them."""
 _THREADS = 2
 _NICE = 10
 """Of these threads: about a tenth of the time that others get on a busy core."""
@@ -35,14 +35,15 @@ class FrontText:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise RequestError(f"{self._source} has no tokenizer. Send token ids.", field="prompt")
+            raise RequestError(f"encoding a text: {self._source} has no tokenizer. Send token ids.", field="prompt")
         return self._tokenizer
 
     @property
     def template(self) -> ChatTemplate:
         """How conversations are written out."""
         if self._template is None:
-            raise RequestError(f"{self._source} has no chat template. Send a prompt of token ids.", field="messages")
+            problem = f"{self._source} has no chat template. Send a prompt of token ids."
+            raise RequestError(f"rendering a chat: {problem}", field="messages")
         return self._template
 
     async def encode(
@@ -68,7 +69,8 @@ class FrontText:
 
         def decoded() -> str:
             if (highest := max(tokens, default=0)) >= vocab:
-                raise RequestError(f"tokens: {highest} is not in the vocabulary of {vocab}.", field="tokens")
+                problem = f"{highest} is not in the vocabulary of {vocab}. Send ids below that."
+                raise RequestError(f"decoding tokens: {problem}", field="tokens")
             return self.tokenizer.decode(tokens, skip_special=skip_special)
 
         return await self.off_loop(len(tokens), decoded)

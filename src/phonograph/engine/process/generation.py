@@ -1,4 +1,4 @@
-"""A request as the front sees it: text comes in with every step, and goes out whenever somebody looks."""
+"""Generation: a request as the front sees it: text is added with every step, and taken whenever its reader is ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phonograph.engine.text import StopStrings, TextReader, Tokenizer
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice since somebody looked last."""
+    """What is new of one choice since the last `take`."""
 
     choice: int
     """Which prompt and which of its n sequences: `prompt * n + index`."""
@@ -46,7 +46,7 @@ class _Choice:
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     """Tokens of a request, over all of its prompts and choices."""
 
     prompt_tokens: int
@@ -57,7 +57,7 @@ class Usage:
 class Generation:
     """All choices of one or several prompts. Iterate, or `take` all that is new; leaving early cancels the rest.
 
-    What nobody has looked at yet is kept as one delta for each choice, so a slow reader costs at most its own answer.
+    What is not taken yet is kept as one delta for each choice, so a slow reader costs at most its own output.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Generation:
         return self._left
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """So far."""
         n = len(self._choices) // len(self.requests)
-        return Usage(
+        return TokenUsage(
             sum(len(request.prompt) for request in self.requests),
             sum(choice.num_tokens for choice in self._choices),
             sum(choice.cached for choice in self._choices[::n]),
@@ -119,7 +119,7 @@ class Generation:
     # -- for the reader ---------------------------------------------------------------------------------------------
 
     async def take(self) -> list[Delta]:
-        """Everything new, at least one delta; nothing once all choices have ended and were looked at."""
+        """Everything new, at least one delta; nothing once all choices have ended and were taken."""
         while not self._pending:
             if self._error is not None:
                 raise self._error
@@ -144,7 +144,7 @@ class Generation:
         await self._waiter
 
     def close(self) -> None:
-        """Give up what has not ended; whoever waits gets nothing more."""
+        """Give up what has not ended; a waiting reader gets nothing more."""
         num_left = self._left
         if num_left:
             for choice in self._choices:
@@ -171,10 +171,10 @@ class Generation:
     ) -> None:
         self.close()
 
-    # -- for the one who brings the news ----------------------------------------------------------------------------
+    # -- for the receiver of the core's outputs ---------------------------------------------------------------------
 
     def put(self, output: messages.Output, now: float) -> bool:
-        """Take in what the core says of one sequence; True if its text has just reached a stop string."""
+        """Take in the core's output of one sequence; True if its text has just reached a stop string."""
         choice = self._choices[self._first[output.request_id] + output.index]
         if choice.finish is not None:
             return False
@@ -198,7 +198,7 @@ class Generation:
         return hit and output.finish is None
 
     def fail(self, error: Exception, now: float) -> None:
-        """End everything: whoever waits, or looks next, gets the error, once what came before is taken."""
+        """End everything: the reader gets the error, once what came before is taken."""
         self._error = error
         for choice in self._choices:
             self._end(choice, FinishReason.ERROR, now)

@@ -1,4 +1,4 @@
-"""What the front and the engine core tell each other: at most one frame each way per step."""
+"""Messages of front and core: the wire format of the engine process, at most one frame each way per step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import TokenLogprob
-from phonograph.engine.scheduling.scheduler import Counts
+from phonograph.engine.scheduling.counts import Counts
 
 
 class _ToCore(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -22,7 +22,7 @@ class Add(_ToCore, frozen=True):
 
 
 class Cancel(_ToCore, frozen=True):
-    """Nobody waits for this request any more; no output has to follow."""
+    """The reader of this request has left; no output has to follow."""
 
     request_id: str
 
@@ -34,22 +34,22 @@ class Finish(_ToCore, frozen=True):
     index: int
 
 
-class Check(_ToCore, frozen=True):
-    """Look for lost rows, pages and sequences; answered by `Checked`."""
+class CheckIntegrity(_ToCore, frozen=True):
+    """Look for lost rows, pages and sequences; the response is an `IntegrityReport`."""
 
 
 class Shutdown(_ToCore, frozen=True):
     """End the process; what still runs is dropped."""
 
 
-ToCore = Add | Cancel | Finish | Check | Shutdown
+ToCore = Add | Cancel | Finish | CheckIntegrity | Shutdown
 
 
 class _FromCore(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """From the core to the front; a frame is one of them."""
 
 
-class Progress(_FromCore, frozen=True):
+class LoadProgress(_FromCore, frozen=True):
     """How far loading and capture are."""
 
     doing: str
@@ -87,7 +87,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     cached: int = 0
     """Prompt tokens that were not computed, since their pages were cached."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each token, where the request asked for them."""
+    """One for each token, where the request has logprobs."""
     refused: bool = False
     """The whole request was not taken, for `error`."""
     field: str = ""
@@ -102,8 +102,8 @@ class StepOutput(_FromCore, frozen=True):
     """Now and then, and when there is nothing to do."""
 
 
-class Checked(_FromCore, frozen=True):
-    """The answer to `Check`."""
+class IntegrityReport(_FromCore, frozen=True):
+    """The response to `CheckIntegrity`."""
 
     problem: str
     """Empty where nothing is lost."""
@@ -113,7 +113,7 @@ class Checked(_FromCore, frozen=True):
 
 
 class Logged(_FromCore, frozen=True):
-    """What the core has to say to whoever reads the log."""
+    """A line of the core's log."""
 
     level: int
     text: str
@@ -125,4 +125,4 @@ class Failed(_FromCore, frozen=True):
     reason: str
 
 
-FromCore = Progress | Ready | StepOutput | Checked | Logged | Failed
+FromCore = LoadProgress | Ready | StepOutput | IntegrityReport | Logged | Failed

@@ -1,4 +1,4 @@
-"""What somebody who counts and times requests is told."""
+"""Observer protocol: request lifecycle events, for metrics."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ class Observer(Protocol):
         """A request went to the engine core."""
 
     def first_token(self, seconds: float) -> None:
-        """A sequence's first token came, so long after its request arrived."""
+        """A sequence's first token came, `seconds` after its request arrived."""
 
     def token_gap(self, seconds: float) -> None:
-        """Further tokens of a sequence came, so long after those before."""
+        """Further tokens of a sequence came, `seconds` after those before."""
 
     def finished(
         self, reason: FinishReason, prompt_tokens: int, output_tokens: int, cached_tokens: int, seconds: float
     ) -> None:
-        """A sequence ended, so long after its request arrived; `cached_tokens` of its prompt were not computed."""
+        """A sequence ended, `seconds` after its request arrived; `cached_tokens` of its prompt were not computed."""
 
     def rejected(self, reason: str) -> None:
         """A request never ran: `queue_full`, `draining`, `down`, `invalid`, …: few words, fit for a label."""
 
 
 class Observers:
-    """Tells each of several observers."""
+    """Passes each event on to several observers."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)

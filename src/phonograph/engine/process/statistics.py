@@ -1,4 +1,4 @@
-"""What the engine knows about itself, as plain values that can be sent to another process."""
+"""EngineStats: counters and state of the engine, as plain values that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
-from phonograph.engine.scheduling.scheduler import Counts
+from phonograph.engine.scheduling.counts import Counts
 from phonograph.graphs.phases.decisions import ShapeKey, Stats
 from phonograph.graphs.running.runner import Runner
 
@@ -31,7 +31,7 @@ class RecordingStats(msgspec.Struct, frozen=True):
 
     @property
     def padded_rows(self) -> int:
-        """Rows that replays computed for nobody."""
+        """Padding: rows that replays computed without a sequence."""
         return self.replays * self.size - self.used_rows
 
 

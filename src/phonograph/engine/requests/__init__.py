@@ -1,1 +1,1 @@
-"""Requests: what is asked for, the sequences made of it, and the steps that serve them. No torch."""
+"""Requests: the user's request, the sequences made of it, and the steps that serve them. No torch."""

@@ -28,5 +28,5 @@ class GrammarCompiler(Protocol):
         ...
 
     def start(self, spec: GrammarSpec, count: int = 1) -> Sequence[Constraint]:
-        """For so many sequences, each at its beginning."""
+        """For `count` sequences, each at its beginning."""
         ...

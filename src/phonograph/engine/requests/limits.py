@@ -1,4 +1,4 @@
-"""The bounds that every step keeps: sequences, tokens, context and pages."""
+"""Limits: the bounds that every step keeps: sequences, tokens, context and pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Limits:
     chunk: int | None = None
     """Prefill tokens of one sequence in one step; None allows all of `max_tokens`."""
     patience: int = 1024
-    """A sequence that is older than this many steps goes before every priority, so nobody starves."""
+    """A sequence that is older than this many steps goes before every priority, so none starves."""
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a sequence, unless its request ignores them."""
     tokens_per_row: int = 1
@@ -56,11 +56,11 @@ class Limits:
         return (self.num_pages - 1) * self.page_size
 
     def misfit(self, num_prompt: int) -> str:
-        """Why a prompt of so many tokens can't be served, and what to do; empty where it can."""
+        """Why a prompt of this length can't be served, and what to do; empty where it can."""
         if num_prompt < 1:
             return "the prompt is empty, but there must be a token to start from. Send at least one."
         if num_prompt > self.max_len - 1:
-            room = f"a context of {self.max_len} has room for {self.max_len - 1} and an answer"
+            room = f"a context of {self.max_len} has room for {self.max_len - 1} and an output"
             return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or raise max_len."
         if num_prompt > self.capacity:
             room = f"all {self.num_pages - 1} pages of the KV cache hold {self.capacity}"

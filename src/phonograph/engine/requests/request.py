@@ -1,4 +1,4 @@
-"""What a user asks for: a prompt, how to sample from it, and when to stop."""
+"""Request and SamplingParams: a prompt, how to sample from it, and when to stop."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class GrammarSpec:
             self._check_numbers(found)
         texts = isinstance(found, list) and found and all(isinstance(text, str) and text for text in found)
         if self.kind == "choice" and not texts:
-            raise RequestError("a choice grammar is a list of texts that aren't empty, at least one.", field=self.field)
+            problem = f"expected a list of texts that aren't empty, at least one, found {shown(self.text)}"
+            raise RequestError(f"the choice grammar: {problem}.", field=self.field)
 
     def _check_numbers(self, schema: object) -> None:
         """Refuse numbers that only a float of more than 64 bits holds: another one would be followed in silence."""
@@ -117,13 +118,13 @@ class SamplingParams:
     min_p: float | None = None
     """Leave out tokens less likely than this share of the likeliest; 0 is off."""
     repetition_penalty: float | None = None
-    """Above 1, tokens that were in prompt or answer become less likely; 1 is off."""
+    """Above 1, tokens that were in prompt or output become less likely; 1 is off."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id → what is added to its logit."""
     seed: int | None = None
-    """The same one draws the same tokens; of n sequences the first has it, the others have what nobody can ask for."""
+    """The same one draws the same tokens; of n sequences the first has it, the others have some that no request can."""
     stop: tuple[str, ...] = ()
     """Texts that end the generation; that of a special token stands for the token."""
     stop_token_ids: tuple[int, ...] = ()
@@ -176,7 +177,7 @@ class SamplingParams:
         return any(changes) or self.repetition_penalty not in (None, 1.0)
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end an answer and are not part of its text, of a model with these ends."""
+        """The tokens that end an output and are not part of its text, of a model with these ends."""
         return frozenset([*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)])
 
 
@@ -199,17 +200,17 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
-            raise RequestError(f"a request's id is a text that isn't empty, found {self.id!r}.")
+            raise RequestError(f"a request's id is a text that isn't empty, found {self.id!r}.", field="id")
         object.__setattr__(self, "prompt", _token_ids("prompt", self.prompt))
         if not isinstance(self.params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, found {shown(self.params)}.")
+            raise RequestError(f"params must be SamplingParams, found {shown(self.params)}.", field="params")
         object.__setattr__(self, "params", self.params.resolved())
         _whole("priority", self.priority)
         if self.deadline is not None:
             _number("deadline", self.deadline, -math.inf, math.inf)
         _number("arrival", self.arrival, -math.inf, math.inf)
         if not isinstance(self.run_ahead, bool):
-            raise RequestError(f"run_ahead is True or False, found {self.run_ahead!r}.")
+            raise RequestError(f"run_ahead is True or False, found {self.run_ahead!r}.", field="run_ahead")
         if self.params.grammar is not None:
             object.__setattr__(self, "run_ahead", False)
 

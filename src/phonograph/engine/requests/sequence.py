@@ -1,4 +1,4 @@
-"""One generation of a request, followed by counts while its steps are in flight."""
+"""Sequence: one choice of a request, followed by counts while its steps are in flight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """(token, logprob), the likeliest first; as many as the request asks for."""
+    """(token, logprob), the likeliest first; as many as the request has set."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +75,7 @@ class Sequence:
     outputs: list[int] = field(default_factory=list)
     """Committed tokens."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each output, where the request asks for them."""
+    """One for each output, where the request has logprobs."""
     constraint: Constraint | None = None
     """Where it is in its grammar, if it has one."""
     finish: FinishReason | None = None

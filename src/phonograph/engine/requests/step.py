@@ -1,4 +1,4 @@
-"""ScheduledStep and Sampled: what the scheduler plans, what comes back of it, and the updates of its commit."""
+"""ScheduledStep and Sampled: the scheduler's plan, the tokens that come back, and the updates of its commit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Sampled:
     counts: list[int] | None = None
     """How many of the tokens each has; None where all have one."""
     logprobs: list[TokenDetails] | None = None
-    """For each token, where somebody asks."""
+    """For each token, where a request has logprobs."""
 
     def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""

@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens; penalties, masks, and samplers in torch, C++ and Triton."""
+"""Sampling: tokens from logits; penalties, masks, and samplers in torch, C++ and Triton."""

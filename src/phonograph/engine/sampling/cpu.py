@@ -1,4 +1,4 @@
-"""The sampler on the CPU in C++: passes over the logits by helpers that nobody waits for, and no sort."""
+"""CpuSampler: C++ passes over the logits by helper threads that the caller does not wait for, and no sort."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phonograph.engine.state.columns import SAMPLING
 
 
 class CpuSampler:
-    """The protocol `Sampler`, for steps that are not recorded: what C++ does is closed to whoever records.
+    """The protocol `Sampler`, for steps that are not recorded: a recorder can't see what C++ does.
 
     Torch's ops split a row as long as a vocabulary among threads, and each op waits for the slowest: with another
     program on one core, a step of thirty of them takes many times as long.

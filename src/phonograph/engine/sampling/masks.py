@@ -1,4 +1,4 @@
-"""Masks: logits after what a grammar allows, from a bit for every token."""
+"""Masks: logits limited to what a grammar allows, from a bit for every token."""
 
 from __future__ import annotations
 

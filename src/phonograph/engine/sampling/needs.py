@@ -11,12 +11,12 @@ from phonograph.engine.sampling.sampler import Sampling, level_of
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """The highest level, and whether somebody asks for more than tokens."""
+    """The highest level, and whether a request needs more than tokens."""
 
     level: Sampling = Sampling.GREEDY
     logprobs: bool = False
     constrained: bool = False
-    """Somebody follows a grammar."""
+    """A request follows a grammar."""
 
     @property
     def is_detailed(self) -> bool:

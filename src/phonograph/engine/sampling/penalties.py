@@ -1,4 +1,4 @@
-"""Penalties: logits after bias and what was said so far, and the count of that."""
+"""Penalties: logits after bias and the penalties for tokens so far, and the counts of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampler protocol and its implementation in torch ops: the next token of every sequence, inside the graph.
+"""Sampler protocol and TorchSampler: the next token of every sequence, inside the graph.
 
 The rule, which every implementation follows: a logit's distance from the row's highest, over the temperature, plus
 Gumbel noise of (seed, position, token), is the token's score, and the token with the highest score among those that
@@ -27,7 +27,7 @@ _FEW = 1 << 18
 
 
 class Sampling(IntEnum):
-    """How much a batch asks of the sampler; each level has recordings of its own and can do all below it."""
+    """How much a batch needs of the sampler; each level has recordings of its own and can do all below it."""
 
     GREEDY = 0
     SAMPLED = 1
@@ -39,7 +39,7 @@ class Sampling(IntEnum):
 
 
 def level_of(params: SamplingParams) -> Sampling:
-    """How much a request asks of the sampler."""
+    """How much a request needs of the sampler."""
     if params.is_penalised:
         return Sampling.PENALISED
     if params.temperature == 0:

@@ -1,1 +1,1 @@
-"""Scheduling: which sequences a step computes. No torch."""
+"""Scheduling: the sequences that a step computes. No torch."""

@@ -1,4 +1,4 @@
-"""Which requests can be served at all, and the sequences that they make."""
+"""Admission: requests that can never be served are refused; the others become sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_unlike_prompts(prompt: object) -> None:
 
 def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence]:
     """The n sequences of a request, with `max_tokens` clipped to what fits; one that can never fit is refused."""
-    refuse_misfits(request, limits)
+    refuse_oversized(request, limits)
     params, num_prompt = request.params, len(request.prompt)
     # The last output is never computed, so a sequence may be one token longer than its pages.
     max_len = min(limits.max_len, limits.capacity + 1)
@@ -39,7 +39,7 @@ def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence
 
 def refuse_unknown_tokens(request: Request, vocab: int) -> None:
     """Refuse ids that are no row of the embedding table: on a device they would read whatever lies there, or, as the
-    end of an answer, never come."""
+    end of an output, never come."""
     params = request.params
     named = {"prompt": request.prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
     for field, tokens in named.items():
@@ -52,7 +52,7 @@ def refuse_unknown_tokens(request: Request, vocab: int) -> None:
             )
 
 
-def refuse_misfits(request: Request, limits: Limits) -> None:
+def refuse_oversized(request: Request, limits: Limits) -> None:
     """Refuse a prompt that is empty, or too long for the context or for the KV cache."""
     if problem := limits.misfit(len(request.prompt)):
         raise RequestError(f"request {request.id!r}: {problem}", field="prompt")

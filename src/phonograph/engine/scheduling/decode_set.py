@@ -1,4 +1,4 @@
-"""The sequences that decode, and for how many steps the same ones can be launched without another look."""
+"""DecodeSet: the sequences that decode, and for how many steps the same ones can be launched without another look."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DecodeSet:
 
     def __init__(self, limits: Limits, rows: Rows) -> None:
         self.is_short = False
-        """Somebody has no pages for the next step."""
+        """A sequence has no pages for the next step."""
         self._rows = rows
         self._max_len = limits.max_len
         self._per_step = limits.tokens_per_row
@@ -43,8 +43,13 @@ class DecodeSet:
         self._has_waits |= not sequence.request.run_ahead
         self._steps_left = 0
 
+    def drop_idle(self) -> None:
+        """Let go at once who does not run any more."""
+        self._members = [sequence for sequence in self._members if sequence.state is State.RUNNING]
+        self._steps_left = 0
+
     def unsettle(self) -> None:
-        """Somebody has ended: look again before the next step."""
+        """A sequence has ended: look again before the next step."""
         self._steps_left = 0
 
     def take(self) -> tuple[Sequence, ...]:
@@ -69,7 +74,7 @@ class DecodeSet:
             headroom = sequence.capacity - sequence.num_computed
             missing = left if exact else sequence.max_computed - sequence.num_computed
             if headroom < missing:
-                # Whoever runs low is served together with the first who must be: so most steps change no table.
+                # Sequences that run low get pages together with the first that must: so most steps change no table.
                 if headroom <= low and not self._rows.extend(sequence):
                     needy.append(sequence)
                 headroom = sequence.capacity - sequence.num_computed

@@ -1,4 +1,4 @@
-"""The order in which sequences get a row: by priority and arrival, and by age once they have waited long."""
+"""WaitingQueue: the order in which sequences get a row: by priority and arrival; by age once they waited long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WaitingQueue:
     """Sequences that wait for a row, the lowest rank first.
 
     A rank changes once: when its sequence is older than `patience` steps it goes before every priority. From then on
-    nobody overtakes it, waiting or running, so it is served in a bounded number of steps whatever else arrives.
+    no other overtakes it, waiting or running, so it is served in a bounded number of steps whatever else arrives.
     """
 
     def __init__(self, patience: int) -> None:

@@ -1,4 +1,4 @@
-"""Decides what each step computes, by counts alone, and what becomes of the tokens when they arrive."""
+"""Scheduler: decides what each step computes, by counts alone, and what becomes of the tokens when they arrive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from phonograph.engine.cache.rows import Rows
 from phonograph.engine.passes.registry import StepPasses
@@ -15,44 +14,20 @@ from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, State
 from phonograph.engine.requests.step import Chunk, Sampled, ScheduledStep, Update, problem_at
 from phonograph.engine.scheduling.admission import sequences_of
+from phonograph.engine.scheduling.counts import Counts
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
 from phonograph.errors import PhonographError, RequestError
 
 _MAX_PREFILL_STREAK = 8
-"""Without mixed steps, so many prefill steps may follow each other while decodes wait."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Where the scheduler stands, for metrics."""
-
-    waiting: int
-    running: int
-    free_pages: int
-    cached_pages: int
-    """Held by the prefix cache, and perhaps by sequences too."""
-    used_pages: int
-    """Held by sequences; every other page is free, or cached and can be evicted."""
-    steps: int
-    """Steps launched."""
-    prompt_tokens: int
-    """Of requests that were admitted, cached or not; n > 1 counts them once."""
-    prefill_tokens: int
-    """Tokens that prefills computed; after a preemption they are computed, and counted, again."""
-    generated_tokens: int
-    preemptions: int
-    prefix_lookup_tokens: int
-    """Tokens that were looked for in the prefix cache."""
-    prefix_hit_tokens: int
-    """Tokens that were not computed, since their pages were cached."""
+"""Without mixed steps: prefill steps that may follow each other while decodes wait."""
 
 
 class Scheduler:
     """Plans steps over rows and pages; `commit` follows `schedule` in the same order, up to `max_ahead` steps later.
 
     Rank (see `WaitingQueue`) decides who is admitted first and who is preempted last. Admission gives all pages of the
-    known tokens, or waits at the head of the queue; only a decode without a page preempts. Nobody is preempted while
+    known tokens, or waits at the head of the queue; only a decode without a page preempts. None is preempted while
     one lower in rank runs, and the pool suffices for any one sequence: so the first finishes, and by induction all do.
     """
 
@@ -90,7 +65,8 @@ class Scheduler:
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request; one that can never be served is refused."""
         if request.id in self._live:
-            raise RequestError(f"request {request.id!r}: this id is being served already. Give every request its own.")
+            problem = "this id is being served already. Give every request its own."
+            raise RequestError(f"request {request.id!r}: {problem}", field="id")
         sequences = sequences_of(request, self.limits, self._serial)
         self._serial += len(sequences)
         for sequence in sequences:
@@ -226,7 +202,7 @@ class Scheduler:
             self._waiting.push(sequence)
 
     def _plan_prefills(self, budget: int) -> list[Chunk]:
-        """Go on with prefills that have a row, then admit from the queue, within so many tokens."""
+        """Go on with prefills that have a row, then admit from the queue, within a budget of tokens."""
         chunks: list[Chunk] = []
         if self._prefills:
             self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
@@ -243,7 +219,7 @@ class Scheduler:
         return chunks
 
     def _admit(self) -> Sequence | None:
-        """Seat the head of the queue, if there is a row, and pages once every decode has its own; nobody overtakes."""
+        """Seat the head of the queue, if there is a row, and pages once every decode has its own; none overtakes it."""
         if self._decodes.is_short or not self.rows.has_free:
             return None
         sequence = self._waiting.peek()
@@ -277,9 +253,9 @@ class Scheduler:
     # -- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, step: ScheduledStep, sampled: Sampled, now: float | None = None) -> list[Update]:
-        """Take in the tokens that a step sampled for each of `step.sampling`, and free what nobody uses any more.
+        """Take in the tokens that a step sampled for each of `step.sampling`, and free what is no longer used.
 
-        Tokens of a sequence that ended meanwhile are dropped, so nobody sees what was launched ahead in vain, and so
+        Tokens of a sequence that ended meanwhile are dropped, so what was launched ahead in vain is never seen, and so
         are those after its end. Where a problem comes instead of a token, the sequence fails.
         """
         self._check_order(step)
@@ -292,10 +268,35 @@ class Scheduler:
             if chunk.samples:
                 self._share_prompt(chunk)
         updates += self.expire(now)
-        for sequence in self.rows.retire(self._committed):
+        self._waiting_again(self.rows.retire(self._committed))
+        return updates
+
+    def _waiting_again(self, retired: Iterable[Sequence]) -> None:
+        for sequence in retired:
             if sequence.finish is None:
                 self._waiting.push(sequence)
-        return updates
+
+    def drop(self, step: ScheduledStep) -> None:
+        """Take back a step whose results are not to be believed; there must be no other in flight.
+
+        Its sequences wait again, and are computed anew from their prompts and committed tokens. No prefix is kept: who
+        knows which pages the same recording has written before.
+        """
+        self._check_order(step)
+        if len(self._in_flight) > 1:
+            raise PhonographError(f"dropping step {step.number}: others were launched after it. Commit one at a time.")
+        self._in_flight.popleft()
+        self._committed = step.number
+        for sequence in step.sequences:
+            if sequence.state is State.RUNNING:
+                self._preemptions += 1
+                sequence.state = State.WAITING
+                self.rows.forget(sequence)
+                self._waiting.push(sequence)
+        self._decodes.drop_idle()
+        self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
+        self._waiting_again(self.rows.retire(self._committed))
+        self.rows.reservations.prefixes.clear()
 
     def _take_one_each(self, step: ScheduledStep, sampled: Sampled) -> list[Update]:
         """What `_take_several` does, for plain steps: so many of them come that each line counts."""
@@ -324,7 +325,7 @@ class Scheduler:
         fewest, num_decodes = self.limits.fewest_per_row, len(step.decodes)
         for index, (sequence, part) in enumerate(zip(step.sampling, sampled.by_row(), strict=True)):
             if index < num_decodes:
-                # Before anybody is closed, and of those that are: what the prefix cache keeps goes by this count.
+                # Before any sequence is closed, and of those that are: what the prefix cache keeps goes by this count.
                 count = part.stop - part.start
                 sequence.num_computed -= step.tokens_per_row - count
                 sequence.num_launched_outputs += count - fewest
@@ -388,10 +389,10 @@ class Scheduler:
         """Raise if a row, page or sequence is lost; when idle, each row must be free and each page free or cached."""
         self.rows.check()
         if self.is_idle and not self.rows.is_empty:
-            raise PhonographError("integrity: nothing is being served, and yet rows are taken.")
+            raise PhonographError("integrity: no request is left, but rows are taken.")
         placed = {*self._prefills, *self._decodes, *self.rows.leaving, *self._waiting}
         placed.update(follower for followers in self._followers.values() for follower in followers)
         live = [sequence for sequences in self._live.values() for sequence in sequences]
         lost = [sequence for sequence in live if sequence.finish is None and sequence not in placed]
         if lost:
-            raise PhonographError(f"integrity: sequences that nobody will schedule again: {lost}.")
+            raise PhonographError(f"integrity: sequences that are in no queue and in no step: {lost}.")

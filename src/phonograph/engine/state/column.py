@@ -67,8 +67,8 @@ class Access(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A sequence whose values are wanted."""
+class RowSource:
+    """What the values of a row are made from: its sequence, and how far that is computed."""
 
     sequence: Sequence
     start: int
@@ -145,12 +145,12 @@ class Column:
     """1 makes a tensor of [rows], everything else one of [rows, width]."""
     writer: Writer = Writer.ENTRY
     form: Form = Form.ROW
-    value: Callable[[Entry], Any] | None = None
+    value: Callable[[RowSource], Any] | None = None
     """What the host writes for a sequence: a number, a row (where it is too short, zeros follow), or the indices and
     the values of pairs, no index with two values."""
     changes: Callable[[ScheduledStep], Many[tuple[int, int, Any]]] | None = None
     """Pairs that the step lists itself, as (row, index, value), instead of `value`; names no place twice."""
-    restored: Callable[[Entry], Any] | None = None
+    restored: Callable[[RowSource], Any] | None = None
     """Of a column that the forward pass alone writes, what the host knows of a row: for a step that is undone."""
     from_prompt: bool = True
     """Of a column that the forward pass alone writes: whether the tokens of a prompt go into it. Pages don't hold it,

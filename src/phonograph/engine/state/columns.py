@@ -1,4 +1,4 @@
-"""The engine's columns: all state that a request has on the device."""
+"""Columns of the engine: all state that a request has on the device."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from phonograph.engine.requests.request import MAX_BIASED
-from phonograph.engine.state.column import Access, Array, Column, Entry, Form, Group, TrialRows, Width, Writer
+from phonograph.engine.state.column import Access, Array, Column, Form, Group, RowSource, TrialRows, Width, Writer
 
 _LARGEST = 2**31 - 1
 """More than any vocabulary has."""
 _MOST = torch.iinfo(torch.int16).max
+_NONE: Array = np.zeros(0, dtype=np.int64)
 
 
 def _trial_pages(trial: TrialRows) -> torch.Tensor:
@@ -19,20 +20,22 @@ def _trial_pages(trial: TrialRows) -> torch.Tensor:
     return torch.stack([torch.ones_like(own), own], dim=1)
 
 
-def _counted(entry: Entry) -> tuple[Array, Array]:
+def _counted(entry: RowSource) -> tuple[Array, Array]:
     """What the sequence has put out so far: nothing, but after a preemption."""
     said = entry.sequence.outputs
+    if not said:
+        return _NONE, _NONE
     tokens, counts = np.unique(np.fromiter(said, dtype=np.int64, count=len(said)), return_counts=True)
     return tokens, np.minimum(counts, _MOST)
 
 
-def _prompted(entry: Entry) -> tuple[Array, Array]:
+def _prompted(entry: RowSource) -> tuple[Array, Array]:
     given = entry.sequence.request.prompt
     prompt = np.fromiter(given, dtype=np.int64, count=len(given))  # several times as fast as asarray of a tuple
     return prompt, np.ones(len(prompt), dtype=bool)
 
 
-def _mask(entry: Entry) -> Array:
+def _mask(entry: RowSource) -> Array:
     assert entry.sequence.constraint is not None
     mask: Array = entry.sequence.constraint.mask()
     return mask

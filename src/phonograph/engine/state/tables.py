@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from functools import partial
+from math import prod
 from typing import Any, ClassVar, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from phonograph.devices import Device
-from phonograph.engine.state.column import Access, Array, Column, Form, Group, TableSizes, TrialRows, Writer
-from phonograph.engine.state.updates import TableUpdates, Write
+from phonograph.engine.state.column import Access, Array, Column, Group, TableSizes, TrialRows
+from phonograph.engine.state.updates import ALIGNMENT, Block, TableUpdates, Write, lying_together
 from phonograph.errors import DeclarationError, allocating
 from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.registry import LoadCounts, LoadMode, Registry
 from phonograph.graphs.inputs.slot import Pad, Slot
-from phonograph.sizes import next_power_of_two, round_up
+from phonograph.sizes import round_up
 
-_ALIGNMENT = 16
-_SMALLEST = 256
 _WIDE = 4096
+_MAX_KEPT = 512
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Copy = Callable[[], object]
 
 
 class _Dataclass(Protocol):
@@ -50,7 +50,10 @@ class RequestTables:
             self._by_group.setdefault(column.group.name, []).append(column)
         self._check_names()
         self._tensors: dict[str, torch.Tensor] = {}
-        self._stacks: dict[str, list[_Stack]] = {}
+        self._made: set[str] = set()
+        self._stacks: dict[tuple[str, ...], torch.Tensor] = {}
+        """Columns that lie together → all of them, as whole numbers."""
+        self._kept_copies: dict[tuple[Write, ...], tuple[torch.Tensor, list[_Copy]]] = {}
         self._in_force: dict[str, set[int]] = {column.group.name: set() for column in columns if column.group.asked}
         """Group → rows that hold more than defaults, where only some sequences ask for it."""
         self._registry = Registry(
@@ -100,7 +103,7 @@ class RequestTables:
 
     def is_made(self, group: Group) -> bool:
         """Whether the columns of a group exist."""
-        return self._by_group[group.name][0].name in self._tensors
+        return group.name in self._made
 
     def make_all(self) -> None:
         """Make every group, for recordings that read them."""
@@ -109,21 +112,25 @@ class RequestTables:
 
     def make(self, group: str) -> None:
         """Make the tensors of a group, if they are not there."""
-        columns, on, size = self._by_group[group], self._device.torch_device, self.sizes.max_seqs + 1
-        if columns[0].name in self._tensors:
+        if group in self._made:
             return
+        columns, on, size = self._by_group[group], self._device.torch_device, self.sizes.max_seqs + 1
         with (
             allocating(f"{group} for {self.sizes.max_seqs:,} sequences", "Lower max_seqs."),
             torch.inference_mode(False),
         ):
-            stacks = [_Stack.of(together, size, on) for together in _written_together(columns)]
-            made = {name: tensor for stack in stacks for name, tensor in stack.columns.items()}
+            made, stacks = dict[str, torch.Tensor](), dict[tuple[str, ...], torch.Tensor]()
+            for together in lying_together(columns):
+                names = tuple(column.name for column in together)
+                stacks[names], tensors = _stacked(together, size, on)
+                made |= zip(names, tensors, strict=True)
             for column in columns:
                 shape = (size,) if column.width == 1 else (size, self.sizes.width(column.width))
                 if column.name not in made:
                     made[column.name] = torch.full(shape, column.default, dtype=column.dtype, device=on)
         self._tensors |= made
-        self._stacks[group] = stacks
+        self._stacks |= stacks
+        self._made.add(group)
 
     def gather(self, kind: type[T], rows: torch.Tensor, **others: Any) -> T:
         """A dataclass whose fields are columns, as these rows have them; `others` are the fields that are none."""
@@ -141,64 +148,66 @@ class RequestTables:
         """Write the host's changes, after all steps launched so far: one transfer, then copies on the device."""
         for write in updates.writes:
             self.make(write.group)  # before anything is written: there may be no room
-        block, resets = _Block(), list[tuple[str, int, Array]]()
-        stacked = [self._stacked(write) for write in updates.writes]
-        for name in self._by_group if updates.entered else ():
-            leaving, fresh = self._resets(name, updates)
-            if leaving or fresh:
-                rows = np.asarray([*leaving, *fresh], dtype=np.int64)
-                block.add(rows)
-                resets.append((name, len(leaving), rows))
-        for write, stacks in zip(updates.writes, stacked, strict=True):
-            block.add_all(write, stacks)
-        if not block.num_bytes:
+        left = self._left(updates)
+        writes, block = self._with_resets(updates, left) if left else (updates.writes, updates.block)
+        if not writes:
             return
-        sizes = {"bytes": block.num_bytes}
-        view = self._registry.load({"block": block.packed()}, Extent(sizes, sizes), mode=LoadMode.EAGER)
-        parts = _Parts(block, view.batch["block"])
+        sizes = {"bytes": block.size}
+        loaded = self._registry.load({"block": block}, Extent(sizes, sizes), mode=LoadMode.EAGER).batch["block"]
+        for name, asking in updates.asking.items():
+            self._in_force[name].update(asking)  # before they are: what raises half-way leaves something there
+        for copy in self._copies(writes, loaded):
+            copy()
+        for name, rows in left.items():
+            self._in_force[name].difference_update(rows)
+
+    def _left(self, updates: TableUpdates) -> dict[str, list[int]]:
+        """By group, the rows whose new owner does not ask for what the last one left there."""
+        found = {}
         for name, in_force in self._in_force.items():
-            in_force.update(_written(name, updates))  # before they are: what raises half-way leaves something there
-        for name, num_leaving, rows in resets:
-            self._reset(name, num_leaving, parts.of(rows))
-        for write, stacks in zip(updates.writes, stacked, strict=True):
-            self._write(write, stacks, parts)
-        for name, in_force in self._in_force.items():
-            in_force.difference_update(set(updates.entered) - _written(name, updates))
+            if in_force and updates.entered:
+                left = in_force.intersection(updates.entered).difference(updates.asking.get(name, ()))
+                if left:
+                    found[name] = sorted(left)
+        return found
 
-    def _stacked(self, write: Write) -> _Stacked:
-        """The values of columns that lie together, in one array each."""
-        return [
-            (stack, np.array([write.values[name] for name in stack.columns]))
-            for stack in self._stacks[write.group]
-            if stack.columns.keys() <= write.values.keys()
-        ]
+    def _with_resets(self, updates: TableUpdates, left: Mapping[str, list[int]]) -> tuple[tuple[Write, ...], Array]:
+        """The writes and their block, after resets of these rows."""
+        block, resets = Block(updates.block.tobytes()), list[Write]()
+        for name, rows in left.items():
+            names = tuple(column.name for column in self._by_group[name])
+            resets.append(Write(name, names, "reset", len(rows), block.add_rows(rows)))
+        return (*resets, *updates.writes), block.packed()
 
-    def _resets(self, name: str, updates: TableUpdates) -> tuple[list[int], list[int]]:
-        """(rows whose new owner does not ask for what the last one left in the group, rows of new owners that ask)."""
-        columns = self._by_group[name]
-        if columns[0].group.asked is None:
-            return [], list(updates.entered) if any(Form.RESET in column.form for column in columns) else []
-        asking = _written(name, updates)
-        left = self._in_force[name].difference(asking).intersection(updates.entered)
-        return sorted(left), [row for row in updates.entered if row in asking]
+    def _copies(self, writes: tuple[Write, ...], loaded: torch.Tensor) -> list[_Copy]:
+        """What performs these writes; kept, since most steps differ in nothing but the bytes of their block."""
+        kept = self._kept_copies.get(writes)
+        if kept is not None and kept[0] is loaded:
+            return kept[1]
+        if len(self._kept_copies) >= _MAX_KEPT:
+            self._kept_copies.clear()
+        # Whatever the ambient mode: a view made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            copies = [copy for write in writes for copy in self._copy(write, loaded)]
+        self._kept_copies[writes] = loaded, copies
+        return copies
 
-    def _reset(self, name: str, num_leaving: int, rows: torch.Tensor) -> None:
-        for column in self._by_group[name]:
-            # Of a row whose owner asks, the host sends the rest.
-            to_reset = rows if Form.RESET in column.form else rows[:num_leaving]
-            if to_reset.shape[0]:
-                _fill_rows(self[column.name], to_reset, column.default)
-
-    def _write(self, write: Write, stacks: _Stacked, parts: _Parts) -> None:
-        if write.values:
-            rows = parts.of(write.rows)
-            for stack, values in stacks:
-                stack.tensor.index_copy_(1, rows, parts.of(values).view(values.shape))
-            for name, values in _alone(write, stacks):
-                self[name].index_copy_(0, rows, parts.of(values).view(values.shape))
-        for name, (places, values) in write.pairs.items():
-            if len(places):
-                self[name].view(-1).index_copy_(0, parts.of(places), parts.of(values))
+    def _copy(self, write: Write, loaded: torch.Tensor) -> Iterator[_Copy]:
+        indices = _part(loaded, write.indices, torch.int64, write.num)
+        name = write.columns[0]
+        if write.form == "reset":
+            for name in write.columns:
+                yield _filling(self[name], indices, self._by_name[name].default)
+        elif write.form == "pairs":
+            values = _part(loaded, write.values, self[name].dtype, write.num)
+            yield partial(self[name].view(-1).index_copy_, 0, indices, values)
+        elif write.columns in self._stacks:
+            stack = self._stacks[write.columns]
+            values = _part(loaded, write.values, stack.dtype, len(write.columns), write.num)
+            yield partial(stack.index_copy_, 1, indices, values)
+        else:
+            values = _part(loaded, write.values, self[name].dtype, write.num, *self[name].shape[1:])
+            yield partial(self[name].index_copy_, 0, indices, values)
 
     # -- trial runs ---------------------------------------------------------------------------------------
 
@@ -227,116 +236,28 @@ class RequestTables:
         return found
 
 
-@dataclass(frozen=True)
-class _Stack:
-    """Columns of one dtype that the host writes together, in one tensor: one copy on the device writes them all."""
-
-    tensor: torch.Tensor  # [num_columns, num_rows], rounded up so that each begins where a tensor of its own could
-    columns: dict[str, torch.Tensor]
-
-    @staticmethod
-    def of(columns: Many[Column], num_rows: int, device: torch.device) -> _Stack:
-        length = -(-num_rows // _ALIGNMENT) * _ALIGNMENT
-        tensor = torch.empty(len(columns), length, dtype=columns[0].dtype, device=device)
-        for part, column in zip(tensor, columns, strict=True):
-            part.fill_(column.default)
-        named = zip(columns, tensor.unbind(0), strict=True)
-        return _Stack(tensor, {column.name: part[:num_rows] for column, part in named})
+def _stacked(columns: Many[Column], num_rows: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Columns with items of one size in one tensor, so that one copy on the device writes them all: the tensor as whole
+    numbers [num_columns, num_rows], rounded up so that each begins where a tensor of its own could; and the columns."""
+    length = round_up(num_rows, ALIGNMENT)
+    stack = torch.empty(len(columns), length, dtype=_WHOLE[columns[0].dtype.itemsize], device=device)
+    tensors = [part.view(column.dtype) for part, column in zip(stack.unbind(0), columns, strict=True)]
+    for tensor, column in zip(tensors, columns, strict=True):
+        tensor.fill_(column.default)
+    return stack, [tensor[:num_rows] for tensor in tensors]
 
 
-_Stacked = list[tuple[_Stack, Array]]
+def _part(block: torch.Tensor, begin: int, kind: torch.dtype, *shape: int) -> torch.Tensor:
+    """What lies in a block from a byte on."""
+    return block[begin : begin + prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
-def _written_together(columns: Many[Column]) -> list[list[Column]]:
-    found: dict[torch.dtype, list[Column]] = {}
-    for column in columns:
-        if column.width == 1 and column.form == Form.ROW and Writer.ENTRY in column.writer:
-            found.setdefault(column.dtype, []).append(column)
-    return list(found.values())
-
-
-def _alone(write: Write, stacks: _Stacked) -> list[tuple[str, Array]]:
-    """The values that are in no stack."""
-    together = {name for stack, _ in stacks for name in stack.columns}
-    return [(name, values) for name, values in write.values.items() if name not in together]
-
-
-class _Block:
-    """Arrays that go over in one transfer: where each of them lies."""
-
-    def __init__(self) -> None:
-        self._parts: dict[int, tuple[int, Array]] = {}
-        self._end = 0
-
-    def add_all(self, write: Write, stacks: _Stacked) -> None:
-        """What a write consists of."""
-        if write.values:
-            self.add(write.rows)
-        for _, values in (*stacks, *_alone(write, stacks)):
-            self.add(values)
-        for places, values in write.pairs.values():
-            self.add(places)
-            self.add(values)
-
-    def add(self, array: Array) -> None:
-        """Give an array its place."""
-        self._parts[id(array)] = self._end, array
-        self._end += round_up(array.nbytes, _ALIGNMENT)
-
-    @property
-    def num_bytes(self) -> int:
-        """Rounded up by an eighth at most, so that few layouts serve all sizes."""
-        if self._end <= _SMALLEST:
-            return _SMALLEST if self._end else 0
-        grain = next_power_of_two(self._end) // 8
-        return round_up(self._end, grain)
-
-    def packed(self) -> Array:
-        """All of them in one array of bytes."""
-        block = np.zeros(self.num_bytes, dtype=np.uint8)
-        for start, array in self._parts.values():
-            block[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        return block
-
-    def start(self, array: Array) -> int:
-        """The first byte of an array."""
-        return self._parts[id(array)][0]
-
-
-class _Parts:
-    """The arrays of a block where they came to lie on the device."""
-
-    def __init__(self, block: _Block, loaded: torch.Tensor) -> None:
-        self._block = block
-        self._loaded = loaded
-        self._typed: dict[np.dtype[Any], torch.Tensor] = {}
-
-    def of(self, array: Array) -> torch.Tensor:
-        """An array as a flat tensor."""
-        typed = self._typed.get(array.dtype)
-        if typed is None:
-            typed = self._typed[array.dtype] = self._loaded.view(_torch_dtype(array.dtype))
-        first = self._block.start(array) // array.itemsize
-        return typed[first : first + array.size]
-
-
-def _fill_rows(tensor: torch.Tensor, rows: torch.Tensor, value: float) -> None:
+def _filling(tensor: torch.Tensor, rows: torch.Tensor, value: float) -> _Copy:
     """One launch on a device; on a CPU row by row, which for rows as wide as a vocabulary is nine times as fast."""
     if tensor.is_cpu and tensor[0].numel() >= _WIDE:
-        for row in rows.tolist():
-            tensor[row] = value
-    else:
-        tensor.index_fill_(0, rows, value)
-
-
-def _written(group: str, updates: TableUpdates) -> set[int]:
-    return {int(row) for write in updates.writes if write.group == group for row in write.rows}
+        return lambda: [tensor[row].fill_(value) for row in rows.tolist()]
+    return partial(tensor.index_fill_, 0, rows, value)
 
 
 def _repeated(names: Many[str]) -> str:
     return next(name for index, name in enumerate(names) if name in names[:index])
-
-
-@cache
-def _torch_dtype(kind: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.zeros(0, dtype=kind)).dtype

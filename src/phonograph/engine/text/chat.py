@@ -1,4 +1,4 @@
-"""Chat templates: messages into the one text that the model was trained to answer."""
+"""Chat templates: messages into the one text that the model was trained to continue."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _read_template(folder: Path) -> str | None:
         found = named.get("default")
         if not isinstance(found, str):
             names = ", ".join(map(str, named))
-            raise CheckpointError(f"reading {path}: chat_template has {names}; expected one of the name default.")
+            raise CheckpointError(f"reading {path}: chat_template has {names}; expected one named default. Rename one.")
     return fields.text("chat_template") if found is not None and not isinstance(found, str) else found
 
 

@@ -1,4 +1,4 @@
-"""Text out of tokens as they come: never half a character, and never the same work twice."""
+"""Detokenizer: text from tokens as they come: never half a character, and never the same work twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LeadingSpaces:
     """Spaces that some vocabularies put in front of every text, which are not part of it.
 
     A text that comes `after` a prompt is what the prompt's own text goes on with: where the prompt has them already,
-    those in front of the answer belong to the answer. In a `verbatim` text they do too: a grammar has asked for them.
+    those in front of the output belong to it. In a `verbatim` text they do too: a grammar has required them.
     """
 
     def __init__(self, tokenizer: Tokenizer, after: Iterable[int] = (), *, verbatim: bool = False) -> None:
@@ -36,7 +36,7 @@ class LeadingSpaces:
 
 
 class Detokenizer:
-    """The text of one answer. All that `add` and `finish` return, in a row, is `tokenizer.decode` of all ids, but for
+    """The text of one output. All that `add` and `finish` return, in a row, is `tokenizer.decode` of all ids, but for
     spaces in front of a text that comes `after` another, or is taken `verbatim` (see `LeadingSpaces`)."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Detokenizer:
         after: Iterable[int] = (),
         verbatim: bool = False,
     ) -> None:
-        """`without`: tokens that are no text in this answer, whatever the vocabulary says of them."""
+        """`without`: tokens that are no text in this output, whatever the vocabulary says of them."""
         self._tokenizer = tokenizer
         self._skipped = (tokenizer.special_ids if skip_special else frozenset()).union(without)
         self._decoder = _utf8_decoder("replace")

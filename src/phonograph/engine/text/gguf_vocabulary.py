@@ -1,4 +1,4 @@
-"""A tokenizer out of a GGUF file's metadata: byte-level BPE, with the rule that cuts text into words known by name."""
+"""GGUF vocabulary: a tokenizer from a file's metadata: byte-level BPE, and pre-tokenizers known by name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from phonograph.errors import CheckpointError
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """The kinds of token that are found in text before it is cut into words."""
 
+_AGAIN = "Convert the model again, or get the file again."
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """What chat templates call the tokens that the metadata name."""
 
@@ -105,24 +106,27 @@ def _bpe(fields: Fields, whole_words: bool) -> models.BPE:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if not tokens or len(vocabulary) != len(tokens):
         found = f"{len(tokens)} entries, of which {len(tokens) - len(vocabulary)} are there twice"
-        raise CheckpointError(f"reading {fields.source}: tokens has {found}; expected each token once.")
+        raise CheckpointError(f"reading {fields.source}: tokens has {found}; expected each token once. {_AGAIN}")
     merges: list[tuple[str, str]] = []
     for merge in fields.texts("merges"):
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
-            raise CheckpointError(f"reading {fields.source}: merges has {merge!r}; expected two tokens and a space.")
+            raise CheckpointError(
+                f"reading {fields.source}: merges has {merge!r}; expected two tokens and a space. {_AGAIN}"
+            )
         merges.append((left, right))
     try:
         return models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words)
     except Exception as error:  # what the library raises has no class of its own
-        raise CheckpointError(f"reading {fields.source}: the merges don't fit the tokens ({error}).") from None
+        raise CheckpointError(f"reading {fields.source}: the merges don't fit the tokens ({error}). {_AGAIN}") from None
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields) -> None:
     """Make control and user-defined tokens be found in text as a whole."""
     tokens, kinds = fields.texts("tokens"), fields.integers("token_type")
     if kinds and len(kinds) != len(tokens):
-        raise CheckpointError(f"reading {fields.source}: token_type has {len(kinds)} entries for {len(tokens)} tokens.")
+        found = f"{len(kinds)} entries; expected {len(tokens)}, as many as there are tokens"
+        raise CheckpointError(f"reading {fields.source}: token_type has {found}. {_AGAIN}")
     added = [
         AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
         for token, kind in zip(tokens, kinds, strict=False)
@@ -147,5 +151,7 @@ def _add_ends(backend: tokenizers.Tokenizer, fields: Fields, adds_bos: bool) -> 
 def _token(fields: Fields, name: str) -> str:
     tokens, index = fields.texts("tokens"), fields.integer(name)
     if not 0 <= index < len(tokens):
-        raise CheckpointError(f"reading {fields.source}: {name} is {index}, but there are {len(tokens)} tokens.")
+        raise CheckpointError(
+            f"reading {fields.source}: {name} is {index}, but there are {len(tokens)} tokens. {_AGAIN}"
+        )
     return tokens[index]

@@ -1,4 +1,4 @@
-"""Grammars through `llguidance`: JSON schemas, regular expressions, choices and Lark."""
+"""Guidance: grammars through `llguidance`: JSON schemas, regular expressions, choices and Lark."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import RequestError
 
 INSTALL = "pip install 'phonograph[grammar]'"
+_ANY_FIELD = "grammar"
+"""The field of errors that no request sees."""
 _MOST_WORDS = 300
 """Characters of a library's explanation that a message takes."""
 
@@ -29,24 +31,24 @@ class Guidance:
         self._making = threading.Lock()
 
     def prepare(self) -> None:
-        """Read the vocabulary; without the library, nothing: who asks for a grammar will hear of it."""
+        """Read the vocabulary; without the library nothing: a request with a grammar will be refused."""
         with suppress(RequestError):
-            self._vocabulary(_library())
+            self._vocabulary(_library(_ANY_FIELD), _ANY_FIELD)
 
-    def _vocabulary(self, library: Any) -> Any:
+    def _vocabulary(self, library: Any, field: str) -> Any:
         with self._making:
             if self._made is None:
                 try:
                     self._made = _Vocabulary(self._tokenizer).for_library(library)
                 except ValueError as error:
                     problem = f"this model's vocabulary can't follow a grammar: {error}"
-                    raise RequestError(f"{problem}. Leave the grammar out.", field="grammar") from None
+                    raise RequestError(f"{problem}. Leave the grammar out.", field=field) from None
             return self._made
 
     def start(self, spec: GrammarSpec, count: int = 1) -> list[GuidedText]:
-        """The beginnings of so many texts that follow the grammar; one that makes no sense is refused."""
-        library = _library()
-        vocabulary = self._vocabulary(library)
+        """The beginnings of `count` texts that follow the grammar; one that makes no sense is refused."""
+        library = _library(spec.field)
+        vocabulary = self._vocabulary(library, spec.field)
         try:
             limits = library.LLParserLimits(verbose_errors=False)  # else errors quote the library's own state
             grammar = _grammar_of(spec, library.LLMatcher)
@@ -61,7 +63,7 @@ class Guidance:
 class _Vocabulary:
     """A model's tokens, and texts as tokens, in the form that `llguidance` takes.
 
-    Special tokens and those that end an answer are never part of a text: one that has the characters of `<|im_end|>`
+    Special tokens and those that end an output are never part of a text: one that has the characters of `<|im_end|>`
     in it is spelled with other tokens.
     """
 
@@ -76,9 +78,9 @@ class _Vocabulary:
         size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_ids = list(tokenizer.eos_ids)
         if not self.eos_ids:
-            raise ValueError("no token ends an answer")
+            raise ValueError("it has no end-of-sequence token")
         if max(self.eos_ids) >= size:
-            raise ValueError(f"token {max(self.eos_ids)} ends an answer, and the vocabulary has {size}")
+            raise ValueError(f"its end-of-sequence token {max(self.eos_ids)} is not among its {size} tokens")
         self.eos_token_id = self.eos_ids[0]
         self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
         self.special_token_ids = sorted(tokenizer.special_ids.union(self.eos_ids))
@@ -170,9 +172,9 @@ def _grammar_of(spec: GrammarSpec, matcher: Any) -> str:
     return found
 
 
-def _library() -> Any:
+def _library(field: str) -> Any:
     try:
         import llguidance
     except ImportError:
-        raise RequestError(f"output that follows a grammar needs llguidance. Run: {INSTALL}", field="grammar") from None
+        raise RequestError(f"output that follows a grammar needs llguidance. Run: {INSTALL}", field=field) from None
     return llguidance

@@ -1,4 +1,4 @@
-"""What bytes a token stands for: a text is the bytes of its tokens, and a character may be split over several."""
+"""Spelling: the bytes of each token: a text is the bytes of its tokens, and a character may be split over several."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ class Spelling:
                 return cls(sentencepiece_bytes)
         raise CheckpointError(
             f"opening the tokenizer of {source}: its decoder is {' + '.join(kinds)}; supported are ByteLevel, "
-            "and Replace(▁) + ByteFallback + Fuse (+ Strip)."
+            "and Replace(▁) + ByteFallback + Fuse (+ Strip). Use a model with one of these."
         )

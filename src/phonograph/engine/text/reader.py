@@ -1,4 +1,4 @@
-"""TextReader: the tokens of one answer as they come, turned to text that is safe to show, up to a stop string."""
+"""TextReader: the tokens of one output as they come, turned to text that is safe to show, up to a stop string."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Read(NamedTuple):
     text: str
     """New, and safe to show."""
     num_tokens: int
-    """How many of the tokens it took: those up to the stop string. The others are no part of the answer."""
+    """How many of the tokens it took: those up to the stop string. The others are no part of the output."""
     is_stopped: bool
-    """Whether a stop string ends the answer here."""
+    """Whether a stop string ends the output here."""
 
 
 class TextReader:
@@ -33,7 +33,7 @@ class TextReader:
         after: Sequence[int] = (),
         verbatim: bool = False,
     ) -> None:
-        """`stop_ids` end the answer and are not part of its text; `after` is the prompt that the text continues.
+        """`stop_ids` end the output and are not part of its text; `after` is the prompt that the text continues.
 
         A `verbatim` text follows a grammar: no space in front of it is the vocabulary's own.
         """

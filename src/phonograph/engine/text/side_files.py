@@ -78,9 +78,11 @@ class SideFiles:
             "add_prefix_space": bool(plain.tokens) and plain.tokens[0].startswith(_SPACES),
             "split_special_tokens": False,
         }
-        if wrong := [f"{name} {str(asked).lower()}" for name, asked in self.switches.items() if done[name] != asked]:
+        if wrong := [f"{name} {str(wanted).lower()}" for name, wanted in self.switches.items() if done[name] != wanted]:
             names = ", ".join(wrong)
-            log.warning("%s: without effect, as the tokenizer.json beside it does otherwise: %s", self.source, names)
+            log.warning(
+                "%s: without effect, as the tokenizer.json of the same folder does otherwise: %s", self.source, names
+            )
 
     def _is_role(self, tokens: list[str], role: str) -> bool:
         return role in self.roles and tokens == [self.roles[role].content]
@@ -98,7 +100,7 @@ class SideFiles:
             if found != token_id:
                 raise CheckpointError(
                     f"reading {self.added_in}: the token {token.content[:80]!r} should have the id {token_id}, but the "
-                    f"tokenizer.json beside it makes it {found}. The files are of different models: get both again."
+                    f"tokenizer.json of the folder makes it {found}. The files are of different models: get both again."
                 )
         present = {token.content for token in backend.get_added_tokens_decoder().values()}
         others = {token.content: token for token in (*self.roles.values(), *self.extra) if token.content not in present}
@@ -116,7 +118,9 @@ def _fields(path: Path) -> Fields:
 
 def _id_in(listed: Fields, key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 19):
-        raise CheckpointError(f"reading {listed.source}: {key[:80]!r} is no token id; expected a whole number.")
+        raise CheckpointError(
+            f"reading {listed.source}: {key[:80]!r} is no token id; expected a whole number. Get the file again."
+        )
     return int(key)
 
 

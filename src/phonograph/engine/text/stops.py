@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: what may still become one is held back, everything else is given out at once.
+"""StopStrings: a stream of text in which what may still become a stop string is held back, and no more than that.
 
 One that is the text of a special token stands for that token.
 """

@@ -1,4 +1,4 @@
-"""Between text and token ids, over the `tokenizers` library."""
+"""Tokenizer: text to token ids and back, over the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Tokenizer:
         self.bos_id = self._id_of("bos_token")
         eos_id = self._id_of("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*eos_ids, *([] if eos_id is None else [eos_id])]))
-        """The tokens that end an answer."""
+        """The tokens that end an output."""
 
     @classmethod
     def from_folder(cls, folder: Path, eos_ids: Iterable[int] = ()) -> Tokenizer:
-        """From the tokenizer.json of a Hugging Face folder, and the files beside it."""
+        """From the tokenizer.json of a Hugging Face folder, and its side files."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -56,10 +56,10 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # what the library raises has no class of its own
             raise CheckpointError(f"reading {path}: not a tokenizer ({error}). Get the file again.") from None
-        beside = SideFiles.read(folder)
-        beside.add_to(backend)
-        beside.warn_of_switches(backend)
-        return cls(backend, beside.special_tokens, eos_ids, str(folder))
+        side_files = SideFiles.read(folder)
+        side_files.add_to(backend)
+        side_files.warn_of_switches(backend)
+        return cls(backend, side_files.special_tokens, eos_ids, str(folder))
 
     @classmethod
     def from_gguf(
@@ -76,7 +76,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: a text of more than so many times n has more than n tokens."""
+        """Characters of the longest token: a text of more than n times as many has more than n tokens."""
         return max((len(token) for token in self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property

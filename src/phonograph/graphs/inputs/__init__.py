@@ -1,1 +1,1 @@
-"""Inputs: slots, the pool of their buffers, and the registry that alone writes them."""
+"""Inputs: slots, the pool of their buffers, and the registry, their only writer."""

@@ -1,4 +1,4 @@
-"""Tensors of foreign objects: found by path, grouped by the memory that they show, moved together."""
+"""Tensor aliases: tensors of foreign objects, found by path, grouped by shared memory, moved together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phonograph.errors import DeclarationError
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class FoundTensor:
     """A tensor in a field of an object."""
 
     owner: str
@@ -42,8 +42,8 @@ class Found:
 class Aliases:
     """Fields that show the same memory: all of it is the root's."""
 
-    root: Found
-    members: Sequence[Found] = ()
+    root: FoundTensor
+    members: Sequence[FoundTensor] = ()
     """The others."""
     tangled: str = ""
     """The path of another field whose memory overlaps in a way that no single buffer has; empty if there is none."""
@@ -59,7 +59,7 @@ class Aliases:
         for member, shown in zip(self.members, views, strict=True):
             member.put(shown)
 
-    def _as_before(self, view: torch.Tensor, member: Found) -> torch.Tensor:
+    def _as_before(self, view: torch.Tensor, member: FoundTensor) -> torch.Tensor:
         if member.geometry == self.root.geometry:
             return view
         offset = (member.start - self.root.start) // view.element_size()
@@ -74,9 +74,9 @@ def reach(view: torch.Tensor) -> int:
     return (last + 1) * view.element_size()
 
 
-def group_aliases(found: Sequence[Found]) -> list[Aliases]:
+def group_aliases(found: Sequence[FoundTensor]) -> list[Aliases]:
     """Every field once, in groups that show the same memory, whatever the order in which they were found."""
-    groups: list[list[Found]] = []
+    groups: list[list[FoundTensor]] = []
     end, device = 0, None
     for one in sorted(found, key=_in_memory_order):
         if groups and one.tensor.device == device and 0 < one.start < min(end, one.end):
@@ -89,13 +89,13 @@ def group_aliases(found: Sequence[Found]) -> list[Aliases]:
     return sorted(rooted, key=lambda aliases: (aliases.root.owner, aliases.root.path))
 
 
-def _in_memory_order(one: Found) -> tuple[object, ...]:
+def _in_memory_order(one: FoundTensor) -> tuple[object, ...]:
     """By address; of those that start together the one that reaches farthest first, and can be the others' root."""
     tensor = one.tensor
     return str(tensor.device), one.start, -one.end, not tensor.is_contiguous(), one.path, one.owner
 
 
-def _rooted(group: Sequence[Found]) -> Iterator[Aliases]:
+def _rooted(group: Sequence[FoundTensor]) -> Iterator[Aliases]:
     """The group below its root; or each by itself, where there is no field that shows all of it."""
     root, *members = group  # starts first, reaches farthest
     whole = max(one.end for one in group)
@@ -109,9 +109,9 @@ def _rooted(group: Sequence[Found]) -> Iterator[Aliases]:
         yield Aliases(one, tangled=f"{other.owner}.{other.path}")
 
 
-def find_tensors(target: Any, owner: str) -> list[Found]:
+def find_tensors(target: Any, owner: str) -> list[FoundTensor]:
     """Every tensor below a container."""
-    return [Found(owner, path, tensor, put) for path, tensor, put in _walk(target, "", ())]
+    return [FoundTensor(owner, path, tensor, put) for path, tensor, put in _walk(target, "", ())]
 
 
 _Put = Callable[[torch.Tensor], None]

@@ -1,4 +1,4 @@
-"""Named sizes: what a batch uses of each dim, and what a graph was recorded for."""
+"""Extent: by dim, the size that a batch uses and the padded size that a graph was recorded for."""
 
 from __future__ import annotations
 
@@ -26,17 +26,22 @@ class Dim:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise DeclarationError("a dim has no name. Write Dim('tokens').")
+            raise DeclarationError("declaring a dim: its name is empty. Write Dim('tokens').")
         if self.limit is not None and self.per is not None:
             raise DeclarationError(f"dim {self.name!r} has both a limit and per={self.per!r}. Give one of them.")
         if (self.limit is not None and not is_whole(self.limit, 1)) or not is_whole(self.times, 1):
             raise DeclarationError(
-                f"dim {self.name!r} must have a positive size: limit and times are whole numbers of at least 1."
+                f"dim {self.name!r} has limit={self.limit!r} and times={self.times!r}; "
+                "expected positive whole numbers. Correct them, or leave them out."
             )
         if self.times != 1 and self.per is None:
-            raise DeclarationError(f"dim {self.name!r} is {self.times} times as large as what? Add per='…'.")
+            raise DeclarationError(
+                f"dim {self.name!r} has times={self.times} and no per=. Name the dim it is a multiple of: per='…'."
+            )
         if self.field is not None and not all(part.isidentifier() for part in self.field.split(".")):
-            raise DeclarationError(f"dim {self.name!r}: {self.field!r} is not a dotted field name.")
+            raise DeclarationError(
+                f"dim {self.name!r}: {self.field!r} is not a dotted field name. Write one such as 'inputs.count'."
+            )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads and replaces the fields of a user's batch: any object or mapping, with dotted paths."""
+"""Batch fields: reading and replacing them by dotted path, in any object or mapping."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def path_of(field: str) -> Path:
     return tuple(field.split("."))
 
 
-def fetch(batch: Any, beside: Mapping[str, Any], path: Path) -> Any:
+def fetch(batch: Any, kwargs: Mapping[str, Any], path: Path) -> Any:
     """The value at a path, or None where a part of the path is missing or None.
 
-    A path whose first part names something passed beside the batch starts there.
+    A path whose first part names a keyword argument starts there.
     """
-    value = beside[path[0]] if path[0] in beside else _get(batch, path[0])
+    value = kwargs[path[0]] if path[0] in kwargs else _get(batch, path[0])
     for part in path[1:]:
         if value is None:
             return None

@@ -1,4 +1,4 @@
-"""Computed slots for the token counts that data-parallel ranks gather."""
+"""Gathered token counts: computed slots for the counts that data-parallel ranks exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phonograph.graphs.inputs.slot import Slot
 
 
 def local_num_tokens(num_tokens: int, padded: int, rank: int, num_ranks: int) -> int:
-    """How many real tokens lie in this rank's share of the padded ones; what does not divide leaves the last ones less.
+    """How many real tokens lie in this rank's share of the padded ones; the last get fewer where they don't divide.
 
     These are the sizes that `torch.chunk` cuts.
     """
@@ -30,7 +30,7 @@ def local_num_tokens_slot(
     equal shares, so a bucket that does not divide is refused; eager batches may have any size.
     """
     if not 0 <= rank < num_ranks:
-        raise DeclarationError(f"slot {name!r}: there is no rank {rank} among {num_ranks}. Count from 0.")
+        raise DeclarationError(f"slot {name!r}: rank is {rank}, expected 0 to {num_ranks - 1}. Count ranks from 0.")
     path, own = path_of(count), path_of(name)
 
     def compute(batch: Any, extent: Extent) -> list[int] | None:

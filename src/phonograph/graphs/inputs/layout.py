@@ -1,4 +1,4 @@
-"""Where the slots of one padded extent lie in memory, worked out once so that a load is only copies."""
+"""Layout: where the slots of one padded extent lie in memory, computed once so that a load is only copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One load: takes the values of a batch one by one, and issues as few copies as they allow."""
+"""Load: the values of one batch, taken one by one and written with as few copies as possible."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class Load:
             self._made = _Copies()
         return self._made
 
-    def take_all(self, steps: Steps, batch: Any, beside: Mapping[str, Any]) -> None:
+    def take_all(self, steps: Steps, batch: Any, kwargs: Mapping[str, Any]) -> None:
         """Take the batch's value for each slot; the common case in line, since this is most of a step's host time."""
-        plain = type(batch) is dict and not beside
+        plain = type(batch) is dict and not kwargs
         packed, index, tails_stand = self._packed, -1, False
         for fit in steps.loaded:
-            value = batch.get(fit.name) if plain and fit.name else fetch(batch, beside, fit.path)
+            value = batch.get(fit.name) if plain and fit.name else fetch(batch, kwargs, fit.path)
             if type(value) is np.ndarray and value.dtype is fit.kind and value.shape == fit.shape:
                 if index < 0:
                     index = self._ring()

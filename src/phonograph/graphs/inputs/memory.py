@@ -1,4 +1,4 @@
-"""The memory that layouts lie in: leased from a pool and fixed, or growing; and the host blocks beside it."""
+"""Buffer memory: what layouts lie in, leased from a pool and fixed, or growing; and its host blocks."""
 
 from __future__ import annotations
 

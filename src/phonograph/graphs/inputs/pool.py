@@ -1,4 +1,4 @@
-"""One allocation per (name, dtype, device) for all runners: plan first, then allocate."""
+"""Buffer pool: one allocation per (name, dtype, device) for all runners; all leases are planned, then allocated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from phonograph.devices import Device, MemoryPool
 from phonograph.errors import DeclarationError, LoadError
-from phonograph.graphs.inputs.aliases import Aliases, Found, find_tensors, group_aliases
+from phonograph.graphs.inputs.aliases import Aliases, FoundTensor, find_tensors, group_aliases
 
 log = logging.getLogger("phonograph")
 
@@ -22,7 +22,7 @@ Key = tuple[str, torch.dtype, torch.device]
 
 @dataclass(eq=False)
 class LoadCount:
-    """How often an allocation was written for a graph: while it stands still, it holds what the last load left."""
+    """How often an allocation was written for a graph: while the count is the same, it holds the last load."""
 
     count: int = 0
 
@@ -59,14 +59,17 @@ class Lease:
         """All the memory that this lease is a part of."""
         if self._memory is None:
             raise DeclarationError(
-                f"buffer {self.name!r} of {self.owner} is used before the pool is sealed. Call seal()."
+                f"using buffer {self.name!r} of {self.owner} before the pool is sealed. Call seal() first."
             )
         return self._memory
 
     def place(self, memory: torch.Tensor) -> None:
         """Give the lease its memory, once: what is captured is never repointed."""
         if self._memory is not None:
-            raise DeclarationError(f"buffer {self.name!r} of {self.owner} has its memory already.")
+            raise DeclarationError(
+                f"placing buffer {self.name!r} of {self.owner}: it has memory already, which graphs may hold. "
+                "Request another buffer."
+            )
         self._memory = memory
 
 
@@ -79,7 +82,7 @@ class PoolReport:
     bytes_requested: int
     bytes_allocated: int
     private: tuple[str, ...]
-    """Leases that share with nobody, with the reason."""
+    """Leases that are not shared, with the reason."""
 
     @property
     def bytes_saved(self) -> int:
@@ -105,16 +108,16 @@ class BufferPool:
         self.device = device
         self.sealed = False
         self.in_use = threading.Lock()
-        """Held by the runner whose load means something right now: it runs, captures, verifies or gives graphs back."""
+        """Held by the runner that runs, captures, verifies or releases right now: its load must stay in the buffers."""
         self.num_loads = 0
         """Grows with every load for a graph, whatever buffers it writes."""
         self.num_adopted_loads = 0
-        """Grows with every load into tensors that are not leased: they may lie in anybody's buffer."""
+        """Grows with every load into tensors that are not leased: they may lie in any runner's buffer."""
         self._loads: dict[Key, LoadCount] = {}
         self.rings: dict[Key, object] = {}
-        """Host memory beside a shared allocation: one for all runners."""
+        """Host memory for each shared allocation: one for all runners."""
         self._leases: list[Lease] = []
-        self._found: list[Found] = []
+        self._found: list[FoundTensor] = []
         self._private: list[str] = []
         self._allocations: dict[Key, torch.Tensor] = {}
         self._bytes_private = 0
@@ -126,7 +129,7 @@ class BufferPool:
 
     @contextmanager
     def using(self, doing: str) -> Iterator[None]:
-        """Inside, the buffers are one runner's, which is `doing` this; refused where they are somebody's already."""
+        """Hold the buffers for one runner, which is `doing` this; refused where another has them."""
         if not self.in_use.acquire(blocking=False):
             raise self.busy(doing)
         try:
@@ -194,11 +197,11 @@ class BufferPool:
         return largest
 
     def _why_private(self, lease: Lease) -> str:
-        """Why a lease that is asked for now shares with nobody; empty if it shares."""
+        """Why a lease that is asked for now is not shared; empty if it is."""
         if not self.device.capabilities.shares_buffers:
             return f"the {self.device.name} device does not share buffers"
         if self.sealed and lease.key not in self._allocations:
-            return "asked for after the pool was sealed, and nobody before asked for one like it"
+            return "asked for after the pool was sealed, and there was no earlier one like it"
         if self.sealed and self._allocations[lease.key].numel() < lease.num_elements:
             return f"asked for after the pool was sealed, with {self._allocations[lease.key].numel():,} elements of it"
         return ""
@@ -222,7 +225,7 @@ class BufferPool:
         self._private.append(f"{lease.owner}.{lease.name}: {reason}")
         log.info("buffer %s of %s is not shared: %s", lease.name, lease.owner, reason)
 
-    def _lease_found(self, found: Sequence[Found]) -> Callable[[], None]:
+    def _lease_found(self, found: Sequence[FoundTensor]) -> Callable[[], None]:
         """Lease memory for tensors that were found; call what comes back to put views of it in their place."""
         moves: list[tuple[Lease, Aliases]] = []
         for aliases in group_aliases(found):

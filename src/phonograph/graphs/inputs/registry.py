@@ -1,4 +1,4 @@
-"""The registry: the only writer of a slot's buffer. A load leaves every element of the padded view defined."""
+"""Registry: the only writer of a slot's buffer. A load leaves every element of the padded view defined."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Prepared = tuple[Layout, Steps]
 
 @dataclass(frozen=True)
 class View:
-    """What a load returns: copies of the batch and of what is beside it, with buffer views in the slots' fields."""
+    """What a load returns: copies of the batch and of the keyword arguments, with buffer views in the slots' fields."""
 
     batch: Any
-    beside: Mapping[str, Any]
+    kwargs: Mapping[str, Any]
     extent: Extent
 
 
@@ -159,29 +159,29 @@ class Registry:
 
     # -- measure ------------------------------------------------------------------------------------------
 
-    def size_of(self, dim: str, batch: Any, beside: Mapping[str, Any] = _NOTHING) -> int:
+    def size_of(self, dim: str, batch: Any, kwargs: Mapping[str, Any] = _NOTHING) -> int:
         """How much of a dim the batch uses."""
         if dim in self._size_paths:
-            named = fetch(batch, beside, self._size_paths[dim])
+            named = fetch(batch, kwargs, self._size_paths[dim])
             if named is not None:
                 return int(named)
         for carrier in self._carriers[dim]:
-            size = _size_along(fetch(batch, beside, carrier.path), carrier.axis)
+            size = _size_along(fetch(batch, kwargs, carrier.path), carrier.axis)
             if size is not None:
                 return size
-        return self._size_without_carrier(dim, batch, beside)
+        return self._size_without_carrier(dim, batch, kwargs)
 
-    def _size_without_carrier(self, dim: str, batch: Any, beside: Mapping[str, Any]) -> int:
+    def _size_without_carrier(self, dim: str, batch: Any, kwargs: Mapping[str, Any]) -> int:
         """The size of a dim that no value of the batch shows.
 
         All of it where its values are computed, or where a neutral value stands for them: that is what a graph
         reads. Nothing where they are empty, or where nothing stands for them.
         """
         declared, carriers = self.dims[dim], self._carriers[dim]
-        empty = [_is_empty(fetch(batch, beside, one.path)) for one in carriers]
+        empty = [_is_empty(fetch(batch, kwargs, one.path)) for one in carriers]
         if all(one.optional for one in carriers) and not any(empty):
             if declared.per is not None:
-                return self.size_of(declared.per, batch, beside) * declared.times
+                return self.size_of(declared.per, batch, kwargs) * declared.times
             if declared.limit is not None and (not carriers or any(one.neutral for one in carriers)):
                 return declared.limit
         if carriers and all(one.optional or none for one, none in zip(carriers, empty, strict=True)):
@@ -193,9 +193,9 @@ class Registry:
             f"Give that a value, or name a field: Dim({dim!r}, field=…)."
         )
 
-    def measure(self, batch: Any, beside: Mapping[str, Any] = _NOTHING) -> dict[str, int]:
+    def measure(self, batch: Any, kwargs: Mapping[str, Any] = _NOTHING) -> dict[str, int]:
         """How much of every dim the batch uses."""
-        used = {dim: self.size_of(dim, batch, beside) for dim in self.dims}
+        used = {dim: self.size_of(dim, batch, kwargs) for dim in self.dims}
         for name, base, times in self._ratios:
             if used[name] != used[base] * times:
                 raise LoadError(
@@ -212,7 +212,7 @@ class Registry:
         extent: Extent,
         *,
         mode: LoadMode = LoadMode.GRAPH,
-        beside: Mapping[str, Any] = _NOTHING,
+        kwargs: Mapping[str, Any] = _NOTHING,
         without: frozenset[str] = frozenset(),
         anew: bool = False,
     ) -> View:
@@ -222,18 +222,18 @@ class Registry:
         body remembers by `is`, `id()` or a hash must not be found again.
         """
         prepared = self._steps(extent, mode, without)
-        exposed = self._fill(batch, extent, mode, beside, prepared)
+        exposed = self._fill(batch, extent, mode, kwargs, prepared)
         values = prepared[1].views | exposed
         if anew:
             values = {path: one.detach() if isinstance(one, torch.Tensor) else one for path, one in values.items()}
-        return _view(batch, beside, values, extent)
+        return _view(batch, kwargs, values, extent)
 
     def live(
         self,
         batch: Any,
         extent: Extent,
         *,
-        beside: Mapping[str, Any] = _NOTHING,
+        kwargs: Mapping[str, Any] = _NOTHING,
         without: frozenset[str] = frozenset(),
     ) -> View:
         """What was just loaded for a graph, without its padding: used rows of the buffers.
@@ -242,27 +242,27 @@ class Registry:
         """
         _, steps = self._steps(extent, LoadMode.GRAPH, without)
         values = {path: rows for path, rows in steps.used.items() if path not in self._not_live}
-        return _view(batch, beside, values, extent)
+        return _view(batch, kwargs, values, extent)
 
     def prepare(self, extent: Extent, *, without: frozenset[str] = frozenset()) -> Prepared:
         """All that loads of this extent for a graph have in common; valid for good, since graphs' buffers stay."""
         return self._steps(extent, LoadMode.GRAPH, without)
 
-    def fill_prepared(self, batch: Any, extent: Extent, beside: Mapping[str, Any], prepared: Prepared) -> None:
+    def fill_prepared(self, batch: Any, extent: Extent, kwargs: Mapping[str, Any], prepared: Prepared) -> None:
         """Write the buffers for a graph, with the extent's preparation already at hand."""
-        self._fill(batch, extent, LoadMode.GRAPH, beside, prepared)
+        self._fill(batch, extent, LoadMode.GRAPH, kwargs, prepared)
 
     def _fill(
-        self, batch: Any, extent: Extent, mode: LoadMode, beside: Mapping[str, Any], prepared: Prepared
+        self, batch: Any, extent: Extent, mode: LoadMode, kwargs: Mapping[str, Any], prepared: Prepared
     ) -> dict[Path, Any]:
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._fill(batch, extent, mode, beside, prepared)
+                return self._fill(batch, extent, mode, kwargs, prepared)
         layout, steps = prepared
         load = Load(layout, mode, self.counts)
-        load.take_all(steps, batch, beside)
+        load.take_all(steps, batch, kwargs)
         if steps.computed:
-            self._compute(batch, extent, mode, beside, steps, load)
+            self._compute(batch, extent, mode, kwargs, steps, load)
         load.issue()
         if mode is LoadMode.NO_COPY:
             return load.exposed | layout.copied([fit.cell for fit in steps.fits if fit.path not in load.exposed])
@@ -286,7 +286,7 @@ class Registry:
             lease.loads.count += 1
 
     def _compute(
-        self, batch: Any, extent: Extent, mode: LoadMode, beside: Mapping[str, Any], steps: Steps, load: Load
+        self, batch: Any, extent: Extent, mode: LoadMode, kwargs: Mapping[str, Any], steps: Steps, load: Load
     ) -> None:
         """Computed slots run after the others and see their loaded values; host values as tensors on the host.
 
@@ -295,11 +295,11 @@ class Registry:
         absent, whatever its function would say, since that None chose the recording.
         """
         loaded = load.seen()
-        seen = _view(batch, beside, loaded, extent).batch if loaded else batch
+        seen = _view(batch, kwargs, loaded, extent).batch if loaded else batch
         asked = extent if mode is LoadMode.GRAPH else replace(extent, for_graph=False)
         for fit, full in steps.computed:
             assert fit.slot.compute is not None
-            own = fetch(batch, beside, fit.path)
+            own = fetch(batch, kwargs, fit.path)
             absent = fit.slot.keyed and own is None
             value = None if absent else fit.slot.compute(seen, asked)
             if value is None:
@@ -341,12 +341,12 @@ class Registry:
             ) from None
 
 
-def _view(batch: Any, beside: Mapping[str, Any], values: Mapping[Path, Any], extent: Extent) -> View:
-    if not beside:
-        return View(expose(batch, values), beside, extent)
-    aside = {path: value for path, value in values.items() if path[0] in beside}
-    in_batch = {path: value for path, value in values.items() if path[0] not in beside}
-    return View(expose(batch, in_batch), expose(dict(beside), aside), extent)
+def _view(batch: Any, kwargs: Mapping[str, Any], values: Mapping[Path, Any], extent: Extent) -> View:
+    if not kwargs:
+        return View(expose(batch, values), kwargs, extent)
+    aside = {path: value for path, value in values.items() if path[0] in kwargs}
+    in_batch = {path: value for path, value in values.items() if path[0] not in kwargs}
+    return View(expose(batch, in_batch), expose(dict(kwargs), aside), extent)
 
 
 def _size_along(value: Any, axis: int) -> int | None:

@@ -15,7 +15,7 @@ from phonograph.graphs.inputs.fields import Path, path_of
 from phonograph.numbers import is_whole
 
 Number = bool | int | float
-Place = Literal["device", "host"]
+Placement = Literal["device", "host"]
 Compute = Callable[[Any, Extent], Any]
 """Takes the batch and the extent; returns the slot's value, or None to load the batch's own."""
 
@@ -25,7 +25,7 @@ _FLOAT_POISON = (-173.0, 211.0)
 
 @dataclass(frozen=True)
 class Pad:
-    """What stands in the rows between used and padded."""
+    """The value of the rows after the used ones, up to the padded size."""
 
     value: Number | None
     because: str = ""
@@ -33,18 +33,18 @@ class Pad:
     def __post_init__(self) -> None:
         if self.value is None and not self.because:
             raise DeclarationError(
-                "a pad has neither a value nor a reason. Write Pad.fill(value), or, if nobody reads the tail, "
-                "Pad.unread(because='…')."
+                "declaring a pad: it has neither a value nor a reason. Write Pad.fill(value), or, if nothing reads "
+                "the padding, Pad.unread(because='…')."
             )
 
     @staticmethod
     def fill(value: Number, because: str = "") -> Pad:
-        """Every load writes this value into the tail; one outside the slot's legal range needs a reason."""
+        """Every load writes this value into the padding; one outside the slot's legal range needs a reason."""
         return Pad(value, because)
 
     @staticmethod
     def unread(because: str) -> Pad:
-        """Nobody reads the tail, for this reason; `verify` poisons it to prove the claim."""
+        """Nothing reads the padding, for this reason; `verify` poisons it to prove the claim."""
         return Pad(None, because)
 
 
@@ -59,16 +59,16 @@ class Slot:
     shape: tuple[int | str, ...]
     dtype: torch.dtype
     pad: Pad | None = None
-    """What stands in padded rows. Floating-point slots default to 0, or the smallest legal value; others must say."""
+    """The value of padded rows. Floating-point slots default to 0, or the smallest legal value; others need one."""
     source: str | None = None
-    """The field of the batch, or of what is passed beside it; may be dotted. Default: the slot's name."""
+    """The field of the batch, or a keyword argument; may be dotted. Default: the slot's name."""
     compute: Compute | None = None
     """Computes the value from the batch and the extent, after the other slots are loaded."""
     absent: Number | None = None
     """A neutral value for when the batch has None here, in a replay and on the eager path alike."""
     keyed: bool = False
     """The batch may have None here, and graphs are recorded with and without it; a computed slot is then absent."""
-    place: Place = "device"
+    place: Placement = "device"
     valid: tuple[Number, Number] | None = None
     """The smallest and largest legal value; samples and poison stay inside it."""
     shared: bool = True
@@ -78,10 +78,15 @@ class Slot:
         self._check_kinds()
         for what, name in (("name", self.name), ("source", self.field)):
             if not all(part.isidentifier() for part in name.split(".")):
-                raise DeclarationError(f"slot {self.name!r}: the {what} {name!r} is not a dotted field name.")
+                raise DeclarationError(
+                    f"slot {self.name!r}: the {what} {name!r} is not a dotted field name. "
+                    "Write one such as 'inputs.ids'."
+                )
         self._check_shape()
         if self.compute is not None and not callable(self.compute):
-            raise DeclarationError(f"slot {self.name!r} is computed without a function. Give compute=f(batch, extent).")
+            raise DeclarationError(
+                f"slot {self.name!r}: compute is {self.compute!r}, expected a function. Give compute=f(batch, extent)."
+            )
         if self.absent is not None and self.keyed:
             raise DeclarationError(
                 f"slot {self.name!r} has absent= and keyed=True. Give absent= for one recording that reads a "
@@ -93,12 +98,16 @@ class Slot:
     def _check_kinds(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise DeclarationError(
-                f"slot {self.name!r}: the dtype {self.dtype!r} is none of torch's. Write torch.float32."
+                f"slot {self.name!r}: dtype is {self.dtype!r}, expected a torch.dtype. Write torch.float32."
             )
         if self.pad is not None and not isinstance(self.pad, Pad):
-            raise DeclarationError(f"slot {self.name!r}: pad is {self.pad!r}. Write pad=Pad.fill({self.pad!r}).")
+            raise DeclarationError(
+                f"slot {self.name!r}: pad is {self.pad!r}, expected a Pad. Write pad=Pad.fill({self.pad!r})."
+            )
         if self.valid is not None and (not isinstance(self.valid, tuple) or len(self.valid) != 2):
-            raise DeclarationError(f"slot {self.name!r}: valid is {self.valid!r}. Write valid=(smallest, largest).")
+            raise DeclarationError(
+                f"slot {self.name!r}: valid is {self.valid!r}, expected a pair. Write valid=(smallest, largest)."
+            )
 
     def _check_shape(self) -> None:
         if not isinstance(self.shape, tuple):
@@ -112,7 +121,7 @@ class Slot:
                 )
         if len(set(self.dims)) != len(self.dims):
             raise DeclarationError(
-                f"slot {self.name!r}: a dim stands twice in its shape {self.shape}. Give the second axis its own dim."
+                f"slot {self.name!r}: a dim is twice in its shape {self.shape}. Give the second axis its own dim."
             )
 
     def _check_valid(self) -> None:
@@ -121,7 +130,7 @@ class Slot:
         for bound in self.valid:
             self._check_number("valid", bound)
             if not math.isfinite(bound):
-                raise DeclarationError(f"slot {self.name!r}: valid={self.valid} is not finite. Name a bound.")
+                raise DeclarationError(f"slot {self.name!r}: valid={self.valid} is not finite. Write finite bounds.")
         if self.valid[0] > self.valid[1]:
             raise DeclarationError(f"slot {self.name!r}: valid={self.valid} is empty. Write (smallest, largest).")
 
@@ -138,7 +147,8 @@ class Slot:
             self._check_number("pad", self.pad.value)
         elif self.valid is None and not self.dtype.is_floating_point and self.dtype != torch.bool:
             raise DeclarationError(
-                f"slot {self.name!r}: verify poisons an unread tail inside the legal range. Add valid=(low, high)."
+                f"slot {self.name!r}: its padding is declared unread, and verify poisons it only within a legal "
+                "range. Add valid=(smallest, largest)."
             )
         if self.absent is not None:
             self._check_number("absent", self.absent)
@@ -162,7 +172,9 @@ class Slot:
             limits = torch.iinfo(self.dtype)
             fits = limits.min <= number <= limits.max and number == int(number)
         if not fits:
-            raise DeclarationError(f"slot {self.name!r}: {what} has {number!r}, which is no {self.dtype}. Change one.")
+            raise DeclarationError(
+                f"slot {self.name!r}: {what} has {number!r}, which {self.dtype} can't hold. Change one of them."
+            )
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -182,12 +194,12 @@ class Slot:
 
     @property
     def is_unread(self) -> bool:
-        """Whether the slot claims that nobody reads its tail."""
+        """Whether the slot claims that nothing reads its padding."""
         return self.pad is not None and self.pad.value is None
 
     @property
     def filler(self) -> Number:
-        """What the tail holds: the pad value; a legal one where nobody reads it."""
+        """What the padding holds: the pad value, or a legal one where nothing reads it."""
         assert self.pad is not None
         if self.pad.value is not None:
             return self.pad.value

@@ -1,4 +1,4 @@
-"""Remembers a value as it is now, so that a later change of it, or another value in its place, is noticed."""
+"""Value snapshots: a value as it is now, so that a later change, or another value in its place, is noticed."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def snapshot(value: Any) -> Any:
     return Same(value)
 
 
-def snapshots_beside(fields: Mapping[Any, Any], left_out: Collection[Path]) -> dict[Any, Any]:
-    """A snapshot of every field, less what lies at the paths left out: what holds one is looked into."""
+def snapshots_without(fields: Mapping[Any, Any], left_out: Collection[Path]) -> dict[Any, Any]:
+    """A snapshot of every field, without what is at the paths left out; a field that holds such a path is opened."""
     taken: dict[Any, Any] = {}
     for name, value in fields.items():
         below = [path[1:] for path in left_out if path[0] == name]
@@ -49,4 +49,4 @@ def _holder(value: Any, left_out: Collection[Path]) -> Any:
         fields: Mapping[Any, Any] = value
     else:
         fields = value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else dict(attributes(value))
-    return (type(value), snapshots_beside(fields, left_out)) if fields else snapshot(value)
+    return (type(value), snapshots_without(fields, left_out)) if fields else snapshot(value)

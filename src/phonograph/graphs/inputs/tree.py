@@ -33,7 +33,7 @@ _HEAP_TYPE = 1 << 9  # in a type's flags: made by a class statement
 
 
 class Marker:
-    """Base of what stands in the place of a part of a tree; never opened."""
+    """Base of placeholders in a tree; never opened."""
 
 
 class Item(NamedTuple):
@@ -42,7 +42,7 @@ class Item(NamedTuple):
     key: Any
 
 
-class Path(tuple[str | Item, ...]):
+class TreePath(tuple[str | Item, ...]):
     """The steps from the root to a part: a name for an attribute, an `Item` for a key. Shown as it is written."""
 
     __slots__ = ()
@@ -51,14 +51,14 @@ class Path(tuple[str | Item, ...]):
         steps = (f"[{step.key!r}]" if isinstance(step, Item) else f".{step}" for step in self)
         return "".join(steps).removeprefix(".")
 
-    def to(self, step: str | Item) -> Path:
-        return Path((*self, step))
+    def to(self, step: str | Item) -> TreePath:
+        return TreePath((*self, step))
 
 
 Parts = list[tuple[str | Item, Any]]
-Keep = Callable[[Path, Any], Any]
-"""Takes what is neither leaf nor dict, list or tuple; returns what stands for it as a whole, or None to open it."""
-_MAX_DEPTH = 4  # of what is looked for in objects that live on, behind which a whole program may lie
+Keep = Callable[[TreePath, Any], Any]
+"""Takes what is neither leaf nor dict, list or tuple; returns what replaces it as a whole, or None to open it."""
+_MAX_DEPTH = 4  # for objects that outlive a call: a whole program may be reachable from them
 
 
 def is_number(leaf: Any) -> bool:
@@ -68,15 +68,15 @@ def is_number(leaf: Any) -> bool:
     return isinstance(leaf, _NUMBERS) and not isinstance(leaf, Enum)
 
 
-def leaves(tree: Any, keep: Keep | None = None, path: Path = Path()) -> Iterator[tuple[Path, Any]]:
-    """Everything that is not opened, with its path; what stands at two places comes twice. None is a leaf."""
+def leaves(tree: Any, keep: Keep | None = None, path: TreePath = TreePath()) -> Iterator[tuple[TreePath, Any]]:
+    """Everything that is not opened, with its path; what is at two places comes twice. None is a leaf."""
     yield from _leaves(tree, path, keep, ())
 
 
-def map_leaves(tree: Any, change: Callable[[Path, Any], Any], keep: Keep | None = None) -> Any:
+def map_leaves(tree: Any, change: Callable[[TreePath, Any], Any], keep: Keep | None = None) -> Any:
     """The same structure, made anew, with every leaf replaced by `change(path, leaf)`.
 
-    What stands at two places is changed once and stands at both again.
+    What is at two places is changed once, and is at both again.
     """
     return _Mapping(lambda trail, leaf: change(_path_of(trail), leaf), keep).of(tree, None)
 
@@ -97,9 +97,9 @@ def is_closed(tree: Any) -> bool:
     return not _is_leaf(tree) and bool(_why_closed(tree))
 
 
-def reachable(tree: Any) -> Iterator[tuple[Path, Any]]:
-    """All that lies at most four steps below, once each, past what can't be opened: for objects that live on."""
-    found: list[tuple[Path, Any]] = [(Path(), tree)]
+def reachable(tree: Any) -> Iterator[tuple[TreePath, Any]]:
+    """All parts at most four steps below, once each; closed ones are not opened. For objects that outlive a call."""
+    found: list[tuple[TreePath, Any]] = [(TreePath(), tree)]
     seen: set[int] = set()
     for path, value in found:
         yield path, value
@@ -108,7 +108,7 @@ def reachable(tree: Any) -> Iterator[tuple[Path, Any]]:
             found += [(path.to(step), part) for step, part in _parts(value, path)]
 
 
-def put_at(tree: Any, path: Path, value: Any) -> None:
+def put_at(tree: Any, path: TreePath, value: Any) -> None:
     """Replace the part at a path, in the tree itself."""
     for step in path[:-1]:
         tree = tree[step.key] if isinstance(step, Item) else dict(attributes(tree))[step]
@@ -154,7 +154,7 @@ def attributes(tree: Any) -> Parts:
     return found + list(held.items()) if held is not None else found
 
 
-def _leaves(tree: Any, path: Path, keep: Keep | None, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
+def _leaves(tree: Any, path: TreePath, keep: Keep | None, above: tuple[int, ...]) -> Iterator[tuple[TreePath, Any]]:
     if _is_leaf(tree):
         yield path, tree
         return
@@ -172,12 +172,12 @@ _Trail = tuple[Any, Any, bool] | None
 """A path while it is walked, which costs nothing until it is shown: what is above, the step, whether it is an item."""
 
 
-def _path_of(trail: _Trail) -> Path:
+def _path_of(trail: _Trail) -> TreePath:
     steps: list[str | Item] = []
     while trail is not None:
         trail, step, is_item = trail
         steps.append(Item(step) if is_item else step)
-    return Path(reversed(steps))
+    return TreePath(reversed(steps))
 
 
 class _Mapping:
@@ -236,7 +236,7 @@ def _is_atom(tree: Any) -> bool:
     return kind.__hash__ is not None and kind.__module__ in sys.stdlib_module_names and not gc.is_tracked(tree)
 
 
-def _parts(tree: Any, path: Path) -> Parts:
+def _parts(tree: Any, path: TreePath) -> Parts:
     """The parts of what can be opened; raises for what can't."""
     reason = _why_closed(tree)
     if reason:
@@ -278,7 +278,7 @@ def _why_closed(tree: Any) -> str:
         return "no copy can be made of"
     kind: Any = type(tree)
     if not _is_pythons(kind):
-        return "keeps what it holds where nothing can reach it"
+        return "keeps what it holds out of reach"
     return ""
 
 
@@ -292,7 +292,7 @@ def _is_pythons(kind: Any) -> bool:
     return bool(kind.__dictoffset__) or any(vars(base).get("__slots__") for base in bases)
 
 
-def _closed(tree: Any, path: Path, reason: str) -> OutputError:
+def _closed(tree: Any, path: TreePath, reason: str) -> OutputError:
     return OutputError(f"the output{f' {path}' if path else ''} is a {type(tree).__name__}, which {reason}", _INSTEAD)
 
 

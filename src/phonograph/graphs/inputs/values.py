@@ -1,4 +1,4 @@
-"""What a slot accepts: checks the values that a batch gives, and turns those of the host into numpy data."""
+"""Slot values: the checks on what a batch gives a slot, and host values as numpy data."""
 
 from __future__ import annotations
 
@@ -143,14 +143,15 @@ class SlotValues:
         """A list or a number as an array."""
         if not isinstance(value, list | tuple | numbers.Number | np.generic):
             raise LoadError(
-                f"{self._who} got a {type(value).__name__}; expected a tensor, an array, a list or a number."
+                f"{self._who} got a {type(value).__name__}; expected a tensor, an array, a list or a number. "
+                "Convert it."
             )
         try:
             array = np.asarray(value)
         except (ValueError, TypeError, RuntimeError) as error:
             raise LoadError(
-                f"{self._who} got a {type(value).__name__} that is no array: {error}. Expected {self.slot.dtype} of "
-                f"shape {self.slot.shape}."
+                f"{self._who} got a {type(value).__name__} that makes no array: {error}. "
+                f"Give values of {self.slot.dtype} in the shape {self.slot.shape}."
             ) from None
         return array if array.size else array.astype(self.kind)  # numpy gives [] the type float64
 

@@ -1,1 +1,1 @@
-"""Phases: what is recorded and for which sizes and axes, and what runs right now."""
+"""Phases: forward passes as data, the sizes and axes that are recorded, and what runs right now."""

@@ -1,4 +1,4 @@
-"""Axes of a phase: features whose values need recordings of their own, and compose.
+"""Axes: features whose values need recordings of their own, and compose.
 
 A product has one value of every axis. Products are named by the values that are not plain, so that a phase without
 axes, and the plain product of one that has some, have the same short names.
@@ -20,7 +20,7 @@ PLAIN: Values = ()
 
 @dataclass(frozen=True)
 class Axis:
-    """A feature of batches that a recording can't decide for itself: sampling, LoRA, a hidden-state mode."""
+    """A feature of batches that needs its own recording for each value: sampling, LoRA, a hidden-state mode."""
 
     name: str
     values: Sequence[str]
@@ -40,11 +40,15 @@ class Axis:
     def __post_init__(self) -> None:
         if not self.values or len(set(self.values)) < len(self.values) or not all(map(_is_word, self.values)):
             raise DeclarationError(
-                f"axis {self.name!r} has the values {list(self.values)}; expected different words, the plain one first."
+                f"axis {self.name!r} has the values {list(self.values)}; expected different words, the plain one "
+                "first. Correct them."
             )
         unknown = set(self.unrecorded) - set(self.values)
         if unknown:
-            raise DeclarationError(f"axis {self.name!r} leaves {sorted(unknown)} unrecorded, which it does not have.")
+            raise DeclarationError(
+                f"axis {self.name!r} leaves {sorted(unknown)} unrecorded; its values are {list(self.values)}. "
+                "Name some of these."
+            )
 
     @property
     def plain(self) -> str:
@@ -67,14 +71,15 @@ def check_axes(axes: Sequence[Axis], products: Sequence[Mapping[str, str]] | Non
     """Refuse axes of one name, and products of what no axis has."""
     by_name = {axis.name: axis for axis in axes}
     if len(by_name) < len(axes):
-        raise DeclarationError(f"phase {phase!r} has two axes of one name: {[axis.name for axis in axes]}.")
+        raise DeclarationError(f"phase {phase!r} has two axes of one name: {[axis.name for axis in axes]}. Rename one.")
     if products is not None and not products:
         raise DeclarationError(f"phase {phase!r} records no products at all. Leave products= out to record all.")
     for product in products or ():
         for name, value in product.items():
             if name not in by_name or value not in by_name[name].values:
                 raise DeclarationError(
-                    f"phase {phase!r} records the product {name}={value}, which its axes don't have."
+                    f"phase {phase!r} records the product {name}={value}, which its axes don't have: "
+                    f"{ {axis.name: list(axis.values) for axis in axes} }. Correct products=."
                 )
 
 
@@ -96,7 +101,7 @@ def all_products(axes: Sequence[Axis]) -> list[Values]:
 
 
 def recorded_products(axes: Sequence[Axis], declared: Sequence[Mapping[str, str]] | None) -> list[Values]:
-    """The products to record, the first being the last to be left out."""
+    """The products to record, the most important first: the last are the first to be left out."""
     found = []
     for product in all_products(axes):
         values = dict(zip((axis.name for axis in axes), spelled(axes, product), strict=True))

@@ -23,11 +23,13 @@ class Buckets:
 
     def __post_init__(self) -> None:
         if not isinstance(self.sizes, list | tuple):
-            raise DeclarationError(f"bucket sizes are a tuple, found {self.sizes!r}. Write Buckets.of(8, 16).")
+            raise DeclarationError(f"bucket sizes: expected a tuple, found {self.sizes!r}. Write Buckets.of(8, 16).")
         if not self.sizes:
-            raise DeclarationError("a bucket list is empty. Name at least one size.")
+            raise DeclarationError("bucket sizes: the list is empty. Name at least one size.")
         if not all(is_whole(size, 1) for size in self.sizes):
-            raise DeclarationError(f"bucket sizes must be positive whole numbers, found {list(self.sizes)}.")
+            raise DeclarationError(
+                f"bucket sizes: expected positive whole numbers, found {list(self.sizes)}. Correct the others."
+            )
         object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
 
     @staticmethod
@@ -65,7 +67,9 @@ class Buckets:
 
 def _ladder(limit: int, steps: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     if not is_whole(limit, 1):
-        raise DeclarationError(f"buckets up to {limit!r}: the limit must be a positive whole number.")
+        raise DeclarationError(
+            f"buckets up to {limit!r}: expected a positive whole number. Give the largest size to record."
+        )
     sizes: list[int] = []
     size = 0
     for top, step in (*steps, (limit, steps[-1][1])):

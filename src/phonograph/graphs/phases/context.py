@@ -1,4 +1,4 @@
-"""The one ambient value of the package: what is being recorded or run right now, and for which batch."""
+"""Current run: what is recorded or run right now, and for which batch. The one ambient value of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class Stage(Enum):
-    """Why the code around it runs now."""
+    """Why code runs now."""
 
     WARMING = "warming"
     CAPTURING = "capturing"
@@ -27,7 +27,7 @@ class Breaker(Protocol):
 
 @dataclass(frozen=True)
 class Current:
-    """What `current()` answers. Outside every runner: no phase, no backend, eager."""
+    """What `current()` returns. Outside every runner: no phase, no backend, eager."""
 
     phase: str | None = None
     backend: str | None = None

@@ -1,4 +1,4 @@
-"""What to run for a batch, and why: decisions are values, and each reason is counted."""
+"""Decisions: replay or run eagerly, as values with reasons, and each reason is counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 from phonograph.graphs.phases.axes import PLAIN, Values
 
-Group = tuple[Values, frozenset[str]]
+RecordingGroup = tuple[Values, frozenset[str]]
 """A product of the axes' values, and the keyed slots that are absent."""
 
 
@@ -22,6 +22,7 @@ class Reason(Enum):
     CAPTURE_FAILED = "capture failed"
     FEATURE_NOT_CAPTURED = "feature not captured"
     NOT_TRIMMED = "not trimmed"
+    MISTRUSTED = "mistrusted"
     DEBUG = "debug"
 
 
@@ -46,8 +47,8 @@ class ShapeKey:
         return found
 
     @property
-    def group(self) -> Group:
-        """What it has in common with the recordings of other sizes."""
+    def group(self) -> RecordingGroup:
+        """Product and absent slots: what it shares with the recordings of other sizes."""
         return self.values, self.absent
 
     @property

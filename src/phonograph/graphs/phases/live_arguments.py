@@ -1,4 +1,4 @@
-"""Live arguments: what stands in their place while a body is recorded, so that no value of one call is frozen in."""
+"""Live arguments: placeholders while a body is recorded, so that no value of one call is frozen in."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Live:
 
 
 class LiveArgument(Marker):
-    """Stands for a live argument in a recording: a gap gets the value of its call; whoever else reads it is refused."""
+    """Placeholder of a live argument in a recording: a gap gets the value of its call; any other read is refused."""
 
     def __init__(self, live: Live) -> None:
         self.__dict__["_live"] = live
@@ -46,7 +46,7 @@ class LiveArgument(Marker):
         is_there = live.path[-1] in holder if isinstance(holder, Mapping) else hasattr(holder, live.path[-1])
         if not is_there and live.default is MISSING:
             raise BreakError(
-                f"a gap is passed the live argument {live.field!r}, which this call does not have. Pass it."
+                f"calling a gap with the live argument {live.field!r}: this call does not have it. Pass it."
             )
         return fetch(batch, {}, live.path) if is_there else live.default
 
@@ -103,7 +103,7 @@ for _name in _READS:
 
 
 def hidden(batch: Any, live: Sequence[Live]) -> Any:
-    """The batch as a body is recorded with: with something that can't be read in the place of what is live."""
+    """The batch that a body is recorded with: live arguments are replaced by placeholders that can't be read."""
     values: dict[Path, Any] = {}
     for one in live:
         missing = len(one.path) == 1 and isinstance(batch, Mapping) and one.field not in batch
@@ -113,17 +113,17 @@ def hidden(batch: Any, live: Sequence[Live]) -> Any:
 
 
 def refuse_returned(outputs: Any) -> None:
-    """Raise if a recording puts out what is live: its outputs are those of its capture."""
+    """Raise if a body returns a live argument: a recording's outputs are those of its capture."""
     for _, found in reachable(outputs):
         if type(found) is LiveArgument:
             raise CaptureError(
-                f"the body returns the live argument {value_of(found).field!r}, and a recording has only one value",
+                f"the body returns the live argument {value_of(found).field!r}, and a recording would repeat its value",
                 "Leave it out of the outputs: the caller has it",
             )
 
 
 def shown(tree: Any) -> Any:
-    """A gap's arguments with the values of this call in the place of live arguments."""
+    """A gap's arguments, with the values of this call for live arguments."""
     if not _holds_live(tree):
         return tree
     return map_values(tree, value_now, lambda _, found: None if _holds_live(found) else found)

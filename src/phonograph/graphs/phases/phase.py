@@ -1,4 +1,4 @@
-"""A phase is data: inputs, bucketed dim, body, tail, samples, admission. There is no class per phase."""
+"""Phase: a forward pass as data (inputs, bucketed dim, body, tail, samples, admission). There is no class per phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phonograph.graphs.phases.context import Stage, current
 from phonograph.graphs.phases.decisions import RunEagerly, ShapeKey
 from phonograph.graphs.phases.live_arguments import Live, hidden, refuse_returned
 
-Sampler = Callable[[Extent, int], Any]
+SampleFunction = Callable[[Extent, int], Any]
 """Takes an extent and a seed; returns a random valid batch, or a `Sample`."""
 Preserve = Callable[[Any], AbstractContextManager[None]]
 """Takes a batch; saves the state that running it touches, and restores it at the end."""
@@ -29,10 +29,10 @@ Admission = Callable[[Any, ShapeKey], RunEagerly | None]
 
 @dataclass(frozen=True)
 class Sample:
-    """A random valid batch, and what is passed beside it."""
+    """A random valid batch, and the keyword arguments that are passed with it."""
 
     batch: Any
-    beside: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Phase:
     bucketed: str
     """The dim whose size picks the recording."""
     body: Callable[..., Any]
-    """Takes the view (and, by name, what is beside it); this is what is recorded."""
-    sample: Sampler
+    """Takes the view and the keyword arguments of the call; this is what is recorded."""
+    sample: SampleFunction
     dims: Sequence[Dim] = ()
-    plan: Callable[[Any, Extent], None] | None = None
+    host_plan: Callable[[Any, Extent], None] | None = None
     """Host work between load and replay, outside the graph; takes the view and the extent."""
     tail: Callable[[Any, Any], Any] | None = None
     """Takes the body's outputs and the batch; logits, pooling, sampling."""
@@ -78,9 +78,13 @@ class Phase:
         names = {slot.name for slot in self.slots}
         unknown = (self.without | self.eager_without) - names
         if unknown:
-            raise DeclarationError(f"phase {self.name!r} leaves out {sorted(unknown)}, which are no slots of it.")
+            raise DeclarationError(
+                f"phase {self.name!r} leaves out {sorted(unknown)}; its slots are {sorted(names)}. Name some of these."
+            )
         if self.tail_captured and self.tail is None:
-            raise DeclarationError(f"phase {self.name!r} has tail_captured, but no tail.")
+            raise DeclarationError(
+                f"phase {self.name!r} has tail_captured, but no tail. Give tail=, or leave tail_captured out."
+            )
 
     @property
     def all_dims(self) -> dict[str, Dim]:
@@ -100,11 +104,11 @@ class Phase:
         sampled = self.sample(extent, seed)
         sample = sampled if isinstance(sampled, Sample) else Sample(sampled)
         if self.axes:
-            sample = Sample(self._applied(sample.batch, key), sample.beside)
+            sample = Sample(self._applied(sample.batch, key), sample.kwargs)
         absent: dict[Path, Any] = {slot.path: None for slot in self.slots if slot.name in key.absent}
-        aside = {path: value for path, value in absent.items() if path[0] in sample.beside}
+        aside = {path: value for path, value in absent.items() if path[0] in sample.kwargs}
         within = {path: value for path, value in absent.items() if path not in aside}
-        return Sample(expose(sample.batch, within), expose(dict(sample.beside), aside)) if absent else sample
+        return Sample(expose(sample.batch, within), expose(dict(sample.kwargs), aside)) if absent else sample
 
     def _applied(self, batch: Any, key: ShapeKey) -> Any:
         """The plain batch with the values of the key's product."""
@@ -120,24 +124,24 @@ class Phase:
             )
         return batch
 
-    def inputs(self, batch: Any, beside: Mapping[str, Any], without: frozenset[str]) -> dict[str, torch.Tensor]:
+    def inputs(self, batch: Any, kwargs: Mapping[str, Any], without: frozenset[str]) -> dict[str, torch.Tensor]:
         """By slot, the tensors that a batch has for the slots that it fills itself."""
         slots = [slot for slot in self.slots if slot.compute is None and slot.name not in without]
-        found = {slot.name: fetch(batch, beside, slot.path) for slot in slots}
+        found = {slot.name: fetch(batch, kwargs, slot.path) for slot in slots}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     @property
     def code(self) -> list[Callable[..., Any]]:
         """Whatever trial runs call of the phase."""
-        called = (self.body, self.tail if self.tail_captured else None, self.plan)
+        called = (self.body, self.tail if self.tail_captured else None, self.host_plan)
         return [function for function in called if function is not None]
 
-    def forward(self, batch: Any, beside: Mapping[str, Any]) -> Any:
+    def forward(self, batch: Any, kwargs: Mapping[str, Any]) -> Any:
         """The part of the pass that is recorded."""
         is_recorded = bool(self.live) and current().stage is not Stage.EAGER
         if is_recorded:
             batch = hidden(batch, self.live)
-        outputs = self.body(batch, **beside)
+        outputs = self.body(batch, **kwargs)
         if self.tail is not None and self.tail_captured:
             outputs = self.tail(outputs, batch)
         if is_recorded:
@@ -145,15 +149,16 @@ class Phase:
         return outputs
 
 
-def sample_from(slots: Sequence[Slot], device: torch.device) -> Sampler:
-    """A sampler that draws every slot inside its `valid` range, and what computed slots need the batch to have.
+def sample_from(slots: Sequence[Slot], device: torch.device) -> SampleFunction:
+    """A sample function that draws every slot inside its `valid` range, and what computed slots need the batch to have.
 
     Where an integer slot names no range, the only value known to be legal is the one it is padded with.
     """
     for slot in slots:
         if "." in slot.field:
             raise DeclarationError(
-                f"slot {slot.name!r} has the dotted source {slot.field!r}: give sample=, a function of (extent, seed)."
+                f"drawing samples: slot {slot.name!r} has the dotted source {slot.field!r}, whose holder is not known. "
+                "Give sample=, a function of (extent, seed)."
             )
 
     def sample(extent: Extent, seed: int) -> dict[str, Any]:
@@ -196,7 +201,7 @@ def draw(slot: Slot, used: Mapping[str, int], generator: torch.Generator) -> tor
         padding = slot.pad.value if slot.pad is not None else None
         if padding is None or low_int == high_int or not low_int <= padding <= high_int:
             return torch.randint(low_int, high_int + 1, shape, generator=generator).to(slot.dtype)
-        # Not what padding has: a row that it names is nobody's.
+        # Not the pad value: the row that it names belongs to no sequence.
         drawn = torch.randint(low_int, high_int, shape, generator=generator)
         return (drawn + (drawn >= padding)).to(slot.dtype)
     assert slot.pad is not None

@@ -1,6 +1,6 @@
 """Selection: the recordings that a phase gets, products of its axes × sizes, under the plan's bound.
 
-The plain product gets every bucket, whatever the bound: its number is that of the buckets, which somebody asked for.
+The plain product gets every bucket, whatever the bound: it has as many recordings as the plan has buckets.
 The others share what is left. Where it is not enough, each has fewer sizes, from the largest to the smallest, and
 batches between two of them are padded further; where there are more products than recordings, the last get none.
 """
@@ -72,7 +72,7 @@ def select(phase: Phase, buckets: Buckets, bound: int) -> Selection:
     sizes: dict[Values, Buckets] = {PLAIN: buckets} if len(others) < len(products) else {}
     left_out: list[LeftOut] = []
     for index, product in enumerate(others):
-        # The first few have one more, where it does not come out even.
+        # Where the division has a remainder, the first products get one more.
         count = (room - index - 1) // len(others) + 1
         kept = _spread(buckets.sizes, min(count, len(buckets)))
         if kept:

@@ -1,4 +1,4 @@
-"""Flags of a plan's settings: one for each, the canonical JSON, and SGLang's names as aliases."""
+"""Plan flags: one for each setting, the canonical JSON, and SGLang's names as aliases."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from phonograph.graphs.planning.sglang_flags import ALIASES, Alias, variable_war
 
 GRAPH_BACKEND = "--graph-backend"
 
-# The names that don't follow from the setting's: `graphs` says what it is about by itself, and one use of
-# `--ignore-rule` gives one name.
+# Flags not named after their setting: `graphs` needs no prefix, and one use of `--ignore-rule` gives one name.
 _OWN_FLAGS = {"graphs": "--graphs", "ignore_rules": "--ignore-rule"}
 
 
@@ -41,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser, phases: Iterable[PhaseDefaults]) 
     Make the parser with `allow_abbrev=False`: argparse otherwise takes any unique beginning for the flag, so
     `--decode-graph-max-padding-ra` works until the day another flag begins like it.
 
-    Values are kept as text and repeats are kept all, so that `resolve` gives every wrong one the same error.
+    Values stay text and all repeats are kept, so that `resolve` refuses every wrong one with the same error.
     """
     group = parser.add_argument_group("graphs", "How each phase is recorded. Canonical JSON ranks above single flags.")
     group.add_argument(
@@ -160,7 +159,7 @@ def _object(found: object, expected: str, origin: str) -> dict[str, object]:
 
 def _parsed(text: str, origin: str) -> object:
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        # json alone keeps the last of two equal keys and says nothing.
+        # json silently keeps the last of two equal keys.
         twice = {key for key, _ in items if [k for k, _ in items].count(key) > 1}
         if twice:
             raise PlanError(f"reading the JSON of {origin}: the key {min(twice)!r} is there twice; keep one")

@@ -1,4 +1,4 @@
-"""Kind: which values a setting takes. Flags, JSON and Python callers go through the same check."""
+"""Setting kinds: the values that a setting takes. Flags, JSON and Python callers go through the same check."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import Generic, Literal, TypeVar
 from phonograph.errors import PlanError
 from phonograph.numbers import is_finite, is_whole
 
-Backend = Literal["full", "breakable", "tc_piecewise", "disabled"]
-Graphs = Literal["on", "off", "strict"]
+BackendName = Literal["full", "breakable", "tc_piecewise", "disabled"]
+GraphsMode = Literal["on", "off", "strict"]
 Value = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
 
-BACKENDS: tuple[Backend, ...] = ("full", "breakable", "tc_piecewise", "disabled")
-GRAPHS: tuple[Graphs, ...] = ("on", "off", "strict")
-
-# A size becomes a tensor's extent, and torch holds extents in 64 signed bits.
+BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "tc_piecewise", "disabled")
+GRAPHS: tuple[GraphsMode, ...] = ("on", "off", "strict")
 
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_PARTS = 8
@@ -29,7 +27,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class MisfitError(Exception):
-    """A value is not of the kind that its setting takes; `Kind.check` turns it into a PlanError."""
+    """A value is not of the kind that its setting takes; `SettingKind.check` turns it into a PlanError."""
 
 
 def nearest(found: str, valid: Sequence[str]) -> str | None:
@@ -155,19 +153,19 @@ def _names(found: object) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Kind(Generic[T_co]):
-    """Which values a setting takes; flags, JSON and Python callers go through the same `check`."""
+class SettingKind(Generic[T_co]):
+    """The values that a setting takes; flags, JSON and Python callers go through the same `check`."""
 
     expected: str
     convert: Callable[[object], T_co]
-    """Gives the typed value or raises MisfitError; a value that it gave it gives again."""
+    """Returns the typed value or raises MisfitError; idempotent."""
     metavar: str
     """How `--help` shows a value; empty for a switch, which has none."""
     read: Callable[[str], object] = _read_text
     """Reads a flag's text; never fails, because `check` has the better message."""
     noun: str = ""
     words: tuple[str, ...] = ()
-    """The closed set that the values come from, where there is one, and what an error calls a member."""
+    """The valid words, where the set is closed; `noun` is what an error calls one of them."""
 
     def check(self, found: object, setting: str, origin: str) -> T_co:
         """The typed value of `setting`, or a PlanError that says where the wrong one comes from."""
@@ -180,13 +178,15 @@ class Kind(Generic[T_co]):
         raise PlanError(f"reading {setting} from {origin}: expected {self.expected}, found {described(found)}")
 
 
-BACKEND = Kind("a backend", _one_of(BACKENDS), "|".join(BACKENDS), noun="backend", words=BACKENDS)
-GRAPHS_WORD = Kind("on, off or strict", _one_of(GRAPHS), "|".join(GRAPHS), noun="value of graphs", words=GRAPHS)
-SWITCH = Kind("true or false", _switch, "")
-LIMIT = Kind("a positive 64-bit integer, or null", _limit, "SIZE", read_number)
-BUCKETS = Kind("positive 64-bit integers, each above the one before, or null", _buckets, "SIZE,SIZE,..", _read_numbers)
-RATIO = Kind("a finite number of at least 1", _ratio, "RATIO", read_number)
-ROWS = Kind("a 64-bit integer of at least 0", _rows, "ROWS", read_number)
-COUNT = Kind("a positive 64-bit integer", _size, "COUNT", read_number)
-NAMES = Kind("a list of rule names", _names, "NAME")
-FOLDER = Kind("the name of a folder, or null", _folder, "FOLDER", _read_folder)
+BACKEND = SettingKind("a backend", _one_of(BACKENDS), "|".join(BACKENDS), noun="backend", words=BACKENDS)
+GRAPHS_WORD = SettingKind("on, off or strict", _one_of(GRAPHS), "|".join(GRAPHS), noun="value of graphs", words=GRAPHS)
+SWITCH = SettingKind("true or false", _switch, "")
+LIMIT = SettingKind("a positive 64-bit integer, or null", _limit, "SIZE", read_number)
+BUCKETS = SettingKind(
+    "positive 64-bit integers, each above the one before, or null", _buckets, "SIZE,SIZE,..", _read_numbers
+)
+RATIO = SettingKind("a finite number of at least 1", _ratio, "RATIO", read_number)
+ROWS = SettingKind("a 64-bit integer of at least 0", _rows, "ROWS", read_number)
+COUNT = SettingKind("a positive 64-bit integer", _size, "COUNT", read_number)
+NAMES = SettingKind("a list of rule names", _names, "NAME")
+FOLDER = SettingKind("the name of a folder, or null", _folder, "FOLDER", _read_folder)

@@ -1,4 +1,4 @@
-"""From what is asked, measured and true to one frozen plan, in which every value says why it is so."""
+"""Plan: resolved from requests, measurements and facts of the device; frozen, and every value has its reason."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from phonograph.graphs.planning.kinds import (
     RATIO,
     ROWS,
     SWITCH,
-    Backend,
-    Graphs,
+    BackendName,
+    GraphsMode,
     Value,
     shown,
     unknown,
 )
-from phonograph.graphs.planning.rules import RULES, Change, Facts, Rule, View, stated
+from phonograph.graphs.planning.rules import RULES, Change, DeviceFacts, ResolvedValues, Rule, stated
 from phonograph.graphs.planning.settings import (
     MAX_PADDING_RATIO,
     MAX_PADDING_ROWS,
@@ -48,7 +48,7 @@ class PhasePlan:
     What is not given is what every phase has by default.
     """
 
-    backend: Backend = "full"
+    backend: BackendName = "full"
     limit: int | None = None
     buckets: tuple[int, ...] | None = None
     exact: bool = False
@@ -66,7 +66,7 @@ class Plan:
     """Every setting once, in the order of the settings table."""
     warnings: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    """The names of the rules that were gone past."""
+    """The names of the rules that were skipped."""
 
     def __getitem__(self, setting: str) -> Resolved:
         wanted = self.settings.named(setting, "the plan").name
@@ -76,7 +76,7 @@ class Plan:
         return (name for name, _ in self.resolved)
 
     @property
-    def graphs(self) -> Graphs:
+    def graphs(self) -> GraphsMode:
         """`on`, `off`, or `strict`: a shape that has no graph is an error."""
         return GRAPHS_WORD.convert(self["graphs"].value)
 
@@ -109,7 +109,7 @@ class Plan:
         """The values of one phase."""
         if name not in self.phases:
             raise unknown("phase", name, self.phases, "the plan")
-        # A kind gives a value that it gave before again, now with its type.
+        # `convert` is idempotent: here it only adds the type.
         return PhasePlan(
             backend=BACKEND.convert(self[f"{name}.backend"].value),
             limit=LIMIT.convert(self[f"{name}.limit"].value),
@@ -154,7 +154,7 @@ def _shared_defaults(settings: Settings) -> str:
 
 def resolve(
     asked: Asked | Iterable[Ask],
-    facts: Facts,
+    facts: DeviceFacts,
     phases: Iterable[PhaseDefaults],
     rules: Sequence[Rule] = RULES,
     *,
@@ -230,7 +230,7 @@ def _ignored_rules(asked: Resolved, rules: Sequence[Rule]) -> tuple[str, ...]:
         if not by_name[name].ignorable:
             raise PlanError(
                 f"rule '{name}' can't be ignored ({asked.reason}): {by_name[name].says}, "
-                "and going past that could only fail later; take the name out"
+                "and skipping it could only fail later; take the name out"
             )
     return tuple(map(str, ignored))
 
@@ -241,10 +241,10 @@ class _Rulebook:
 
     rules: Sequence[Rule]
     ignored: tuple[str, ...]
-    facts: Facts
+    facts: DeviceFacts
     settings: Settings
 
-    def _wanted(self, rule: Rule, values: View) -> list[Change]:
+    def _wanted(self, rule: Rule, values: ResolvedValues) -> list[Change]:
         wanted = list(rule.changes(self.facts, values))
         for change in wanted:
             origin = f"rule '{rule.name}'"
@@ -252,7 +252,7 @@ class _Rulebook:
         return [change for change in wanted if values[change.setting].value != change.value]
 
     def apply(self, start: Mapping[str, Resolved]) -> tuple[dict[str, Resolved], list[str]]:
-        """The values after one pass over the rules, and a warning for each rule or request that was gone past."""
+        """The values after one pass over the rules, and a warning for each rule or request that was overridden."""
         values = dict(start)
         warnings: list[str] = []
         for rule in self.rules:
@@ -287,8 +287,8 @@ class _Rulebook:
                 )
 
 
-def _conflict(rule: Rule, change: Change, values: View) -> PlanError:
-    past = f", or go past the rule with --ignore-rule {rule.name}" if rule.ignorable else ""
+def _conflict(rule: Rule, change: Change, values: ResolvedValues) -> PlanError:
+    past = f", or skip the rule with --ignore-rule {rule.name}" if rule.ignorable else ""
     return PlanError(
         f"rule '{rule.name}' conflicts with {stated(change.setting, values)}: {change.because}. "
         f"Ask for {change.setting}={shown(change.value)} or leave it to its default{past}"

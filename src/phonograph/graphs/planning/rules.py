@@ -1,4 +1,4 @@
-"""Which values can't stand together, or on this device: a table of named rules."""
+"""Compatibility rules: a table of values that exclude each other, or that this device can't have, each rule named."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from phonograph.graphs.planning.kinds import Value, shown
 from phonograph.graphs.planning.settings import Resolved
 
-View = Mapping[str, Resolved]
+ResolvedValues = Mapping[str, Resolved]
 """The values as the rules before this one left them, by setting."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is true of the device and of this build, whatever anybody asks."""
+class DeviceFacts:
+    """Facts about the device and this build, which no request changes."""
 
     device: str
     backends: frozenset[str]
@@ -45,69 +45,69 @@ class Rule:
     name: str
     says: str
     """What holds once the rule is applied."""
-    changes: Callable[[Facts, View], Iterable[Change]]
+    changes: Callable[[DeviceFacts, ResolvedValues], Iterable[Change]]
     """Pure; a change to the value that is already there counts as none."""
     ignorable: bool = True
-    """False where going past the rule could only fail later."""
+    """False where skipping the rule could only fail later."""
 
 
-def phases_of(view: View) -> list[str]:
+def phases_of(values: ResolvedValues) -> list[str]:
     """The phases of the plan, by name."""
-    return [name.removesuffix(".backend") for name in view if name.endswith(".backend")]
+    return [name.removesuffix(".backend") for name in values if name.endswith(".backend")]
 
 
-def stated(setting: str, view: View) -> str:
+def stated(setting: str, values: ResolvedValues) -> str:
     """A value with its reason, for sentences: `graphs=off (asked by --graphs)`."""
-    resolved = view[setting]
+    resolved = values[setting]
     return f"{setting}={shown(resolved.value)} ({resolved.reason})"
 
 
-def _backend_not_built(facts: Facts, view: View) -> Iterator[Change]:
-    for phase in phases_of(view):
-        backend = view[f"{phase}.backend"].value
+def _backend_not_built(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for phase in phases_of(values):
+        backend = values[f"{phase}.backend"].value
         if backend != "disabled" and backend not in facts.built:
             fallback = "full" if facts.can("full") else "disabled"
             yield Change(f"{phase}.backend", fallback, f"this build doesn't have {shown(backend)}")
 
 
-def _device_lacks_backend(facts: Facts, view: View) -> Iterator[Change]:
-    for phase in phases_of(view):
-        backend = view[f"{phase}.backend"].value
+def _device_lacks_backend(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for phase in phases_of(values):
+        backend = values[f"{phase}.backend"].value
         if backend != "disabled" and backend not in facts.backends:
             because = f"the device {facts.device} doesn't support {shown(backend)}"
             yield Change(f"{phase}.backend", "disabled", because)
 
 
-def _graphs_off(_facts: Facts, view: View) -> Iterator[Change]:
-    graphs, backends = view["graphs"], [f"{phase}.backend" for phase in phases_of(view)]
+def _graphs_off(_facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    graphs, backends = values["graphs"], [f"{phase}.backend" for phase in phases_of(values)]
     if graphs.value != "off":
         return
-    above = [name for name in backends if view[name].value != "disabled" and view[name].outranks(graphs)]
+    above = [name for name in backends if values[name].value != "disabled" and values[name].outranks(graphs)]
     if above:
-        yield Change("graphs", "on", f"{stated(above[0], view)} is asked for more specifically", above[0])
+        yield Change("graphs", "on", f"{stated(above[0], values)} is asked for more specifically", above[0])
     for name in backends:
         if name not in above:
-            yield Change(name, "disabled", f"{stated('graphs', view)} leaves it no graph", "graphs")
+            yield Change(name, "disabled", f"{stated('graphs', values)} leaves it no graph", "graphs")
 
 
-def _limit_is_top_bucket(_facts: Facts, view: View) -> Iterator[Change]:
-    for phase in phases_of(view):
-        limit, buckets = view[f"{phase}.limit"], view[f"{phase}.buckets"]
+def _limit_is_top_bucket(_facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for phase in phases_of(values):
+        limit, buckets = values[f"{phase}.limit"], values[f"{phase}.buckets"]
         if limit.value is None or not isinstance(buckets.value, tuple) or buckets.value[-1] == limit.value:
             continue
         if (limit.source == "asked" and buckets.source != "asked") or limit.outranks(buckets):
-            because = f"{stated(f'{phase}.limit', view)} is not their top, so they are generated up to it"
+            because = f"{stated(f'{phase}.limit', values)} is not their top, so they are generated up to it"
             yield Change(f"{phase}.buckets", None, because, f"{phase}.limit")
         else:
             top = buckets.value[-1]
-            because = f"{stated(f'{phase}.buckets', view)} ends at {top}"
+            because = f"{stated(f'{phase}.buckets', values)} ends at {top}"
             yield Change(f"{phase}.limit", int(top), because, f"{phase}.buckets")
 
 
-def _strict_needs_graphs(_facts: Facts, view: View) -> Iterator[Change]:
-    backends = [f"{phase}.backend" for phase in phases_of(view)]
-    if view["graphs"].value == "strict" and all(view[name].value == "disabled" for name in backends):
-        above = all(view[name].outranks(view["graphs"]) for name in backends)
+def _strict_needs_graphs(_facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    backends = [f"{phase}.backend" for phase in phases_of(values)]
+    if values["graphs"].value == "strict" and all(values[name].value == "disabled" for name in backends):
+        above = all(values[name].outranks(values["graphs"]) for name in backends)
         because = "every phase's backend is disabled, so no batch would have a graph"
         yield Change("graphs", "on", because, backends[0] if above else "")
 

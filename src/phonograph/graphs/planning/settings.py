@@ -1,4 +1,4 @@
-"""Settings of a plan: one table for the plan itself and for each of its phases, and how a value is asked for."""
+"""Plan settings: one table for the plan itself and for each of its phases, and how a value is asked for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from phonograph.graphs.planning.kinds import (
     RATIO,
     ROWS,
     SWITCH,
-    Backend,
-    Kind,
+    BackendName,
+    SettingKind,
     Value,
     unknown,
 )
@@ -40,7 +40,7 @@ class PhaseDefaults:
     """A phase as a plan knows it: its name, and the backend that it has unless another is asked for or measured."""
 
     name: str
-    backend: Backend = "full"
+    backend: BackendName = "full"
     because: str = "one graph per shape has the least launch cost"
 
 
@@ -53,7 +53,7 @@ KNOWN_PHASES: Mapping[str, PhaseDefaults] = {
     "draft_extend": PhaseDefaults("draft_extend"),
     "idle": PhaseDefaults("idle"),
 }
-"""What the field calls the forward passes of an engine. A plan has those that its owner names."""
+"""The usual names of an engine's forward passes. A plan has those that its owner names."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Setting(Generic[T_co]):
     """One thing that can be configured."""
 
     name: str
-    kind: Kind[T_co]
+    kind: SettingKind[T_co]
     default: T_co
     because: str
     """Why the default is what it is."""
@@ -101,7 +101,7 @@ def _plan_settings() -> tuple[Setting[Value], ...]:
         ),
         Setting(
             "ignore_rules", NAMES, (), "every compatibility rule applies",
-            help="go past the compatibility rule of this name; the plan records it (repeatable)",
+            help="skip the compatibility rule of this name; the plan records it (repeatable)",
         ),
     )  # fmt: skip
 
@@ -155,7 +155,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if len(set(self.phase_names)) < len(self.phases):
-            raise DeclarationError(f"a plan of the phases {', '.join(self.phase_names)}: a name is there twice.")
+            raise DeclarationError(
+                f"a plan of the phases {', '.join(self.phase_names)}: two have the same name. Rename one."
+            )
 
     @property
     def phase_names(self) -> tuple[str, ...]:
@@ -197,7 +199,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Ask:
-    """A value that somebody asks for; `origin` is where, in the user's words. `resolve` checks both."""
+    """A request for a value; `origin` says where it was made, in the user's words. `resolve` checks both."""
 
     setting: str
     value: object
@@ -212,7 +214,7 @@ def ask(setting: str, value: object, *, origin: str, level: Level = Level.FLAG) 
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that was asked, and what the user should be told about how it was asked."""
+    """All requests, and the warnings about how they were made."""
 
     asks: tuple[Ask, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -220,7 +222,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Measured:
-    """A value that the engine found out; it stands in for the default and yields to a request."""
+    """A value that the engine measured; it replaces the default and yields to a request."""
 
     setting: str
     value: object
@@ -235,7 +237,7 @@ class Resolved:
     source: Source
     reason: str
     level: Level | None = field(default=None, compare=False)
-    """How specific the request is that gave the value; None where nobody asked."""
+    """How specific the request is that gave the value; None where there was no request."""
 
     def outranks(self, other: Resolved) -> bool:
         """Whether both were asked for, and this one more specifically."""

@@ -1,4 +1,4 @@
-"""SGLang's graph flags as aliases of ours, so that launch lines carry over; each says what to write instead."""
+"""SGLang flags: aliases of ours, so that launch lines carry over; each says what to write instead."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Recording: warm-ups, capture, and what trial runs find of a body; the backends."""
+"""Recording: warm-ups, capture, the state that trial runs find, and the backends."""

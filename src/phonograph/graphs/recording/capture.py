@@ -1,4 +1,4 @@
-"""Records a phase: every shape is warmed before any is captured, largest first, into one memory pool."""
+"""Capture: records a phase. Every shape is warmed before any is captured, largest first, into one memory pool."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import fields_of
 from phonograph.graphs.inputs.registry import LoadMode, Registry, View
-from phonograph.graphs.inputs.snapshots import snapshots_beside
+from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.context import Current, Stage, entering
-from phonograph.graphs.phases.decisions import Group, ShapeKey
+from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Body, Recording, WarmUp
@@ -47,22 +47,22 @@ class _Bound:
     batch: Any
     inputs: dict[str, torch.Tensor]
     """What was loaded for each slot that the batch fills."""
-    beside: Mapping[str, Any]
+    kwargs: Mapping[str, Any]
 
     @property
     def others(self) -> list[Any]:
-        """What the body is called with, besides the batch itself, which is new for every call."""
-        return [*fields_of(self.now.batch), *self.beside.values()]
+        """The body's arguments, without the batch itself, which is new for every call."""
+        return [*fields_of(self.now.batch), *self.kwargs.values()]
 
 
 @dataclass(eq=False)
 class Captured:
-    """The recordings of a phase, and how to trim what they put out."""
+    """The recordings of a phase, and how to trim their outputs."""
 
     recordings: dict[ShapeKey, Recording]
     carried: dict[ShapeKey, dict[str, Any]]
-    """Snapshots of what each recording's sample had besides slots, where it is a dict: replays keep these values."""
-    trimmings: dict[Group, Trimming]
+    """Snapshots of the fields that are not slots, of each recording's sample if that is a dict: replays keep them."""
+    trimmings: dict[RecordingGroup, Trimming]
     report: CaptureReport
 
 
@@ -78,7 +78,7 @@ class Capture:
     progress: Progress
     collect_garbage: bool = False
     barrier: Callable[[], None] | None = None
-    """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
+    """Called after every warm-up and capture, also a failed one, where ranks must stay together."""
     trims: bool = True
     """Whether used and padded sizes may differ."""
     _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
@@ -88,7 +88,7 @@ class Capture:
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
     _input_write: InputWriteError | None = None
-    _trims: dict[Group, Trimming] = field(default_factory=dict)
+    _trims: dict[RecordingGroup, Trimming] = field(default_factory=dict)
     _warm_seconds: float = 0.0
     _views: list[View] = field(default_factory=list)
 
@@ -135,7 +135,7 @@ class Capture:
             if self._state.skipped_bytes:
                 log.warning(
                     "capturing %s: warm-ups wrote to %s bytes of tensors that are too large to save. "
-                    "Have sample() point at rows that nobody uses, and say so with Phase(preserve=…).",
+                    "Have sample() point at rows that no request uses, and say so with Phase(preserve=…).",
                     self.phase.name,
                     f"{self._state.skipped_bytes:,}",
                 )
@@ -146,20 +146,20 @@ class Capture:
         extent = Extent(padded, padded)
         sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
         view = self._load(sample, extent)
-        if self.phase.plan is not None:
-            self.phase.plan(view.batch, extent)
+        if self.phase.host_plan is not None:
+            self.phase.host_plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
-        inputs = self.phase.inputs(view.batch, view.beside, self.phase.without)
-        return _Bound(lambda: self._forward(view), now, sample.batch, inputs, view.beside)
+        inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
+        return _Bound(lambda: self._forward(view), now, sample.batch, inputs, view.kwargs)
 
     def _forward(self, view: View) -> Any:
         with weights_uncached():
-            return self.phase.forward(view.batch, view.beside)
+            return self.phase.forward(view.batch, view.kwargs)
 
     def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
-        """Views that no run before had: kept, so that no later one has their identity."""
+        """New views for each run; kept, so that no later view gets their id()."""
         without = self.phase.without
-        view = self.registry.load(sample.batch, extent, mode=mode, beside=sample.beside, without=without, anew=True)
+        view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
         self._views.append(view)
         return view
 
@@ -179,7 +179,7 @@ class Capture:
                     self.phase.name,
                 )
         else:
-            # The phase says what its body writes, so nobody need look; the largest brings workspaces to their size.
+            # The phase declares what its body writes, so it is not searched for; the largest sizes the workspaces.
             for key in keys:
                 if key.size in (keys[0].size, keys[-1].size):
                     self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
@@ -201,7 +201,7 @@ class Capture:
             self.barrier()
 
     def _refuse_input_write(self) -> None:
-        """What one size shows holds for all."""
+        """An input write that one size shows is refused for all sizes."""
         found = self._input_write
         if found is not None:
             raise InputWriteError(found.problem, found.remedy, frame=found.frame)
@@ -230,7 +230,7 @@ class Capture:
         return run
 
     def _refuse_moved(self, keys: Sequence[ShapeKey]) -> None:
-        """What one shape moves in Python, the others may have read."""
+        """Python state that one shape changes, the others may have read: all are refused."""
         moved = self._warmups.moved if self._warmups is not None else None
         if moved is not None:
             for key in keys:
@@ -242,7 +242,7 @@ class Capture:
             self._run_warm_up(key, WarmUp.REHEARSAL)
         except Exception as error:
             if self.barrier is not None:
-                raise  # a run more than on other ranks would wait for them for ever
+                raise  # one run more than the other ranks have would wait for them for ever
             self._rehearse_again(key, error)
 
     def _rehearse_again(self, key: ShapeKey, error: Exception) -> None:
@@ -284,8 +284,8 @@ class Capture:
     def _preserved(self, batch: Any) -> AbstractContextManager[None]:
         return self.phase.preserve(batch) if self.phase.preserve is not None else nullcontext()
 
-    def _trimmings(self, keys: Sequence[ShapeKey]) -> dict[Group, Trimming]:
-        grouped: dict[Group, list[ShapeKey]] = {}
+    def _trimmings(self, keys: Sequence[ShapeKey]) -> dict[RecordingGroup, Trimming]:
+        grouped: dict[RecordingGroup, list[ShapeKey]] = {}
         for key in keys:
             if key not in self._errors:
                 grouped.setdefault(key.group, []).append(key)
@@ -317,8 +317,8 @@ class Capture:
         with self._kept(key):
             sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
             view = self._load(sample, extent, LoadMode.EAGER)
-            if self.phase.plan is not None:
-                self.phase.plan(view.batch, extent)
+            if self.phase.host_plan is not None:
+                self.phase.host_plan(view.batch, extent)
             now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
             watching = self._state.watching() if self.phase.preserve is None else nullcontext()
             with entering(now), self._preserved(sample.batch), watching:
@@ -351,7 +351,7 @@ class Capture:
             bound = self._bind(key, Stage.CAPTURING)
             if isinstance(bound.batch, dict):
                 left_out = {slot.path for slot in self.phase.slots} | {one.path for one in self.phase.live}
-                self._carried[key] = snapshots_beside(bound.batch, left_out)
+                self._carried[key] = snapshots_without(bound.batch, left_out)
             with entering(bound.now), self._preserved(bound.batch):
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
         recording.holds = self._settled.get(key, Settled()).holds
@@ -362,7 +362,7 @@ class Capture:
 def gc_frozen(collect: bool) -> Iterator[None]:
     """Keep the garbage collector from running: a collection in the middle of a capture may free device memory.
 
-    Where it is off already, that is somebody's who also collects.
+    Where the caller has turned it off, collecting is left to the caller.
     """
     if collect or not gc.isenabled():
         yield

@@ -1,4 +1,4 @@
-"""The capture table: a line for each recording, with its time and memory, or why there is none."""
+"""Capture report: a row for each recording, with its time and memory, or why there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules as bodies: called with their hooks, and hooks that change after capture are noticed."""
+"""Module calls: modules as bodies, with their hooks; a hook that changes after capture is noticed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from phonograph.graphs.phases.context import Stage, current
 
 _replaced: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-"""How many calls stand in the place of each module's own."""
+"""How many replacements of its call each module has."""
 
 
 class ModuleCall:
@@ -41,7 +41,7 @@ class ModuleCall:
             return False
         if [then for _, then in self._hooks()] != [then for _, then in self._recorded]:
             return True
-        self._num_registered = RemovableHandle.next_id  # somebody else's
+        self._num_registered = RemovableHandle.next_id  # the hook is on another module
         return False
 
     @contextmanager

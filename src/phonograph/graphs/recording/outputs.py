@@ -1,4 +1,4 @@
-"""Outputs: one largest buffer for all buckets, and which axes of an output are to be trimmed."""
+"""Output buffers: one for all buckets, of the largest size; and the axes of an output that are trimmed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phonograph.errors import CaptureError, OutputError
 from phonograph.graphs.inputs.tree import (
     Keep,
     Noted,
-    Path,
+    TreePath,
     is_number,
     is_object,
     leaves,
@@ -38,7 +38,7 @@ class Constant:
     value: Any
 
 
-Specs = Mapping[Path, OutputSpec | Constant]
+Specs = Mapping[TreePath, OutputSpec | Constant]
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Run:
     outputs: Specs
 
 
-def trimmed_axes(runs: Sequence[Run]) -> dict[Path, dict[int, str]]:
+def trimmed_axes(runs: Sequence[Run]) -> dict[TreePath, dict[int, str]]:
     """For each output, the axes that follow a dim through runs of different size."""
     _check_structure(runs)
-    axes: dict[Path, dict[int, str]] = {}
+    axes: dict[TreePath, dict[int, str]] = {}
     changing = [dim for dim in runs[0].sizes if len({run.sizes[dim] for run in runs}) > 1]
     for path in runs[0].outputs:
         found = [(run.sizes, spec.shape) for run in runs if isinstance(spec := run.outputs[path], OutputSpec)]
@@ -64,7 +64,7 @@ def trimmed_axes(runs: Sequence[Run]) -> dict[Path, dict[int, str]]:
 
 
 def _followed(
-    path: Path, axis: int, found: Sequence[tuple[Mapping[str, int], tuple[int, ...]]], changing: Sequence[str]
+    path: TreePath, axis: int, found: Sequence[tuple[Mapping[str, int], tuple[int, ...]]], changing: Sequence[str]
 ) -> str | None:
     """The dim that an axis follows, or None where the axis never changes."""
     sizes = [shape[axis] if axis < len(shape) else None for _, shape in found]
@@ -73,7 +73,7 @@ def _followed(
             return dim
     if len(set(sizes)) > 1:
         raise CaptureError(
-            f"axis {axis} of the output {path or '(the only one)'} changes with the batch and is no dim: "
+            f"axis {axis} of the output {path or '(the only one)'} changes with the batch and is not a dim: "
             f"{sizes} for {[dict(of) for of, _ in found]}",
             "Return it with the dim as an axis of its own, or use exact buckets",
         )
@@ -81,7 +81,7 @@ def _followed(
 
 
 def _check_structure(runs: Sequence[Run]) -> None:
-    """Refuse outputs that are there, or are what they are, at some sizes only: a size in between may be either."""
+    """Refuse outputs whose structure or constants differ between sizes: a size in between may have either."""
     first = runs[0]
     for run in runs[1:]:
         for path in dict.fromkeys((*first.outputs, *run.outputs)):
@@ -101,9 +101,9 @@ def _shown(spec: OutputSpec | Constant | None) -> str:
 
 
 class Standing:
-    """Objects that bodies return and did not make, such as a cache: the same on every run, over the same memory.
+    """Objects that bodies return but did not make, such as a cache: the same on every run, over the same memory.
 
-    They are handed back as they are. Told by two runs.
+    They are returned as they are. Two runs find them.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Standing:
                 storages = [tensor.untyped_storage() for tensor in _tensors(found)]
                 self._storages[id(found)] = [StorageWeakRef(one) for one in storages]  # type: ignore[no-untyped-call]
 
-    def keep(self, path: Path, found: Any) -> Any:
+    def keep(self, path: TreePath, found: Any) -> Any:
         """The object itself if it stood before this run, or None."""
         if found not in self._objects:
             return None
@@ -132,12 +132,12 @@ class Standing:
             )
         return found
 
-    def kept(self, path: Path, found: Any) -> Any:
+    def kept(self, path: TreePath, found: Any) -> Any:
         """As `keep`, for what was looked at when it was recorded."""
         return found if found in self._objects else None
 
 
-def _check_plain(path: Path, leaf: torch.Tensor, device: torch.device) -> None:
+def _check_plain(path: TreePath, leaf: torch.Tensor, device: torch.device) -> None:
     if leaf.device.type != device.type:
         raise OutputError(
             f"the output {path or '(the only one)'} is on {leaf.device}, and a replay's outputs are on {device.type}",
@@ -148,7 +148,7 @@ def _check_plain(path: Path, leaf: torch.Tensor, device: torch.device) -> None:
         raise OutputError(
             f"the output {path or '(the only one)'} is a {leaf.layout} {type(leaf).__name__}, and a replay gives plain "
             "strided tensors",
-            "Return it as a plain tensor, and make of it what it should be outside",
+            "Return a plain tensor, and convert it outside of the body",
         )
 
 
@@ -162,12 +162,12 @@ class OutputBuffers:
     def __init__(self, device: torch.device) -> None:
         self.standing = Standing()
         self._device = device
-        self._largest: dict[tuple[Path, torch.dtype], int] = {}
-        self._flats: dict[tuple[Path, torch.dtype], torch.Tensor] = {}
+        self._largest: dict[tuple[TreePath, torch.dtype], int] = {}
+        self._flats: dict[tuple[TreePath, torch.dtype], torch.Tensor] = {}
 
     def specs_of(self, tree: Any) -> Specs:
         """The outputs in a body's result; a number is refused, since a replay can't compute it anew."""
-        specs: dict[Path, OutputSpec | Constant] = {}
+        specs: dict[TreePath, OutputSpec | Constant] = {}
         seen: set[int] = set()
         try:
             for path, leaf in leaves(tree, self.standing.keep):
@@ -209,7 +209,7 @@ class OutputBuffers:
     def store(self, tree: Any) -> Any:
         """Copy a body's outputs into the buffers, as part of what is recorded; returns their views."""
 
-        def put(path: Path, leaf: Any) -> Any:
+        def put(path: TreePath, leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             view = self._flats[path, leaf.dtype][: leaf.numel()].view(leaf.shape)
@@ -224,10 +224,12 @@ class OutputBuffers:
         return any(flat.untyped_storage()._cdata == storage for flat in self._flats.values())
 
 
-def trim(tree: Any, axes: Mapping[Path, Mapping[int, str]], used: Mapping[str, int], keep: Keep | None = None) -> Any:
+def trim(
+    tree: Any, axes: Mapping[TreePath, Mapping[int, str]], used: Mapping[str, int], keep: Keep | None = None
+) -> Any:
     """The used rows of every output."""
 
-    def cut(path: Path, leaf: Any) -> Any:
+    def cut(path: TreePath, leaf: Any) -> Any:
         for axis, dim in axes.get(path, {}).items():
             if isinstance(leaf, torch.Tensor):
                 leaf = leaf.narrow(axis, 0, used[dim])

@@ -1,4 +1,4 @@
-"""Places where Python keeps values (attributes, items, cells, globals): a copy of each, what differs, the way back."""
+"""Places: where Python keeps values (attributes, items, cells, globals); how they are copied, compared and restored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Place(Protocol):
     holder: Any
 
     def changed(self) -> Iterator[tuple[Any, Any, Any]]:
-        """(key, value then, value now) of all that differs; where order matters the key is None, for the whole."""
+        """(key, old value, new value) of all that differs; where order matters, the key is None, for the whole."""
         ...
 
     def get(self, key: Any) -> Any:
@@ -45,7 +45,7 @@ class Place(Protocol):
         ...
 
     def put(self, key: Any, value: Any) -> None:
-        """Set one key, without running anybody's code; `ABSENT` removes it."""
+        """Set one key, without running user code; `ABSENT` removes it."""
         ...
 
 
@@ -136,12 +136,12 @@ class Named:
 
 
 def class_names(holder: type) -> set[str]:
-    """The attributes of a class that its authors gave it; Python keeps others beside them, some made late."""
+    """The attributes of a class that its authors gave it; Python adds others of its own, some of them late."""
     return {name for name in vars(holder) if not (name.startswith("__") or name == "_abc_impl")}
 
 
 class Whole:
-    """Something that has no keys: a list, a set, a cell, an array, a generator of random numbers."""
+    """A holder without keys: a list, a set, a cell, an array, a random generator."""
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder
@@ -223,7 +223,7 @@ def _put_state(holder: Any, state: Any) -> None:
 
 
 def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:
-    """Whether a value that was put in another's place changes nothing: equal plain values, or the same memory."""
+    """Whether replacing one value by the other changes nothing: equal plain values, or the same memory."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -1,11 +1,11 @@
-"""Probes: eager runs at sizes that no recording has, which tell what each axis of an output follows."""
+"""Probes: eager runs at sizes that no recording has, which show the dim that each axis of an output follows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phonograph.graphs.inputs.tree import Path
+from phonograph.graphs.inputs.tree import TreePath
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.recording.outputs import Run, trimmed_axes
 
@@ -17,16 +17,16 @@ Probe = Callable[[Mapping[str, int]], Run]
 class Trimming:
     """How the outputs of some recordings are trimmed, and how far that is known."""
 
-    axes: dict[Path, dict[int, str]] = field(default_factory=dict)
+    axes: dict[TreePath, dict[int, str]] = field(default_factory=dict)
     tried: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By dim with a limit, the sizes below it that the body ran at. Where there are none, batches must fill it."""
 
 
 def find_trimming(phase: Phase, smallest: int, recorded: Sequence[Run], probe: Probe, *, exact: bool) -> Trimming:
-    """What the runs of all buckets show, and probes that change one dim alone, so that no axis seems to follow two.
+    """Trimming from the runs of all buckets, and from probes that change one dim alone, so that no axis follows two.
 
-    Sizes go down to 1: an axis that is cut at some length only shows it below. A body of one bucket must run at one
-    other size at least; raises what the last try raised.
+    Sizes go down to 1: an axis that is clipped at some length shows it only below that. A body of one bucket must run
+    at one other size at least; raises what the last try raised.
     """
     runs, tried = list(recorded[-1:] if exact else recorded), dict[str, tuple[int, ...]]()
     if not exact:
@@ -40,7 +40,7 @@ def find_trimming(phase: Phase, smallest: int, recorded: Sequence[Run], probe: P
 
 
 def _bucketed(phase: Phase, smallest: int, *, alone: bool) -> Iterator[Mapping[str, int]]:
-    """Sizes of the bucketed dim: buckets of several sizes have shown the most."""
+    """Sizes of the bucketed dim to probe: few where buckets of several sizes have run."""
     several = _below(smallest) if smallest > 1 else (2,)
     return (phase.padded(size) for size in (several if alone else (1,)) if size != smallest)
 

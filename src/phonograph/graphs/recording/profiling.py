@@ -1,4 +1,4 @@
-"""Profiler of warm-ups and captures: where their time goes, as traces to open in a viewer."""
+"""Capture profiler: traces of warm-ups and captures, to open in a viewer."""
 
 from __future__ import annotations
 

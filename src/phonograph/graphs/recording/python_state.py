@@ -1,4 +1,4 @@
-"""Python state that trial runs move: who moved it, on which line, and how it comes back."""
+"""Python state: values that trial runs change, the line that changed them, and how they are restored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from phonograph.devices.trace import is_users
 from phonograph.errors import CaptureError, Frame
 from phonograph.graphs.recording.places import same
-from phonograph.graphs.recording.reachable import Change, Snapshot, is_importing
+from phonograph.graphs.recording.reachable import Snapshot, StateChange, is_importing
 
 _LIBRARY = (sysconfig.get_paths()["stdlib"] + "/", sysconfig.get_paths()["platstdlib"] + "/")
 _PACKAGES = (sysconfig.get_paths()["purelib"] + "/", sysconfig.get_paths()["platlib"] + "/")
 
 
 class PythonState:
-    """The Python values that a body can reach, as they are to be.
+    """The Python values that a body can reach, as they should be.
 
     The objects that the roots hold are known from the start; the globals of a function are added when it is first
     called, before it can have changed them.
@@ -45,7 +45,7 @@ class PythonState:
         self.refuse_iterators()
 
     def refuse_iterators(self) -> None:
-        """Raise if an iterator was met: whoever advances it can't undo that."""
+        """Raise if an iterator was met: a step of it can't be undone."""
         if self.now.iterators:
             raise CaptureError(
                 f"the body reaches the iterator {self.now.iterators[0]}, whose position trial runs would move for good",
@@ -54,8 +54,8 @@ class PythonState:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Add the globals of all functions that are called in here for the first time: once for each shape is enough,
-        and every call in here costs."""
+        """Add the globals of all functions that are called in here for the first time. It slows every call, so each
+        shape has it once."""
         before = sys.getprofile()
         if before is None:
             sys.setprofile(self._on_call)
@@ -92,15 +92,15 @@ class PythonState:
 
 
 class Moves:
-    """Tells what a body changes from what is changed around it: in gaps, which run at every replay, and before it."""
+    """Separates what a body changes from what is changed outside of it: before it, and in gaps, which replays run."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._last: dict[tuple[int, type, Any], Any] = {}
-        self.by_body: dict[tuple[int, type, Any], Change] = {}
-        self.elsewhere: dict[tuple[int, type, Any], Change] = {}
+        self.by_body: dict[tuple[int, type, Any], StateChange] = {}
+        self.elsewhere: dict[tuple[int, type, Any], StateChange] = {}
 
-    def note(self, moves: dict[tuple[int, type, Any], Change]) -> None:
+    def note(self, moves: dict[tuple[int, type, Any], StateChange]) -> None:
         """Whatever changed since the last note belongs to `moves`."""
         changes = {_identity(change): change for change in self._snapshot.changes()}
         for identity, change in changes.items():
@@ -117,12 +117,12 @@ class Moves:
             self.note(self.elsewhere)
 
 
-def _identity(change: Change) -> tuple[int, type, Any]:
+def _identity(change: StateChange) -> tuple[int, type, Any]:
     return id(change.place.holder), type(change.place), change.key
 
 
 def _callers_line(frame: FrameType, outside: FrameType) -> Frame:
-    """The innermost line of a run outside of the standard library: a package's own line says most of its state."""
+    """The innermost line outside of the standard library: a package's own line says the most about its state."""
     found = frame
     above: FrameType | None = frame
     while above is not None and above is not outside:
@@ -134,7 +134,7 @@ def _callers_line(frame: FrameType, outside: FrameType) -> Frame:
     return Frame(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
 
 
-def line_of(change: Change, run: Callable[[], object]) -> Frame | None:
+def line_of(change: StateChange, run: Callable[[], object]) -> Frame | None:
     """The line that makes a change, found by a run that is traced; None where a debugger has the trace.
 
     Where the standard library makes it, that is the line that calls it.

@@ -1,4 +1,4 @@
-"""Walks the Python objects that a body can reach, and copies what each of them holds."""
+"""Reachable state: the Python objects that a body can reach, with a copy of what each holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLOSED_PACKAGES = ({"torch", "numpy", "phonograph", "builtins"} | sys.stdlib_mo
 
 
 @dataclass(frozen=True)
-class Change:
+class StateChange:
     """A value that differs from the snapshot."""
 
     place: Place
@@ -52,7 +52,7 @@ class _Found:
     before: _Found | None
     key: Any
     name: str
-    """What it is called by itself, where that says more than the way there."""
+    """A name of its own, where that says more than the path to it."""
 
 
 class Snapshot:
@@ -93,10 +93,10 @@ class Snapshot:
                 self._add_names(vars(value), code.co_names, value.__name__)
         self._walk()
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StateChange]:
         """All that differs now."""
         return [
-            Change(found.place, key, then, now, _name_of(found, key))
+            StateChange(found.place, key, then, now, _name_of(found, key))
             for found in list(self._found.values())
             for key, then, now in found.place.changed()
         ]
@@ -106,7 +106,7 @@ class Snapshot:
         for found in list(self._found.values()):
             found.place.restore()
 
-    def way_to(self, change: Change) -> Iterator[tuple[Place, Any]]:
+    def way_to(self, change: StateChange) -> Iterator[tuple[Place, Any]]:
         """The places on the way to a change, the nearest first, each with the key that was taken there."""
         found, key = self._found.get(_identity(change.place)), change.key
         while found is not None:
@@ -246,7 +246,7 @@ def _visitor(kind: type) -> _Visit | None:
         if issubclass(kind, kinds):
             return visit
     if kind.__module__.startswith("phonograph."):
-        return Snapshot._visit_wrapper  # what stands around a user's function or module is ours, what is inside is not
+        return Snapshot._visit_wrapper  # the wrapper around a user's function or module is ours, what it wraps is not
     if _is_closed(kind.__module__):
         return Snapshot._visit_iterator if hasattr(kind, "__next__") else None
     return Snapshot._visit_object

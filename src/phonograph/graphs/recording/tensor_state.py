@@ -1,4 +1,4 @@
-"""State that a forward pass writes besides its outputs: found, saved, and put back after trial runs."""
+"""Tensor state: what a forward pass writes besides its outputs; found, saved, and restored after trial runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MemoryRun:
     uses: dict[int, torch.Tensor] = field(default_factory=dict)
     """Memory that earlier trial runs made and this one uses."""
     suspects: list[tuple[torch.UntypedStorage, torch.Tensor, torch.dtype]] = field(default_factory=list)
-    """Memory that may be written without a word, and what it held."""
+    """Memory that ops may write without declaring it, and what it held."""
 
     def survivors(self) -> set[int]:
         """The memory that is still there, of all that the run made."""
@@ -138,7 +138,7 @@ class SavedState:
     def _note_version(run: MemoryRun, storage: torch.UntypedStorage) -> None:
         held = run.versions.setdefault(storage._cdata, [])
         if not held:
-            # Most memory that is written in place is gone soon: nobody will ask what it held.
+            # Most memory that is written in place is freed soon, and its content is not needed.
             for number in [number for number in run.versions if number in run.made and _is_gone(run.made[number])]:
                 del run.versions[number]
         if len(held) < _MAX_VERSIONS:
@@ -176,7 +176,7 @@ class SavedState:
 
 
 def generators_restored(device: Device) -> AbstractContextManager[None]:
-    """Random numbers drawn inside are not missing outside."""
+    """Restore the generators at the end: draws inside don't advance them."""
     on = device.torch_device
     if on.type == "cpu":
         return torch.random.fork_rng([])

@@ -1,4 +1,4 @@
-"""The two free warm-ups of a shape: what the first makes is a constant, what the second changes too is state."""
+"""Warm-ups: two free runs of a shape. What the first makes is a constant, what the second changes too is state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phonograph.graphs.inputs.tree import leaves
 from phonograph.graphs.recording.outputs import is_near, own
 from phonograph.graphs.recording.places import Place, Whole
 from phonograph.graphs.recording.python_state import Moves, PythonState, line_of
-from phonograph.graphs.recording.reachable import Change, Snapshot
+from phonograph.graphs.recording.reachable import Snapshot, StateChange
 from phonograph.graphs.recording.tensor_state import MemoryRun, SavedState
 
 _AS_TENSOR = "Keep it in a tensor that the body writes in place, pass it in a slot, or change it in a @graph_break"
@@ -23,17 +23,17 @@ _ONLY_IN_GAPS = (
     "else pass it in a slot"
 )
 
-Body = Callable[[Moves | None], Any]
-"""Runs the body once, and tells the moves where its gaps are."""
-Bind = Callable[[], Body]
+TrialBody = Callable[[Moves | None], Any]
+"""Runs the body once, and notes in `Moves` what its gaps change."""
+Bind = Callable[[], TrialBody]
 """Loads a sample: the body on it."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """What the warm-ups of one shape left behind for good."""
+    """What the warm-ups of one shape made, and later runs keep."""
 
-    made: Sequence[Change] = ()
+    made: Sequence[StateChange] = ()
     """Python values that the first run made: constants."""
     holds: Sequence[torch.Tensor] = ()
     """Memory that warm-ups made and the body reads: a recording keeps it alive."""
@@ -45,7 +45,7 @@ class _First:
 
     before: Snapshot
     memory: MemoryRun
-    made: Sequence[Change]
+    made: Sequence[StateChange]
     outputs: Any
 
 
@@ -64,7 +64,7 @@ class Warmups:
     moved: CaptureError | None = None
     """The first refusal for Python state: what one shape moves, the others may read."""
     _first: _First | None = None
-    _all_made: list[Change] = field(default_factory=list)
+    _all_made: list[StateChange] = field(default_factory=list)
 
     def first(self, bind: Bind) -> None:
         """The first run: whatever is made lazily is made here."""
@@ -94,7 +94,7 @@ class Warmups:
             self._all_made += made
             return Settled(made, list(memory.uses.values()))
 
-    def _compare(self, first: _First, bind: Bind, elsewhere: Sequence[Change]) -> None:
+    def _compare(self, first: _First, bind: Bind, elsewhere: Sequence[StateChange]) -> None:
         """Refuse if what the first run made changes the outputs: then it is no constant.
 
         What gaps change counts too, since the body may read it: if it does not, only the user can know.
@@ -110,7 +110,7 @@ class Warmups:
     def _run(self, bind: Bind, moves: Moves | None = None) -> tuple[Any, MemoryRun]:
         body = bind()
         if moves is not None:
-            # Samples, computed slots and the plan are made anew for every call.
+            # Samples, computed slots and host plans are made anew for every call.
             moves.note(moves.elsewhere)
         with self.state.watching(self.python.now.tensors.values()) as memory:
             result = body(moves)
@@ -127,7 +127,7 @@ class Warmups:
             yield
 
     def forget(self) -> None:
-        """Undo all that was made: nobody will use it."""
+        """Undo all that was made: no recording uses it."""
         for change in reversed(self._all_made):
             change.undo()
 
@@ -141,8 +141,8 @@ class Warmups:
             self.python.now = before
             raise
 
-    def _without(self, first: _First, moved: Sequence[Change]) -> list[Change]:
-        """What was made, less what is moved outside of the body, which is put back to what it was before."""
+    def _without(self, first: _First, moved: Sequence[StateChange]) -> list[StateChange]:
+        """What was made, without what is changed outside of the body: that is restored."""
         if not moved:
             return list(first.made)
         origins = {self._origin(first.before, change) for change in moved}
@@ -156,12 +156,12 @@ class Warmups:
         self.python.now = self.python.taken()
         return [change for change in first.made if _identity(change.place, change.key) not in undone]
 
-    def _origin(self, before: Snapshot, change: Change) -> tuple[int, Any]:
-        """The place on the way to a change that was there before the first run, and the key that was taken there."""
+    def _origin(self, before: Snapshot, change: StateChange) -> tuple[int, Any]:
+        """The nearest place on the path to a change that existed before the first run, and the key from there."""
         way = (_identity(place, key) for place, key in self.python.now.way_to(change) if before.known(place))
         return next(way, (0, None))
 
-    def _refuse(self, changes: Sequence[Change], bind: Bind) -> None:
+    def _refuse(self, changes: Sequence[StateChange], bind: Bind) -> None:
         change = min(changes, key=lambda one: len(one.name))
         frame = None
         if self.may_rerun:
@@ -173,16 +173,16 @@ class Warmups:
         self.moved = self.moved or CaptureError(problem, _AS_TENSOR, frame=frame)
         raise CaptureError(problem, _AS_TENSOR, frame=frame)
 
-    def _refuse_made(self, made: Sequence[Change], *, in_gaps: bool) -> None:
+    def _refuse_made(self, made: Sequence[StateChange], *, in_gaps: bool) -> None:
         change = min(made, key=lambda one: len(one.name))
         if in_gaps:
             problem = (
-                f"the outputs are others once a @graph_break, the plan or the sample has changed {change.name}, and "
-                "trial runs can't tell whether the body reads it too, which a replay would not"
+                f"the outputs change once a @graph_break, host_plan or the sample has changed {change.name}, and trial "
+                "runs can't tell whether the body reads it too, which a replay would not"
             )
         else:
             problem = (
-                f"the body gives other outputs once it has changed {change.name}, and a recording has only one of both"
+                f"the body gives other outputs once it has changed {change.name}, and a recording has only one of them"
             )
         remedy = _ONLY_IN_GAPS if in_gaps else _AS_TENSOR
         self.moved = self.moved or CaptureError(problem, remedy)

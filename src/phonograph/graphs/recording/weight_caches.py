@@ -1,7 +1,7 @@
-"""Weight caches of torch: what autocast and parametrizations made of a weight, kept for the next use of it.
+"""Weight caches: what torch's autocast and parametrizations made of a weight, kept for its next use.
 
 A recording that finds a value there reads it for good, and a weight that is changed in place is not seen. One that puts
-its own there leaves graph memory behind for eager code.
+its own there leaves graph memory for eager code to read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inputs that a body writes in place: refused for recordings, written back on the eager path.
+"""Written inputs: those that a body writes in place; refused for recordings, written back on the eager path.
 
 A recording reads and writes its own buffers: what it writes to an input never reaches the caller's tensor, nor another
 slot that was given the same tensor.
@@ -20,7 +20,7 @@ _REMEDY = "Write to a copy (x = x.clone()) and return what the caller needs; kee
 
 @contextmanager
 def refusing_input_writes(inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Raises where an op writes to one of these; at the end where a kernel did that torch does not dispatch."""
+    """Raise where an op writes to one of these; at the end, where a kernel that torch does not dispatch did."""
     spans = {name: _span(tensor) for name, tensor in inputs.items() if tensor.numel()}
     before = {name: _bits(inputs[name]).clone() for name in spans}
 

@@ -1,4 +1,4 @@
-"""Recordings that serve, fitted to the sizes of the batches that come."""
+"""Recording entries: recordings that serve, fitted to the sizes of the batches that come."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Fitted:
     """The used rows of the recording's outputs, as views."""
 
 
-class Entry:
+class RecordingEntry:
     """A recording that can be served, fitted to every used size met so far."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Routes: which recording serves which size of which product, decided before any batch comes."""
+"""Routes: the recording that serves each size of each product, decided before any batch comes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from phonograph.graphs.inputs.fields import fetch
 from phonograph.graphs.phases.axes import all_products, described, named, spelled, stronger_products
-from phonograph.graphs.phases.decisions import Decision, Group, Reason, Replay, RunEagerly, ShapeKey
+from phonograph.graphs.phases.decisions import Decision, Reason, RecordingGroup, Replay, RunEagerly, ShapeKey
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.phases.selection import Selection, absences_of
 from phonograph.graphs.planning.resolve import PhasePlan
@@ -15,6 +15,7 @@ from phonograph.graphs.planning.resolve import PhasePlan
 Route = list[Decision]
 """By used size."""
 _NOBODY: frozenset[str] = frozenset()
+_NOTHING: Mapping[ShapeKey, RunEagerly] = {}
 
 
 class Routes:
@@ -31,15 +32,17 @@ class Routes:
         self.only: Route | None = None
         """The route of every batch, where the phase tells none apart."""
 
-    def settle(self, plan: PhasePlan, captured: Collection[ShapeKey], failed: Collection[ShapeKey] = ()) -> None:
-        """Decide for every product and size."""
+    def settle(
+        self, plan: PhasePlan, captured: Collection[ShapeKey], refused: Mapping[ShapeKey, RunEagerly] = _NOTHING
+    ) -> None:
+        """Decide for every product and size; `refused` says of keys without a recording why they have none."""
         phase = self._phase
         self._routes.clear()
         self.standing_in.clear()
         known = [(product, absent) for product in all_products(phase.axes) for absent in absences_of(phase)]
         own = {
             group: [
-                self._decide(used, group, plan, captured, failed)
+                self._decide(used, group, plan, captured, refused)
                 for used in range(self._selection.sizes[group[0]].largest + 1)
             ]
             for group in known
@@ -54,9 +57,9 @@ class Routes:
         if not self._axes and not self._keyed:
             self.only = self._routes[(), _NOBODY]
 
-    def of(self, batch: Any, beside: Mapping[str, Any]) -> Route | None:
+    def of(self, batch: Any, kwargs: Mapping[str, Any]) -> Route | None:
         """The route of a batch, or None where no recording serves its product; `refusal` then says why."""
-        return self._routes.get((tuple([of(batch) for of in self._axes]), self._absent(batch, beside)))
+        return self._routes.get((tuple([of(batch) for of in self._axes]), self._absent(batch, kwargs)))
 
     def refusal(self, batch: Any) -> RunEagerly:
         """Why no recording serves the product of a batch."""
@@ -70,12 +73,12 @@ class Routes:
         detail = f"left out: {left_out}" if left_out else f"no recordings for {described(product)}"
         return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
 
-    def _absent(self, batch: Any, beside: Mapping[str, Any]) -> frozenset[str]:
+    def _absent(self, batch: Any, kwargs: Mapping[str, Any]) -> frozenset[str]:
         if not self._keyed:
             return _NOBODY
-        return frozenset([slot.name for slot in self._keyed if fetch(batch, beside, slot.path) is None])
+        return frozenset([slot.name for slot in self._keyed if fetch(batch, kwargs, slot.path) is None])
 
-    def _merged(self, group: Group, routes: list[Route]) -> Route:
+    def _merged(self, group: RecordingGroup, routes: list[Route]) -> Route:
         """At every size the first that replays, else what is said of the first."""
         merged = [
             next((one for one in options if isinstance(one, Replay)), options[0])
@@ -88,15 +91,20 @@ class Routes:
         return merged
 
     def _decide(
-        self, used: int, group: Group, plan: PhasePlan, captured: Collection[ShapeKey], failed: Collection[ShapeKey]
+        self,
+        used: int,
+        group: RecordingGroup,
+        plan: PhasePlan,
+        captured: Collection[ShapeKey],
+        refused: Mapping[ShapeKey, RunEagerly],
     ) -> Decision:
         dim = self._phase.bucketed
         size = self._selection.sizes[group[0]].fit(used)
         if size is None:
             return RunEagerly(Reason.NOT_CAPTURED, f"{used} {dim} is not one of the exact sizes")
         key = ShapeKey(self._phase.name, dim, size, *group)
-        if key in failed:
-            return RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {key} failed")
+        if key in refused:
+            return refused[key]
         wasted = size - used
         if size > plan.max_padding_ratio * used and wasted > plan.max_padding_rows:
             return RunEagerly(Reason.OVER_PADDED, f"{used} {dim} in a bucket of {size} would waste {wasted} rows")

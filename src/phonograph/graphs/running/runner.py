@@ -1,9 +1,9 @@
-"""The runner: decides, loads, replays and trims for one phase."""
+"""Runner: decides, loads, replays and trims for one phase."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from phonograph.errors import CoverageError, DeclarationError, LoadError, Output
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.inputs.registry import LoadMode, Registry
-from phonograph.graphs.inputs.tree import Keep, Path, is_object, leaves
+from phonograph.graphs.inputs.tree import Keep, TreePath, is_object, leaves
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import Decision, Reason, Replay, RunEagerly, ShapeKey, Stats
 from phonograph.graphs.phases.phase import Phase
@@ -28,7 +28,7 @@ from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
 from phonograph.graphs.recording.profiling import profiled
 from phonograph.graphs.recording.written_inputs import EagerWrites
-from phonograph.graphs.running.entries import Entry, Loaded
+from phonograph.graphs.running.entries import Loaded, RecordingEntry
 from phonograph.graphs.running.routes import Routes
 from phonograph.graphs.running.runner_options import Outputs, RunnerOptions, buckets_for
 
@@ -67,7 +67,9 @@ class Runner:
         self.last: Decision | None = None
         """What the latest call ran."""
         self._outputs = OutputBuffers(device.torch_device)
-        self._entries: dict[ShapeKey, Entry] = {}
+        self._entries: dict[ShapeKey, RecordingEntry] = {}
+        self._refused: dict[ShapeKey, RunEagerly] = {}
+        """Keys that have no recording, and why."""
         self._limits = {name: dim.limit for name, dim in phase.all_dims.items() if dim.limit is not None}
         self.selection: Selection | None = None
         """The recordings that a capture makes; None where nothing is recorded."""
@@ -144,8 +146,10 @@ class Runner:
         for key, recording in captured.recordings.items():
             trimming = captured.trimmings[key.group]
             padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
-            self._entries[key] = Entry(recording, padded, trimming, carried, self._outputs.standing.kept)
-        self._route(frozenset(row.key for row in report.failures))
+            self._entries[key] = RecordingEntry(recording, padded, trimming, carried, self._outputs.standing.kept)
+        for row in report.failures:
+            self._refused[row.key] = RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {row.key} failed")
+        self._route()
         if report.left_out:
             missing = sum(one.num_recordings for one in report.left_out)
             log.warning("capturing %s: %d recordings left out: %s", self.phase.name, missing, report.left_out[0])
@@ -165,9 +169,18 @@ class Runner:
         for entry in self._entries.values():
             entry.recording.release()
         self._entries.clear()
+        self._refused.clear()
         self._loaded = None
         self.report = None
         self._route()
+
+    def mistrust(self, key: ShapeKey, why: str) -> None:
+        """Give a recording back that was found wrong; its batches are served eagerly until the next capture."""
+        with self._using("giving back a recording of"):
+            self._entries.pop(key).recording.release()
+            self._refused[key] = RunEagerly(Reason.MISTRUSTED, f"{key} is not to be trusted: {why}")
+            self._loaded = None
+            self._route()
 
     def recording(self, key: ShapeKey) -> Recording:
         """The recording of a key that has one."""
@@ -189,7 +202,7 @@ class Runner:
         """The used rows of outputs that the body gave for the key's padded view."""
         return trim(outputs, self._entries[key].axes, used, self._outputs.standing.kept)
 
-    def parts(self, outputs: Any) -> dict[Path, Any]:
+    def parts(self, outputs: Any) -> dict[TreePath, Any]:
         """Copies of the tensors in a body's outputs, and its plain values, by path."""
         kept = self._outputs.standing.kept
         return dict(leaves(own(outputs, kept), kept))
@@ -206,15 +219,15 @@ class Runner:
 
     # -- decide -------------------------------------------------------------------------------------------
 
-    def decide(self, batch: Any, beside: Mapping[str, Any] = _NOTHING) -> Decision:
+    def decide(self, batch: Any, kwargs: Mapping[str, Any] = _NOTHING) -> Decision:
         """What `run` does with this batch; changes nothing, and refuses what `run` refuses to measure."""
-        return self._decide(batch, beside, self.registry.measure(batch, beside))
+        return self._decide(batch, kwargs, self.registry.measure(batch, kwargs))
 
-    def _decide(self, batch: Any, beside: Mapping[str, Any], sizes: Mapping[str, int]) -> Decision:
+    def _decide(self, batch: Any, kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Decision:
         used = sizes[self.phase.bucketed]
         if self._routes is None:
             return RunEagerly(Reason.DISABLED, f"the backend of {self.phase.name} is disabled")
-        route = self._routes.only or self._routes.of(batch, beside)
+        route = self._routes.only or self._routes.of(batch, kwargs)
         if route is None:
             return self._routes.refusal(batch)
         if used >= len(route):
@@ -237,31 +250,31 @@ class Runner:
                 return refusal
         return None
 
-    def _route(self, failed: Collection[ShapeKey] = ()) -> None:
+    def _route(self) -> None:
         if self._routes is not None:
-            self._routes.settle(self.plan, self._entries, failed)
+            self._routes.settle(self.plan, self._entries, self._refused)
 
     # -- run ----------------------------------------------------------------------------------------------
 
-    def run(self, batch: Any, **beside: Any) -> Any:
+    def run(self, batch: Any, **kwargs: Any) -> Any:
         """Serve one batch; gradients are off, whatever the caller's state."""
         if not torch.is_grad_enabled():
-            return self._run(batch, beside)
+            return self._run(batch, kwargs)
         torch._C._set_grad_enabled(False)  # torch.no_grad() costs a tenth of a step's host time
         try:
-            return self._run(batch, beside)
+            return self._run(batch, kwargs)
         finally:
             torch._C._set_grad_enabled(True)
 
-    def _run(self, batch: Any, beside: Mapping[str, Any]) -> Any:
+    def _run(self, batch: Any, kwargs: Mapping[str, Any]) -> Any:
         if not self.pool.in_use.acquire(blocking=False):
             raise self.pool.busy(f"running {self.phase.name}")
         try:
-            used = self.registry.measure(batch, beside)
-            decision = self.last = self._decide(batch, beside, used)
+            used = self.registry.measure(batch, kwargs)
+            decision = self.last = self._decide(batch, kwargs, used)
             if isinstance(decision, Replay):
-                return self._replay(decision.key, batch, beside, used)
-            return self._eager(decision, batch, beside, used)
+                return self._replay(decision.key, batch, kwargs, used)
+            return self._eager(decision, batch, kwargs, used)
         finally:
             self.pool.in_use.release()
 
@@ -287,23 +300,23 @@ class Runner:
         finally:
             self.pool.in_use.release()
 
-    def _replay(self, key: ShapeKey, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
+    def _replay(self, key: ShapeKey, batch: Any, kwargs: Mapping[str, Any], used: dict[str, int]) -> Any:
         entry, phase = self._entries[key], self.phase
         fitted = entry.fitted(used, self.registry, phase.without)
         extent, result = fitted.extent, fitted.outputs
-        if phase.plan is None:
-            self.registry.fill_prepared(batch, extent, beside, fitted.prepared)
+        if phase.host_plan is None:
+            self.registry.fill_prepared(batch, extent, kwargs, fitted.prepared)
         else:
-            view = self.registry.load(batch, extent, beside=beside, without=phase.without)
-            phase.plan(view.batch, extent)
+            view = self.registry.load(batch, extent, kwargs=kwargs, without=phase.without)
+            phase.host_plan(view.batch, extent)
         tail = phase.tail if not phase.tail_captured else None
         self._loaded = None
         if tail is None and not entry.recording.has_gaps:
             entry.recording.replay()
-            if phase.plan is None:
+            if phase.host_plan is None:
                 self._loaded = Loaded(key, entry.recording, result, used[phase.bucketed], self.registry.num_loads)
         else:
-            live = self.registry.live(batch, extent, beside=beside, without=phase.without)
+            live = self.registry.live(batch, extent, kwargs=kwargs, without=phase.without)
             with entering(replace(self._entry_now, batch=live.batch)):
                 entry.recording.replay()
                 if tail is not None:
@@ -314,22 +327,22 @@ class Runner:
             self.stats.count_replay(key, used[phase.bucketed])
         return self._owned(result, self._outputs.standing.kept if tail is None else self._kept_eagerly)
 
-    def _eager(self, decision: RunEagerly, batch: Any, beside: Mapping[str, Any], used: dict[str, int]) -> Any:
+    def _eager(self, decision: RunEagerly, batch: Any, kwargs: Mapping[str, Any], used: dict[str, int]) -> Any:
         if self.options.strict:
             raise CoverageError(f"strict: {self.phase.name} has no graph for this batch: {decision.detail}.")
         self._loaded = None
         phase = self.phase
         extent = Extent(used, used)
         mode = LoadMode.EAGER if self.options.eager_copies else LoadMode.NO_COPY
-        view = self.registry.load(batch, extent, mode=mode, beside=beside, without=phase.eager_without)
-        if phase.plan is not None:
-            phase.plan(view.batch, extent)
-        given = phase.inputs(batch, beside, phase.eager_without)
-        views = phase.inputs(view.batch, view.beside, phase.eager_without)
+        view = self.registry.load(batch, extent, mode=mode, kwargs=kwargs, without=phase.eager_without)
+        if phase.host_plan is not None:
+            phase.host_plan(view.batch, extent)
+        given = phase.inputs(batch, kwargs, phase.eager_without)
+        views = phase.inputs(view.batch, view.kwargs, phase.eager_without)
         copied = {name: (value, views[name]) for name, value in given.items() if views[name] is not value}
         writes = EagerWrites(copied, phase.name)
         with entering(Current(phase.name, self.plan.backend, Stage.EAGER, view.batch)):
-            result = phase.forward(view.batch, view.beside)
+            result = phase.forward(view.batch, view.kwargs)
             writes.write_back()
             if phase.tail is not None and not phase.tail_captured:
                 result = phase.tail(result, view.batch)
@@ -346,7 +359,7 @@ class Runner:
         except OutputError as error:
             raise OutputError(f"running {self.phase.name}: {error.problem}", error.remedy) from None
 
-    def _kept_eagerly(self, path: Path, found: Any) -> Any:
+    def _kept_eagerly(self, path: TreePath, found: Any) -> Any:
         """An object that eager code returned, unless it holds memory that the next call overwrites."""
         if not is_object(found):
             return None
@@ -373,6 +386,8 @@ class Runner:
                 lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
         for row in self.report.failures if self.report else ():
             lines.append(f"  {row.key} stays eager: {row.error}")
+        mistrusted = (one.detail for one in self._refused.values() if one.reason is Reason.MISTRUSTED)
+        lines += [f"  eager since then: {detail}" for detail in mistrusted]
         lines += [f"  left out: {one}" for one in (self.selection.left_out if self.selection else ())]
         lines += [f"  {key} is served by {other}" for key, other in self.standing_in.items()]
         lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")

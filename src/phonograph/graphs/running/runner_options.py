@@ -1,4 +1,4 @@
-"""RunnerOptions: what a runner does beyond its phase and plan; and the buckets that a plan asks for."""
+"""Runner options: choices beyond phase and plan; and the buckets that a plan asks for."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Trust: checks that a replay is right."""
+"""Trust: verification that a replay is right."""

@@ -1,4 +1,4 @@
-"""Shows that a replay is right: against poison, against eager on the same view, against eager without padding."""
+"""Verification: replays against poison, against eager on the same view, and against eager without padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phonograph.errors import DeclarationError, VerifyError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import fields_of
 from phonograph.graphs.inputs.registry import LoadMode
-from phonograph.graphs.inputs.tree import Path
+from phonograph.graphs.inputs.tree import TreePath
 from phonograph.graphs.phases.axes import weaker_products
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import ShapeKey
@@ -92,7 +92,7 @@ def verify(
 
     What the body writes is found by running it, saved, and put back, Python values too: the object that serves is left
     as it was. Name what only custom kernels write in `state`. Where padding writes, a note says so: it is right if
-    nobody uses that place.
+    no request uses that place.
     """
     _check_arguments(batches, tolerance)
     checks: list[Check] = []
@@ -112,19 +112,19 @@ def verify(
                     padding_writes = f"first seen in {key} with {sizes[runner.phase.bucketed]} used"
     if padding_writes:
         notes.append(
-            f"padding writes state that a run without padding leaves alone ({padding_writes}). Nobody may use that "
-            "place: keep a null row for pad values."
+            f"padding writes state that a run without padding leaves alone ({padding_writes}). No request may "
+            "use that place: keep a null row for pad values."
         )
     return VerifyReport(tuple(checks), tuple(notes))
 
 
 def _check_arguments(batches: int, tolerance: float | None) -> None:
     if not is_whole(batches, 1):
-        raise DeclarationError(f"verify(batches={batches!r}) checks nothing. Give a whole number from 1 on.")
+        raise DeclarationError(f"verify(batches={batches!r}) has nothing to check. Give a whole number of at least 1.")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise DeclarationError(
-            f"verify(tolerance={tolerance!r}) tells no right output from a wrong one. Give a relative difference such "
-            "as 1e-3, or None."
+            f"verify(tolerance={tolerance!r}): expected a finite number of at least 0. Give a relative difference such "
+            "as 1e-3, or None for the dtype's own."
         )
 
 
@@ -191,7 +191,7 @@ class _Verification:
     ) -> None:
         self._runner = runner
         self._served = served if served is not None else key
-        """Whose batches are tried: the recording's own, or those that it stands in for."""
+        """The key whose batches are tried: the recording's own, or one that it stands in for."""
         self._python = python
         self._key = key
         self._seed = seed
@@ -201,11 +201,11 @@ class _Verification:
         self._unpadded = Extent(sizes, sizes)
         self._used = sizes[phase.bucketed]
         self._sample: Sample = phase.sample_for(self._served, self._unpadded, seed)
-        measured = runner.registry.measure(self._sample.batch, self._sample.beside)
+        measured = runner.registry.measure(self._sample.batch, self._sample.kwargs)
         self._extent = Extent(measured, phase.padded(key.size))
         self._unpadded = Extent(measured, measured)
         if python is not None:
-            python.reach([*fields_of(self._sample.batch), *self._sample.beside.values()])
+            python.reach([*fields_of(self._sample.batch), *self._sample.kwargs.values()])
         self._state = list(state)
         self._elements = list(state)
 
@@ -290,18 +290,18 @@ class _Verification:
         self._elements += saved.elements
         return saved.memory
 
-    def _replay(self, pattern: int, of: ShapeKey | None = None) -> tuple[dict[Path, Any], list[torch.Tensor]]:
+    def _replay(self, pattern: int, of: ShapeKey | None = None) -> tuple[dict[TreePath, Any], list[torch.Tensor]]:
         runner, phase, key = self._runner, self._runner.phase, of if of is not None else self._key
         with self._restored():
             view = runner.registry.load(
-                self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without, anew=True
+                self._sample.batch, self._extent, kwargs=self._sample.kwargs, without=phase.without, anew=True
             )
             runner.registry.poison_unread(self._extent, pattern)
             runner.memory.poison(pattern)
-            if phase.plan is not None:
-                phase.plan(view.batch, self._extent)
+            if phase.host_plan is not None:
+                phase.host_plan(view.batch, self._extent)
             live = runner.registry.live(
-                self._sample.batch, self._extent, beside=self._sample.beside, without=phase.without
+                self._sample.batch, self._extent, kwargs=self._sample.kwargs, without=phase.without
             )
             with entering(Current(phase.name, runner.plan.backend, Stage.REPLAYING, live.batch)):
                 runner.recording(key).replay()
@@ -310,32 +310,32 @@ class _Verification:
 
     def _eager(
         self, *, padded: bool, watching: AbstractContextManager[object] = nullcontext()
-    ) -> tuple[dict[Path, Any], list[torch.Tensor]]:
+    ) -> tuple[dict[TreePath, Any], list[torch.Tensor]]:
         runner, phase = self._runner, self._runner.phase
         extent = self._extent if padded else self._unpadded
         mode = LoadMode.GRAPH if padded else LoadMode.EAGER
         without = phase.without if padded else phase.eager_without
         with self._restored():
             view = runner.registry.load(
-                self._sample.batch, extent, mode=mode, beside=self._sample.beside, without=without, anew=True
+                self._sample.batch, extent, mode=mode, kwargs=self._sample.kwargs, without=without, anew=True
             )
             if padded:
                 runner.registry.poison_unread(extent, 1)
             with watching:
-                outputs = self._forward(view.batch, view.beside, extent)
+                outputs = self._forward(view.batch, view.kwargs, extent)
             if padded:
                 outputs = runner.trim(self._key, outputs, extent.used)
             return runner.parts(outputs), [t.clone() for t in self._state]
 
-    def _forward(self, batch: Any, beside: Mapping[str, Any], extent: Extent) -> Any:
+    def _forward(self, batch: Any, kwargs: Mapping[str, Any], extent: Extent) -> Any:
         runner, phase = self._runner, self._runner.phase
-        if phase.plan is not None:
-            phase.plan(batch, extent)
+        if phase.host_plan is not None:
+            phase.host_plan(batch, extent)
         live = batch
         if extent.is_padded:
-            live = runner.registry.live(self._sample.batch, extent, beside=self._sample.beside).batch
+            live = runner.registry.live(self._sample.batch, extent, kwargs=self._sample.kwargs).batch
         with entering(Current(phase.name, runner.plan.backend, Stage.EAGER, live)), weights_uncached():
-            return phase.forward(batch, beside)
+            return phase.forward(batch, kwargs)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -360,7 +360,7 @@ class _Verification:
         self._runner.device.seed(self._seed)
 
     def _compare(
-        self, name: str, found: Mapping[Path, Any], wanted: Mapping[Path, Any], tolerance: float | None
+        self, name: str, found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any], tolerance: float | None
     ) -> Check:
         details = [
             f"output {path or '(the only one)'} {problem}"
@@ -387,5 +387,5 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return one.view(bits) != other.view(bits)
 
 
-def _numbered(tensors: Sequence[torch.Tensor]) -> dict[Path, Any]:
-    return {Path((f"state {index}",)): tensor for index, tensor in enumerate(tensors)}
+def _numbered(tensors: Sequence[torch.Tensor]) -> dict[TreePath, Any]:
+    return {TreePath((f"state {index}",)): tensor for index, tensor in enumerate(tensors)}

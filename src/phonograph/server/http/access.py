@@ -56,7 +56,7 @@ class KeyGuard:
 
 
 class CorsGuard(CORSMiddleware):
-    """Lets web pages of some origins in; what a page of another one is told has the form of every error."""
+    """Lets web pages of some origins in; a page of another one gets an error of the usual form."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         found = super().preflight_response(request_headers)
@@ -71,7 +71,7 @@ class CorsGuard(CORSMiddleware):
 class HostGuard:
     """Wraps an app: a request whose Host header has another name is refused.
 
-    A web page of anybody's can let its own name point at this machine, and would then count as of the same origin as
+    Any web page can let its own name point at this machine, and would then count as of the same origin as
     the server; its browser still sends that name.
     """
 

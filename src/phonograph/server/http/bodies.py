@@ -1,4 +1,4 @@
-"""Reads the body of a request within its limits, and says what to change where it does not fit."""
+"""BodyReader: the body of a request, read within its limits; an error says what to change where it does not fit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Arrivals:
 
     @contextmanager
     def arriving(self) -> Iterator[Callable[[int], None]]:
-        """Gives a function to be told of every piece; all are forgotten in the end."""
+        """Yields a function to call with the size of every piece; all are given back in the end."""
         mine, total = 0, 0
 
         def add(size: int) -> None:
@@ -51,7 +51,7 @@ class Arrivals:
             if total <= _SMALL:  # what nearly all requests have is never turned away
                 return
             if self._held + size > self._most:
-                message = f"bodies of {self._held:,} bytes are on their way already. Try again later."
+                message = f"{self._held:,} of {self._most:,} bytes for bodies are in use. Try again later."
                 raise ApiError(503, message, type=SERVER, code="busy", headers={"Retry-After": "1"})
             mine += size
             self._held += size
@@ -138,7 +138,7 @@ class BodyReader(Generic[T]):
 
 
 def _refuse_other_types(request: Request) -> None:
-    """Refuse what is not declared to be JSON: a web page of anybody's may send forms and texts, but no JSON."""
+    """Refuse what is not declared to be JSON: any web page may send forms and texts, but no JSON."""
     given = request.headers.get("content-type", "")
     if not _JSON.fullmatch(given):
         found = f"is {given[:100]!r}" if given else "is missing"
@@ -150,7 +150,7 @@ def _refuse_other_types(request: Request) -> None:
         raise ApiError(415, message, code="unsupported_charset")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        message = f"the Content-Encoding is {encoding[:100]!r}. Send the body as it is."
+        message = f"the Content-Encoding is {encoding[:100]!r}; expected none. Send the body uncompressed."
         raise ApiError(415, message, code="unsupported_encoding")
 
 

@@ -1,4 +1,4 @@
-"""Every failure as an OpenAI error body with the right status."""
+"""Failures: every one as an OpenAI error body with the right status."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Error(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """Body of every answer that is not a success."""
+    """Body of every response that is not a success."""
 
     error: Error
 
@@ -74,7 +74,7 @@ def unknown_field(name: str, known: Iterable[str], place: str = "") -> ApiError:
 
 
 def failure_of(error: Exception) -> ApiError:
-    """What a client is told about an exception; nothing of the inside for one that nobody expected."""
+    """The client's view of an exception; nothing internal for one that was not expected."""
     match error:
         case ApiError():
             return error
@@ -96,10 +96,10 @@ def failure_of(error: Exception) -> ApiError:
 
 
 def failure_of_finish(delta: Delta, timeout: float | None) -> ApiError | None:
-    """What a client is told where a choice did not end well."""
+    """The client's view of a choice that did not end well."""
     if delta.finish is FinishReason.DEADLINE:
         said = f"the request did not finish within its {timeout:g} s. " if timeout is not None else ""
-        return ApiError(504, f"{said}Ask for fewer tokens, or try again later.", type=SERVER, code="deadline_exceeded")
+        return ApiError(504, f"{said}Request fewer tokens, or try again later.", type=SERVER, code="deadline_exceeded")
     if delta.finish is FinishReason.ERROR and delta.error_field:
         return ApiError(400, delta.error, param=delta.error_field)
     if delta.finish is FinishReason.ERROR:

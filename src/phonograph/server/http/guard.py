@@ -1,4 +1,4 @@
-"""HTTP connections within bounds: headers of limited size and time, and no more connections than can be served.
+"""Connection guard: headers of limited size and time, and no more connections than can be served.
 
 uvicorn's protocol for httptools has no such bounds of its own; this subclass adds them, before the app sees anything.
 """
@@ -51,7 +51,7 @@ def room_for_connections() -> int:
 
 @dataclass
 class Door:
-    """All connections of a server: how many there are, and which of them nobody would miss."""
+    """All connections of a server: how many there are, and which of them may be closed."""
 
     max_connections: int
     head_timeout: float
@@ -114,8 +114,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._ended_now = False
         self._asks_upgrade = False
         self._takes_no_more = False
-        """What is there is answered, and nothing else."""
-        self._unanswered: list[RequestResponseCycle] = []
+        """Requests that are there get a response, and no others."""
+        self._without_response: list[RequestResponseCycle] = []
         """The request that runs, and those that wait for it."""
         self._head_bytes = self._line_bytes = self._pieces = 0
 
@@ -133,7 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._disarm()
         self._door.forget(self)
         self.pipeline.clear()
-        for cycle in self._unanswered:  # uvicorn tells the newest alone
+        for cycle in self._without_response:  # uvicorn notifies the newest alone
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -154,7 +154,7 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserUpgrade:
-            # CONNECT: the request is answered as it is, and what follows is not HTTP.
+            # CONNECT: the request gets a response as it is, and what follows is not HTTP.
             self.cycle.keep_alive, self._is_over = False, True
             return
         except httptools.HttpParserError:
@@ -197,7 +197,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _late(self) -> None:
         self._timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            self._arm(self._door.head_timeout)  # the next request may wait for the answer to this one
+            self._arm(self._door.head_timeout)  # the next request may wait for the response to this one
             return
         if self.cycle is not None and not self._in_head:  # a connection that is kept, or a body without an end
             self.transport.close()
@@ -206,7 +206,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(ApiError(408, f"no request came within {seconds:g} s. Send it at once.", code="head_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, if that does not fall into another answer, and end the connection."""
+        """Respond, if that does not fall into another response, and end the connection."""
         self._disarm()
         self._is_over = True
         if self.transport.is_closing():
@@ -215,7 +215,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if self.cycle.response_started or self.pipeline:
                 self.transport.close()
                 return
-            self.cycle.disconnected = True  # the request is refused while its body comes; the app need not answer
+            self.cycle.disconnected = True  # the request is refused while its body comes; the app need not respond
             self.cycle.message_event.set()
         self.transport.write(_written(error))
         if self.transport.can_write_eof():
@@ -259,7 +259,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._door.idle.pop(self, None)
         self._door.receiving[self] = None
         super().on_headers_complete()
-        self._unanswered = [*(cycle for cycle in self._unanswered if not cycle.response_complete), self.cycle]
+        self._without_response = [
+            *(cycle for cycle in self._without_response if not cycle.response_complete),
+            self.cycle,
+        ]
         if self.pipeline:
             self.flow.resume_reading()  # uvicorn reads no further, and so would not notice a client that leaves
         if self.parser.get_http_version() == "1.0":
@@ -280,7 +283,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._disarm()
         self._door.receiving.pop(self, None)
         super().on_message_complete()
-        if self.cycle.response_complete:  # the answer was there before the body was
+        if self.cycle.response_complete:  # the response was there before the body was
             self._door.idle[self] = None
             self._arm(self.timeout_keep_alive)
 
@@ -289,15 +292,15 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._has_message and not self._in_head:
-            self._arm(_LINGER)  # a body that nobody reads any more must end soon
+            self._arm(_LINGER)  # a body that is no longer read must end soon
         elif not self.pipeline and self.cycle.response_complete:
             self._door.idle[self] = None
 
     def _drop_newest(self) -> None:
-        """Forget the pipelined request whose body comes: the connection ends with the answers to those before."""
+        """Forget the pipelined request whose body comes: the connection ends with the responses to those before."""
         self.pipeline.popleft()
-        self._unanswered.pop()
-        self.cycle = self._unanswered[-1]
+        self._without_response.pop()
+        self.cycle = self._without_response[-1]
         self._door.receiving.pop(self, None)
         self._takes_no_more = True
         raise _RefusedError
@@ -313,7 +316,7 @@ class _RefusedError(Exception):
 
 
 def _plain_head(parser: httptools.HttpRequestParser, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The head of a request, without what asks for another protocol."""
+    """The head of a request, without an upgrade to another protocol."""
     lines = [b"%s %s HTTP/%s" % (parser.get_method(), url, parser.get_http_version().encode())]
     for name, value in headers:
         if name == b"connection":
@@ -325,7 +328,7 @@ def _plain_head(parser: httptools.HttpRequestParser, url: bytes, headers: Iterab
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:
-    """For HTTP/1.0, which knows no chunks: an answer without a length ends where the connection does."""
+    """For HTTP/1.0, which knows no chunks: a response without a length ends where the connection does."""
     send = cycle.send
     cycle.chunked_encoding = False
 

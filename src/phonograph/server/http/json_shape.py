@@ -1,4 +1,4 @@
-"""Size and depth of a JSON text, counted without decoding it: what it would take is known before it is taken."""
+"""JSON shape: size and depth of a JSON text, counted before it is decoded: its cost is known before it is paid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shape:
     """Characters of numbers after their 20th."""
 
     def __add__(self, other: Shape) -> Shape:
-        """Of two texts, one beside the other."""
+        """Of two texts together."""
         return Shape(
             self.values + other.values,
             self.containers + other.containers,
@@ -43,7 +43,7 @@ class Shape:
 
 
 def shape_of(data: bytes, most_values: int) -> Shape:
-    """Count values, lists and levels; counting ends above so many values."""
+    """Count values, lists and levels; counting ends above `most_values`."""
     if b"\\\\" in data:
         data = data.replace(b"\\\\", b"__")  # from here on a quote after a backslash is always part of a text
     codes = np.frombuffer(data, np.uint8)

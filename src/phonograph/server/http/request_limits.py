@@ -1,4 +1,4 @@
-"""Bounds of a request: every list, text and number has one, checked before any work is done for it."""
+"""Request limits: every list, text and number has a bound, checked before any work is done for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bound:
             raise self.refusal(f"{found:,} or more", field or self.field)
 
     def refusal(self, found: str, name: str, status: int = 400) -> ApiError:
-        """What a client is told."""
+        """The error for the client."""
         is_field = not name.startswith("the ")
         named = f"`{name}`" if is_field else name
         message = f"{named}: found {found} {self.unit}; at most {self.most:,} are taken. Send less."
@@ -92,7 +92,7 @@ class ModelBounds:
 
     @classmethod
     def of(cls, max_len: int, longest_token: int, max_prompts: int, max_chars: int | None) -> ModelBounds:
-        """For a context of `max_len` tokens; `max_chars` is what the server was told to take at most."""
+        """For a context of `max_len` tokens; `max_chars` is the server's own limit."""
         fit = max_len * longest_token
         return cls(
             Bound("prompt", max_prompts, "prompts"),
@@ -103,7 +103,7 @@ class ModelBounds:
         )
 
     def check_shape(self, shape: Shape, field: str | None = None) -> None:
-        """Raise if a JSON text would take long to decode, which is one call that lets nobody else go on."""
+        """Raise if a JSON text would take long to decode, which is one call that holds the interpreter's lock."""
         DEPTH.check(shape.depth, field)
         CONTAINERS.check(shape.containers, field)
         self.values.check(shape.values, field)

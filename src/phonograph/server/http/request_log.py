@@ -1,4 +1,4 @@
-"""One line in the log for each request; its texts only where that was asked for."""
+"""Request log: a line for each request; its texts only where `--log-prompts` is on."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RequestLog:
         self._begin = time.monotonic()
 
     def prompt(self, text: object) -> None:
-        """What the model is asked."""
+        """The prompt of the request."""
         if self._with_texts:
             log.info("%s prompt: %r", self._name, text)
 
-    def answers(self, deltas: Sequence[Delta]) -> None:
-        """What it answers."""
+    def outputs(self, deltas: Sequence[Delta]) -> None:
+        """What the model generated."""
         if self._with_texts:
             for delta in deltas:
                 self._texts[delta.choice] = self._texts.get(delta.choice, "") + delta.text
@@ -44,7 +44,7 @@ class RequestLog:
     def end(self, generation: Generation, outcome: str) -> None:
         """How it went."""
         for choice, text in self._texts.items():
-            log.info("%s answer %d: %r", self._name, choice, text)
+            log.info("%s output %d: %r", self._name, choice, text)
         usage, seconds = generation.usage, time.monotonic() - self._begin
         log.info(
             "%s %s: %d prompt tokens (%d cached), %d output tokens in %.3f s",

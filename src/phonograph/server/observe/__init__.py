@@ -1,1 +1,1 @@
-"""Observation: metrics, status page, and what they are fed with."""
+"""Observation: metrics, status page, and the data for both."""

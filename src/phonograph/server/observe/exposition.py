@@ -1,4 +1,4 @@
-"""The metrics in Prometheus' words: names that dashboards for vLLM and SGLang know, and ours for graphs and reasons."""
+"""Prometheus exposition: metric names that dashboards for vLLM and SGLang know, and ours for graphs and reasons."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Exposition:
         """The metrics in Prometheus' classic format.
 
         Never in OpenMetrics, whatever a scraper prefers: the client library then writes `phonograph_` for
-        `phonograph:`, and the names would depend on who asks.
+        `phonograph:`, and the names would depend on the client.
         """
         return generate_latest(self._registry)
 
@@ -78,8 +78,8 @@ class Exposition:
         yield self._counter("request_success", "Sequences that ended, by reason.", ["finished_reason"], finished)
         rejected = [((reason,), count) for reason, count in metrics.num_rejected.items()]
         yield self._counter("request_rejected", "Requests that never ran, by reason.", ["reason"], rejected)
-        lives = [((), metrics.lives.restarts)]
-        yield self._counter("core_restarts", "How often the engine core was started again.", [], lives)
+        restarts = [((), metrics.core_stats.restarts)]
+        yield self._counter("core_restarts", "How often the engine core was started again.", [], restarts)
         for name, text, found in (
             ("time_to_first_token_seconds", "From arrival to the first token.", metrics.first_token_seconds),
             ("inter_token_latency_seconds", "Between tokens of a sequence.", metrics.token_gap_seconds),
@@ -111,7 +111,9 @@ class Exposition:
         padded = [(labels, made.padded_rows) for labels, made in each]
         yield self._counter("graph_padded_rows", "Rows that replays computed as padding.", by_bucket, padded)
         used = [(labels, made.used_rows) for labels, made in each]
-        yield self._counter("graph_used_rows", "Rows that replays computed for somebody.", by_bucket, used)
+        yield self._counter(
+            "graph_used_rows", "Rows of sequences that replays computed, without padding.", by_bucket, used
+        )
         recorded = [((p.name, p.backend), sum(not made.error for made in p.recordings)) for p in phases]
         yield self._gauge("graph_recordings", "Recordings that can be replayed.", ["phase", "backend"], recorded)
         failed = [((p.name,), sum(bool(made.error) for made in p.recordings)) for p in phases]

@@ -1,4 +1,4 @@
-"""How a figure is distributed: a histogram that is cheap to feed, and that any two moments can be compared of."""
+"""Histogram whose snapshots subtract: cheap to feed, and the distribution between any two moments is a difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Distribution:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(bound, how many are not above it) for the published bounds and infinity."""
+        """(bound, number of values up to it) for the published bounds and infinity."""
         sums = list(accumulate(self.counts))
         places = [bisect_left(self.bounds, bound) for bound in self.published]
         return [(str(float(b)), float(sums[p])) for b, p in zip(self.published, places, strict=True)] + [
@@ -36,7 +36,7 @@ class Distribution:
         ]
 
     def quantile(self, share: float, since: Sequence[int] = ()) -> float | None:
-        """The value that this share of values is not above, of all or of those after the counts `since`."""
+        """The quantile of all values, or of those after the snapshot `since`; interpolated within its bucket."""
         counts = [now - before for now, before in zip(self.counts, since, strict=True)] if since else self.counts
         wanted = share * sum(counts)
         if wanted <= 0:

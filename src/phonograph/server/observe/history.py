@@ -1,4 +1,4 @@
-"""The last ten minutes, a sample each second, so that a page that is loaded now shows what happened before."""
+"""History: the last ten minutes, a point each second, so that a page loaded now shows what happened before."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from phonograph.engine.process.statistics import EngineStats
 from phonograph.server.observe.histogram import Distribution
 from phonograph.server.observe.metrics import Metrics
 
-SAMPLES = 600
-WINDOW = 60
-"""Samples that the latencies of now are taken over."""
+MAX_POINTS = 600
+LATENCY_WINDOW = 60
+"""HistoryPoints that the latencies of now are taken over."""
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
+class HistoryPoint(msgspec.Struct, frozen=True, array_like=True):
     """One second; latencies are None where nothing was timed in it."""
 
     at: float
@@ -35,16 +35,16 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """The share of tokens that the prefix cache had, of those looked for."""
 
 
-class Samples(msgspec.Struct, frozen=True):
-    """Consecutive samples as rows under column names."""
+class HistoryPoints(msgspec.Struct, frozen=True):
+    """Consecutive points as rows under column names."""
 
     first: int
-    """The number of the first row; numbers go on from sample to sample."""
+    """The number of the first row; numbers go on from point to point."""
     columns: tuple[str, ...]
-    rows: tuple[Sample, ...]
+    rows: tuple[HistoryPoint, ...]
 
 
-class Spread(msgspec.Struct, frozen=True):
+class LatencyQuantiles(msgspec.Struct, frozen=True):
     """Quantiles in seconds; None where nothing was timed."""
 
     count: int
@@ -54,24 +54,24 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class History:
-    """Samples metrics when told to, and keeps a bounded number of samples."""
+    """Samples the metrics at each `tick`, and keeps a bounded number of points."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._timed = (metrics.first_token_seconds, metrics.token_gap_seconds, metrics.request_seconds)
-        self._rows: deque[Sample] = deque(maxlen=SAMPLES)
+        self._rows: deque[HistoryPoint] = deque(maxlen=MAX_POINTS)
         self._num_taken = 0
         self._last: EngineStats | None = None
-        self._marks: deque[list[list[int]]] = deque(maxlen=WINDOW)
+        self._marks: deque[list[list[int]]] = deque(maxlen=LATENCY_WINDOW)
         """What the distributions had counted at each of the last ticks."""
 
     def tick(self, now: float) -> None:
-        """Take a sample of what happened since the last one; `now` is in Unix time."""
+        """Add a point for what happened since the last one; `now` is in Unix time."""
         stats = self._metrics.stats
         before = self._marks[-1] if self._marks else [[], [], []]
         first_token, token_gap, _ = zip(self._timed, before, strict=True)
         output_rate, prompt_rate = _rates(self._last, stats, now - self._rows[-1].at if self._rows else 0.0)
-        sample = Sample(
+        sample = HistoryPoint(
             at=round(now, 2),
             running=stats.running if stats else 0,
             waiting=stats.waiting if stats else 0,
@@ -89,16 +89,18 @@ class History:
         self._last = stats
         self._marks.append([list(timed.counts) for timed in self._timed])
 
-    def since(self, number: int) -> Samples:
-        """The samples from this number on, as far as they are kept."""
+    def since(self, number: int) -> HistoryPoints:
+        """The points from this number on, as far as they are kept."""
         first = max(number, self._num_taken - len(self._rows))
         rows = tuple(self._rows)[first - self._num_taken :] if first < self._num_taken else ()
-        return Samples(min(first, self._num_taken), Sample.__struct_fields__, rows)
+        return HistoryPoints(min(first, self._num_taken), HistoryPoint.__struct_fields__, rows)
 
-    def latencies(self) -> tuple[Spread, Spread, Spread]:
+    def latencies(self) -> tuple[LatencyQuantiles, LatencyQuantiles, LatencyQuantiles]:
         """First token, token gap and whole request, over the last minute."""
-        marks = self._marks[0] if len(self._marks) == WINDOW else [[], [], []]
-        first_token, token_gap, whole = (_spread(d, mark) for d, mark in zip(self._timed, marks, strict=True))
+        marks = self._marks[0] if len(self._marks) == LATENCY_WINDOW else [[], [], []]
+        first_token, token_gap, whole = (
+            _latency_quantiles(d, mark) for d, mark in zip(self._timed, marks, strict=True)
+        )
         return first_token, token_gap, whole
 
 
@@ -108,7 +110,7 @@ def _rates(before: EngineStats | None, now: EngineStats | None, interval: float)
         return 0.0, 0.0
     seconds = now.clock - before.clock
     if not before.running and not before.waiting:
-        # The core has slept since, and said nothing: what it did, it did after the last sample.
+        # The core has slept since, and said nothing: what it did, it did after the last point.
         seconds = min(seconds, interval)
     outputs, prompts = now.generated_tokens - before.generated_tokens, now.prompt_tokens - before.prompt_tokens
     return round(outputs / seconds, 1), round(prompts / seconds, 1)
@@ -121,10 +123,10 @@ def _prefix_hits(before: EngineStats | None, now: EngineStats | None) -> float |
     return round((now.prefix_hit_tokens - before.prefix_hit_tokens) / looked_for, 4) if looked_for > 0 else None
 
 
-def _spread(found: Distribution, since: list[int]) -> Spread:
+def _latency_quantiles(found: Distribution, since: list[int]) -> LatencyQuantiles:
     count = sum(found.counts) - sum(since)
     p50, p95, p99 = (_rounded(found.quantile(share, since)) for share in (0.5, 0.95, 0.99))
-    return Spread(count, p50, p95, p99)
+    return LatencyQuantiles(count, p50, p95, p99)
 
 
 def _rounded(seconds: float | None) -> float | None:

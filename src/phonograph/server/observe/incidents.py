@@ -1,4 +1,4 @@
-"""The latest warnings and errors of the log, for the status page."""
+"""Incidents: the latest warnings and errors of the log, for the status page."""
 
 from __future__ import annotations
 

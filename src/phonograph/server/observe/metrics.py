@@ -1,4 +1,4 @@
-"""What is counted and timed of requests, and the newest stats of the engine core, for metrics and status page alike."""
+"""Metrics: counts and times of requests, and the newest stats of the engine core, for /metrics and the status page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.server.observe.histogram import Distribution
-from phonograph.server.observe.restarts import Lives
+from phonograph.server.observe.running_totals import StatsAcrossRestarts
 
 # Bounds of what Prometheus is shown, in seconds and tokens.
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -36,7 +36,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """An observer of requests, and the holder of what cores said; all calls come from one event loop."""
+    """An observer of requests, and the holder of the cores' stats; all calls come from one event loop."""
 
     def __init__(self) -> None:
         self.first_token_seconds = Distribution(_FIRST_TOKEN)
@@ -47,16 +47,16 @@ class Metrics:
         self.num_started = 0
         self.num_finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self.num_rejected: Counter[str] = Counter()
-        self.lives = Lives()
+        self.core_stats = StatsAcrossRestarts()
 
     @property
     def stats(self) -> EngineStats | None:
-        """The newest stats, with the counters of all lives of the core; None before the first."""
-        return self.lives.total
+        """The newest stats, with counters summed over restarts of the core; None before the first."""
+        return self.core_stats.total
 
-    def take(self, stats: EngineStats, life: int) -> None:
-        """The newest stats of the core of this life; lives are numbered from 0."""
-        self.lives.take(stats, life)
+    def take(self, stats: EngineStats, incarnation: int) -> None:
+        """The newest stats of this incarnation of the core; they are numbered from 0."""
+        self.core_stats.take(stats, incarnation)
 
     def started(self, request: Request) -> None:
         self.num_started += 1

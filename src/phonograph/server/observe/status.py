@@ -1,4 +1,4 @@
-"""The status of the server as one document: what is served, how it goes, what ran eagerly and why."""
+"""Status: the server's state as one document: what is served, how it goes, what ran eagerly and why."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 from phonograph.engine.process.async_llm import Health
 from phonograph.engine.process.statistics import EngineStats, PhaseStats
-from phonograph.server.observe.history import History, Samples, Spread
+from phonograph.server.observe.history import History, HistoryPoints, LatencyQuantiles
 from phonograph.server.observe.incidents import Incident, Incidents
 from phonograph.server.observe.metrics import Metrics
 
 
-class Facts(msgspec.Struct, frozen=True):
+class ServerInfo(msgspec.Struct, frozen=True):
     """What does not change while the server runs."""
 
     version: str
@@ -34,9 +34,9 @@ class Facts(msgspec.Struct, frozen=True):
 class Latencies(msgspec.Struct, frozen=True):
     """Over the last minute, in seconds."""
 
-    first_token: Spread
-    token_gap: Spread
-    request: Spread
+    first_token: LatencyQuantiles
+    token_gap: LatencyQuantiles
+    request: LatencyQuantiles
 
 
 class Cache(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Cache(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """Since the server started, over all lives of the core."""
+    """Since the server started, over all restarts of the core."""
 
     requests: int
     finished: dict[str, int]
@@ -67,11 +67,11 @@ class Totals(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """All that the status page shows."""
 
-    facts: Facts | None
+    facts: ServerInfo | None
     """None until the engine core is ready for the first time."""
     health: Health
     started: float
-    """Unix time; another one means that another server answers, and samples are numbered from 0 again."""
+    """Unix time; another one means another server, whose points are numbered from 0 again."""
     uptime: float
     running: int
     waiting: int
@@ -80,16 +80,16 @@ class Status(msgspec.Struct, frozen=True):
     totals: Totals
     phases: tuple[PhaseStats, ...]
     incidents: tuple[Incident, ...]
-    history: Samples
+    history: HistoryPoints
 
 
 class StatusKeeper:
-    """Puts the document together; `tick` is called once a second."""
+    """Makes the document; `tick` is called once a second."""
 
     def __init__(
         self,
         metrics: Metrics,
-        facts: Callable[[], Facts | None],
+        facts: Callable[[], ServerInfo | None],
         health: Callable[[], Health],
         incidents: Incidents,
         clock: Callable[[], float] = time.time,
@@ -103,11 +103,11 @@ class StatusKeeper:
         self._started = clock()
 
     def tick(self) -> None:
-        """Take a sample for the history."""
+        """Add a point to the history."""
         self._history.tick(self._clock())
 
     def status(self, since: int = 0) -> Status:
-        """The status, with samples from this number on."""
+        """The status, with points of the history from this number on."""
         stats = self._metrics.stats
         return Status(
             facts=self._facts(),
@@ -134,7 +134,7 @@ class StatusKeeper:
             generated_tokens=stats.generated_tokens if stats else 0,
             steps=stats.steps if stats else 0,
             preemptions=stats.preemptions if stats else 0,
-            core_restarts=metrics.lives.restarts,
+            core_restarts=metrics.core_stats.restarts,
         )
 
 

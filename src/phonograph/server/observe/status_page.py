@@ -1,4 +1,4 @@
-"""Routes of the status page, its document and the metrics."""
+"""Status page: its routes, its document and the metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def routes(keeper: StatusKeeper, exposition: Exposition, refresh: Callable[[], N
     async def status(request: Request) -> Response:
         since = request.query_params.get("since", "0")
         if not (since.isascii() and since.isdigit() and len(since) < 20):
-            problem = f"`since` is {since[:100]!r}; expected the number of the first sample to send."
+            problem = f"`since` is {since[:100]!r}; expected the number of the first point to send."
             raise ApiError(400, problem, param="since", code="invalid_value")
         number = min(int(since), _FAR)
         refresh()

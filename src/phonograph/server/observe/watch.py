@@ -1,4 +1,4 @@
-"""Watches a running engine: takes in what the core says of itself, and keeps what metrics and status page show."""
+"""Watch: follows a running engine, and keeps its stats for metrics and status page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.server.observe.exposition import Exposition
 from phonograph.server.observe.incidents import Incidents
 from phonograph.server.observe.metrics import Metrics
-from phonograph.server.observe.status import Facts, StatusKeeper
+from phonograph.server.observe.status import ServerInfo, StatusKeeper
 from phonograph.server.observe.status_page import routes
 
-_EVERY = 1.0
-"""Seconds between samples."""
+_POLL_INTERVAL = 1.0
+"""Poll interval, in seconds."""
 
 
 class Watch:
@@ -28,7 +28,7 @@ class Watch:
         self._metrics = metrics
         self._model = model
         self._incidents = Incidents()
-        self._keeper = StatusKeeper(metrics, self.facts, lambda: llm.health, self._incidents)
+        self._keeper = StatusKeeper(metrics, self.info, lambda: llm.health, self._incidents)
         self._exposition = Exposition(metrics, model, self._labels)
         self._task: asyncio.Task[None] | None = None
 
@@ -53,27 +53,27 @@ class Watch:
         due = loop.time()
         while True:
             self.sample()
-            due = max(due + _EVERY, loop.time())
+            due = max(due + _POLL_INTERVAL, loop.time())
             await asyncio.sleep(due - loop.time())
 
     def sample(self) -> None:
-        """Take in what the core said last, and add a second to the history."""
+        """Take in the newest stats of the core, and add a point to the history."""
         self._take()
         self._keeper.tick()
 
     def _take(self) -> None:
         llm = self._llm
         if llm.health.state == "down":
-            self._metrics.lives.ended(llm.life)
+            self._metrics.core_stats.ended(llm.incarnation)
         elif llm.stats is not None:
-            self._metrics.take(llm.stats, llm.life)
+            self._metrics.take(llm.stats, llm.incarnation)
 
-    def facts(self) -> Facts | None:
-        """What the engine is, as its core said when it was ready; None before."""
-        if self._llm.life < 0:
+    def info(self) -> ServerInfo | None:
+        """The engine as its core reported it when it was ready; None before."""
+        if self._llm.incarnation < 0:
             return None
         about = self._llm.about
-        return Facts(
+        return ServerInfo(
             version=phonograph.__version__,
             model=self._model,
             source=about.source,
@@ -87,5 +87,5 @@ class Watch:
         )
 
     def _labels(self) -> dict[str, str]:
-        facts = self.facts()
-        return {"version": phonograph.__version__, "device": facts.device if facts else ""}
+        info = self.info()
+        return {"version": phonograph.__version__, "device": info.device if info else ""}

@@ -1,1 +1,1 @@
-"""The OpenAI API: requests, responses, and the way between them and the engine."""
+"""OpenAI API: requests, responses, and the way between them and the engine."""

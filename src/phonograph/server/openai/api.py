@@ -1,4 +1,4 @@
-"""The routes of the OpenAI API: from a body to a generation, and from a generation to an answer."""
+"""OpenAI routes: a body becomes a generation, and a generation becomes a response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from phonograph.server.http.bodies import Arrivals, BodyReader
 from phonograph.server.http.failures import SERVER, ApiError, Error
 from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.http.request_log import RequestLog
-from phonograph.server.openai.checks import (
+from phonograph.server.openai.delivery import Delivery
+from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
+from phonograph.server.openai.request_validation import (
     check_chat,
     check_completion,
     check_detokenize,
@@ -28,10 +30,20 @@ from phonograph.server.openai.checks import (
     check_message_fields,
     check_tokenize,
 )
-from phonograph.server.openai.delivery import Delivery
-from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
-from phonograph.server.openai.requests import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
-from phonograph.server.openai.responses import Detokenized, HealthBody, Model, Models, Tokenized
+from phonograph.server.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+)
+from phonograph.server.openai.responses import (
+    DetokenizeResponse,
+    HealthResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+)
 from phonograph.server.openai.sampling_params import chat_params, completion_params
 from phonograph.server.openai.tool_calls import for_template
 from phonograph.server.openai.writers import ChatWriter, CompletionWriter, Head
@@ -49,17 +61,17 @@ class Api:
     """Serves one AsyncLLM."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
-        self.names = options.names or (llm.spec.name,)
+        self.names = options.names or (llm.arguments.name,)
         self._llm = llm
         self._options = options
         self._created = int(time.time())
         self._logprobs = LogprobWriter(llm.tokenizer)
         self._arrivals = Arrivals(_BODIES * options.max_body_bytes)
         self._bounds: tuple[Ready, ModelBounds] | None = None
-        self._completion_bodies = self._reader(CompletionAsk)
-        self._chat_bodies = self._reader(ChatAsk)
-        self._tokenize_bodies = self._reader(TokenizeAsk)
-        self._detokenize_bodies = self._reader(DetokenizeAsk)
+        self._completion_bodies = self._reader(CompletionRequest)
+        self._chat_bodies = self._reader(ChatRequest)
+        self._tokenize_bodies = self._reader(TokenizeRequest)
+        self._detokenize_bodies = self._reader(DetokenizeRequest)
 
     def _reader(self, kind: type[T]) -> BodyReader[T]:
         options = self._options
@@ -81,61 +93,65 @@ class Api:
         """Complete one or several prompts."""
         self._llm.refuse_unless_ready()
 
-        def checked(ask: CompletionAsk) -> tuple[CompletionAsk, Head, SamplingParams, list[str] | list[list[int]]]:
-            check_completion(ask, self.bounds())
-            return ask, self._head("cmpl", ask), completion_params(ask), _prompts_of(ask.prompt)
+        def checked(
+            body: CompletionRequest,
+        ) -> tuple[CompletionRequest, Head, SamplingParams, list[str] | list[list[int]]]:
+            check_completion(body, self.bounds())
+            return body, self._head("cmpl", body), completion_params(body), _prompts_of(body.prompt)
 
         with self._refusals_counted():
             found, _ = await self._completion_bodies.read(request, self._llm.text.off_loop, checked)
-            ask, head, params, given = found
+            body, head, params, given = found
             prompts = await self._llm.text.encode(given, check=self._fitting())
             check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
 
         def offsets(choice: int) -> TextOffsets:
             return self._logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
 
-        writer = CompletionWriter(head, self._logprobs if ask.logprobs is not None else None, offsets)
-        return await self._answer(request, ask, prompts, params, writer)
+        writer = CompletionWriter(head, self._logprobs if body.logprobs is not None else None, offsets)
+        return await self._response(request, body, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         self._llm.refuse_unless_ready()
         max_len = self._llm.about.limits.max_len
 
-        def checked(ask: ChatAsk) -> tuple[ChatAsk, Head, SamplingParams, list[str] | None, list[dict[str, Any]]]:
-            check_chat(ask, self.bounds())
-            check_message_fields(ask.messages, self._llm.text.template.message_fields)
-            tools = None if ask.tool_choice == "none" or not ask.tools else self._checked_tools(ask.tools)
-            return ask, self._head("chatcmpl", ask), chat_params(ask, max_len), tools, for_template(ask.messages)
+        def checked(
+            body: ChatRequest,
+        ) -> tuple[ChatRequest, Head, SamplingParams, list[str] | None, list[dict[str, Any]]]:
+            check_chat(body, self.bounds())
+            check_message_fields(body.messages, self._llm.text.template.message_fields)
+            tools = None if body.tool_choice == "none" or not body.tools else self._checked_tools(body.tools)
+            return body, self._head("chatcmpl", body), chat_params(body, max_len), tools, for_template(body.messages)
 
         with self._refusals_counted():
             found, size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
-            ask, head, params, tools, messages = found
+            body, head, params, tools, messages = found
             check_logprobs(params, 1, max_len)
             prompt = await self._llm.text.render(
                 messages,
-                tools=ask.tools if tools else None,
-                variables=ask.chat_template_kwargs,
+                tools=body.tools if tools else None,
+                variables=body.chat_template_kwargs,
                 size=size,
             )
             self._check_context(prompt, "messages")
-        max_calls = 1 if ask.parallel_tool_calls is False else None
-        callable_tools = tools if params.grammar is None else None  # what follows a grammar is what was asked for
-        writer = ChatWriter(head, self._logprobs if ask.logprobs else None, callable_tools, max_calls)
-        return await self._answer(request, ask, [prompt], params, writer)
+        max_calls = 1 if body.parallel_tool_calls is False else None
+        callable_tools = tools if params.grammar is None else None  # what follows a grammar is content
+        writer = ChatWriter(head, self._logprobs if body.logprobs else None, callable_tools, max_calls)
+        return await self._response(request, body, [prompt], params, writer)
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
-        """Tell the observer of requests that don't get as far as the engine; it tells of the others itself."""
+        """Report requests that don't get as far as the engine to the observer; the engine reports the others."""
         try:
             yield
         except (ApiError, RequestError):
             self._llm.observer.rejected("invalid")
             raise
 
-    def _head(self, kind: str, ask: Sampling) -> Head:
-        with_usage = bool(ask.stream and ask.stream_options and ask.stream_options.include_usage)
-        return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._checked_model(ask.model), with_usage)
+    def _head(self, kind: str, body: SamplingFields) -> Head:
+        with_usage = bool(body.stream and body.stream_options and body.stream_options.include_usage)
+        return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._checked_model(body.model), with_usage)
 
     def _fitting(self) -> Callable[[Sequence[int]], None]:
         """Refuses prompts, one after the other: each one that is too long, and all together."""
@@ -161,10 +177,10 @@ class Api:
             raise ApiError(400, message, param="tools", code="unsupported")
         return names
 
-    async def _answer(
+    async def _response(
         self,
         request: Request,
-        ask: Sampling,
+        body: SamplingFields,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         writer: ChatWriter | CompletionWriter,
@@ -182,47 +198,49 @@ class Api:
             timeout=timeout,
             continues=isinstance(writer, CompletionWriter),
         )
-        with_usage = bool(ask.stream_options and ask.stream_options.include_usage)
+        with_usage = bool(body.stream_options and body.stream_options.include_usage)
         delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, with_usage)
-        return await (delivery.stream(request) if ask.stream else delivery.whole(request))
+        return await (delivery.stream(request) if body.stream else delivery.whole(request))
 
     # -- text -------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or of messages."""
 
-        def checked(ask: TokenizeAsk) -> TokenizeAsk:
-            check_tokenize(ask, self.bounds())
-            check_message_fields(ask.messages or (), self._llm.text.template.message_fields)
-            self._checked_model(ask.model)
-            if (ask.prompt is None) == (ask.messages is None):
-                raise ApiError(400, "send either `prompt` or `messages`.", param="prompt", code="invalid_value")
-            return ask
+        def checked(body: TokenizeRequest) -> TokenizeRequest:
+            check_tokenize(body, self.bounds())
+            check_message_fields(body.messages or (), self._llm.text.template.message_fields)
+            self._checked_model(body.model)
+            if (body.prompt is None) == (body.messages is None):
+                found = "neither" if body.prompt is None else "both"
+                message = f"expected either `prompt` or `messages`, found {found}. Send one of them."
+                raise ApiError(400, message, param="prompt", code="invalid_value")
+            return body
 
-        ask, size = await self._tokenize_bodies.read(request, self._llm.text.off_loop, checked)
+        body, size = await self._tokenize_bodies.read(request, self._llm.text.off_loop, checked)
         tokens: Sequence[int]
-        if ask.messages is not None:
+        if body.messages is not None:
             tokens = await self._llm.text.render(
-                for_template(ask.messages),
-                tools=ask.tools if ask.tools and self._checked_tools(ask.tools) else None,
-                variables=ask.chat_template_kwargs,
-                add_generation_prompt=ask.add_generation_prompt,
+                for_template(body.messages),
+                tools=body.tools if body.tools and self._checked_tools(body.tools) else None,
+                variables=body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
                 size=size,
             )
         else:
-            (tokens,) = await self._llm.text.encode([ask.prompt or ""], add_special=ask.add_special_tokens)
-        return _json(Tokenized(len(tokens), self._llm.about.limits.max_len, tokens))
+            (tokens,) = await self._llm.text.encode([body.prompt or ""], add_special=body.add_special_tokens)
+        return _json(TokenizeResponse(len(tokens), self._llm.about.limits.max_len, tokens))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
 
-        def checked(ask: DetokenizeAsk) -> DetokenizeAsk:
-            check_detokenize(ask, self.bounds())
-            self._checked_model(ask.model)
-            return ask
+        def checked(body: DetokenizeRequest) -> DetokenizeRequest:
+            check_detokenize(body, self.bounds())
+            self._checked_model(body.model)
+            return body
 
-        ask, _ = await self._detokenize_bodies.read(request, self._llm.text.off_loop, checked)
-        return _json(Detokenized(await self._text_of(ask.tokens)))
+        body, _ = await self._detokenize_bodies.read(request, self._llm.text.off_loop, checked)
+        return _json(DetokenizeResponse(await self._text_of(body.tokens)))
 
     async def _text_of(self, tokens: Sequence[int]) -> str:
         return await self._llm.text.decode(tokens, self._llm.about.vocab, skip_special=False)
@@ -231,7 +249,7 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """All names of the model."""
-        return _json(Models([self._model(name) for name in self.names]))
+        return _json(ModelList([self._model(name) for name in self.names]))
 
     async def model(self, request: Request) -> Response:
         """One of them."""
@@ -241,20 +259,20 @@ class Api:
         """Whether requests are taken, and if not, why."""
         health = self._llm.health
         if health.state == "ready":
-            return _json(HealthBody(health.state))
+            return _json(HealthResponse(health.state))
         reason = health.reason or "the engine core is starting"
         error = Error(f"no request is taken now: {reason}.", SERVER, None, health.state)
-        return _json(HealthBody(health.state, reason, error), 503)
+        return _json(HealthResponse(health.state, reason, error), 503)
 
-    def _model(self, name: str) -> Model:
+    def _model(self, name: str) -> ModelCard:
         resolved = SamplingParams().resolved(self._llm.sampling)
         sampling = {field: getattr(resolved, field) for field in NEUTRAL}
-        return Model(name, self._created, self._llm.about.limits.max_len, sampling)
+        return ModelCard(name, self._created, self._llm.about.limits.max_len, sampling)
 
     def _checked_model(self, name: str | None) -> str:
-        """The name that an answer bears."""
+        """The name of the model in the response."""
         if name is not None and name not in self.names:
-            message = f"the model {name[:100]!r} is not served here; there is {', '.join(map(repr, self.names))}."
+            message = f"the model {name[:100]!r} is not served here; expected {' or '.join(map(repr, self.names))}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
 

@@ -1,4 +1,4 @@
-"""Brings an answer to its client, whole or as a stream, and stops the work when the client leaves."""
+"""Delivery: a response on its way to the client, whole or as a stream; the work stops when the client leaves."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from phonograph.engine.process.generation import Delta, Generation
 from phonograph.server.http.bodies import OffLoop
 from phonograph.server.http.failures import failure_of, failure_of_finish
 from phonograph.server.http.request_log import RequestLog
-from phonograph.server.openai.writers import Writer, split
+from phonograph.server.openai.writers import ResponseWriter, split
 
 DONE = b"data: [DONE]\n\n"
 _CHARS_OF_AN_ENTRY = 256
 """Characters of text that are written in the time of one logprob."""
 GONE = 499
-"""The status of an answer that nobody waits for any more, and nobody sees."""
+"""The status of a response whose client has left; no one sees it."""
 
 
-class Departure:
+class DisconnectWatch:
     """Waits for the client to leave, and then closes its generation."""
 
     def __init__(self, receive: Receive, generation: Generation) -> None:
@@ -34,7 +34,7 @@ class Departure:
         self.is_gone = False
         self._task: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> Departure:
+    def __enter__(self) -> DisconnectWatch:
         self._task = asyncio.create_task(self._wait())
         return self
 
@@ -53,21 +53,21 @@ class Departure:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One answer on its way."""
+    """One response on its way."""
 
     generation: Generation
-    writer: Writer
+    writer: ResponseWriter
     log: RequestLog
     timeout: float | None
     """What the request's deadline was, for the message when it is missed."""
     off_loop: OffLoop
-    """For answers that are long to write."""
+    """For responses that take long to write."""
     with_usage: bool = False
 
     async def whole(self, request: Request) -> Response:
-        """The answer in one body."""
+        """The response in one body."""
         async with self.generation as generation:
-            with Departure(request.receive, generation) as client, self._failures_logged():
+            with DisconnectWatch(request.receive, generation) as client, self._failures_logged():
                 choices = await generation.whole()
                 self.check(choices)
             if client.is_gone:
@@ -75,16 +75,16 @@ class Delivery:
                 return Response(status_code=GONE)
             self.log.end(generation, "done")
             body = await self.off_loop(_weight(choices), lambda: self.writer.body(choices, generation.usage))
-            return WholeAnswer(body)
+            return WholeResponse(body)
 
     async def events(self, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for what is new."""
         return await self.off_loop(_weight(deltas), lambda: self.writer.events(deltas))
 
     async def stream(self, request: Request) -> Response:
-        """The answer as server-sent events; what fails before the first token has a status of its own."""
+        """The response as server-sent events; what fails before the first token has a status of its own."""
         try:
-            with Departure(request.receive, self.generation) as client, self._failures_logged():
+            with DisconnectWatch(request.receive, self.generation) as client, self._failures_logged():
                 first = await self.generation.take()
                 self.check(first)
         except BaseException:
@@ -97,7 +97,7 @@ class Delivery:
 
     def check(self, deltas: Sequence[Delta]) -> None:
         """Raise if a choice did not end well."""
-        self.log.answers(deltas)
+        self.log.outputs(deltas)
         for delta in deltas:
             if (failure := failure_of_finish(delta, self.timeout)) is not None:
                 raise failure
@@ -117,7 +117,7 @@ def _weight(deltas: Sequence[Delta]) -> int:
     return entries + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
 
 
-class WholeAnswer(Response):
+class WholeResponse(Response):
     """A body in pieces, of which a slow reader is sent one after the other."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
@@ -144,7 +144,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery = self._delivery
         async with delivery.generation as generation:
-            with Departure(receive, generation) as client:
+            with DisconnectWatch(receive, generation) as client:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 end, outcome = b"", "streamed"
                 try:

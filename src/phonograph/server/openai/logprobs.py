@@ -1,4 +1,4 @@
-"""Logprobs of tokens as the two kinds of answers show them."""
+"""Logprobs: of tokens, as responses of chats and of completions show them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 
-from phonograph.engine.requests.sequence import TokenLogprob as Told
+from phonograph.engine.requests.sequence import TokenLogprob
 from phonograph.engine.text import Tokenizer
 from phonograph.engine.text.detokenizer import LeadingSpaces
-from phonograph.server.openai.responses import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
+from phonograph.server.openai.responses import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TopLogprob
 
 _CACHED = 1 << 16
 """Tokens whose texts and bytes are kept."""
@@ -19,10 +19,10 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TextOffsets:
-    """Where the tokens of one answer begin in its text: those that make up one character all where it is."""
+    """Where the tokens of one output begin in its text: those that make up one character all where it is."""
 
     def __init__(self, spaces: LeadingSpaces | None = None) -> None:
-        """`spaces` are those in front of the answer that its text does not have."""
+        """`spaces` are those in front of the output that its text does not have."""
         self._decoder = _utf8_decoder("replace")
         self._spaces = spaces
         self._end = 0
@@ -47,16 +47,16 @@ class LogprobWriter:
         self._entry = lru_cache(_CACHED)(self._looked_up)
 
     def offsets(self, prompt: Sequence[int], *, verbatim: bool) -> TextOffsets:
-        """Those of an answer that goes on where a prompt ended."""
+        """Those of an output that goes on where a prompt ended."""
         spaces = None if self._tokenizer is None else LeadingSpaces(self._tokenizer, prompt, verbatim=verbatim)
         return TextOffsets(spaces)
 
-    def chat(self, found: Sequence[Told]) -> ChatLogprobs:
+    def chat(self, found: Sequence[TokenLogprob]) -> ChatLogprobs:
         """For /v1/chat/completions."""
         return ChatLogprobs([self._token(one) for one in self._said(found)])
 
-    def text(self, found: Sequence[Told], offsets: TextOffsets) -> TextLogprobs:
-        """For /v1/completions; `offsets` are those of the answer, which these tokens continue."""
+    def text(self, found: Sequence[TokenLogprob], offsets: TextOffsets) -> TextLogprobs:
+        """For /v1/completions; `offsets` are those of the output, which these tokens continue."""
         found = self._said(found)
         names = [self._names(one) for one in found]
         return TextLogprobs(
@@ -66,7 +66,7 @@ class LogprobWriter:
             [offsets.after(self._bytes(one.token)) for one in found],
         )
 
-    def _names(self, found: Told) -> dict[int, str]:
+    def _names(self, found: TokenLogprob) -> dict[int, str]:
         """A name of its own for each token: its text, or OpenAI's way to write bytes that are none.
 
         Where tokens have the same text, as `x` and `<0x78>`, the likeliest has it as its name.
@@ -87,18 +87,18 @@ class LogprobWriter:
         yield f"token_id:{token}"
         yield from (f"token_id:{token}#{number}" for number in count())
 
-    def _said(self, found: Sequence[Told]) -> list[Told]:
-        """Without the tokens that are no text, as the one that ends an answer: they are not in it."""
+    def _said(self, found: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+        """Without the tokens that are no text, as the end-of-sequence token: they are not in the text."""
         special = self._tokenizer.special_ids if self._tokenizer is not None else frozenset[int]()
         return [one for one in found if one.token not in special]
 
-    def _token(self, found: Told) -> TokenLogprob:
+    def _token(self, found: TokenLogprob) -> ChatTokenLogprob:
         top = []
         for token, logprob in found.top:
             shown, written = self._entry(token)
             top.append(TopLogprob(shown, logprob, written))
         shown, written = self._entry(found.token)
-        return TokenLogprob(shown, found.logprob, written, top)
+        return ChatTokenLogprob(shown, found.logprob, written, top)
 
     def _bytes(self, token: int) -> bytes:
         if self._tokenizer is None:

@@ -1,4 +1,4 @@
-"""What clients may ask for: the bodies of requests, in the OpenAI API's words."""
+"""Request bodies: what clients may send, in the OpenAI API's words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Accepted; nothing is obfuscated here."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of request share. A field that is not known is refused: it would do nothing.
 
     Where temperature, top_p, top_k, min_p or repetition_penalty is left out, the model's own holds (/v1/models).
@@ -39,13 +39,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=limits.CHOICES.most)] | None = None
-    """How many answers to one prompt."""
+    """Choices for one prompt."""
     temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
     """0 always takes the likeliest token. Default: the model's own, else 1."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Stops | None = None
-    """Texts that end the answer, and are not part of it."""
+    """Texts that end the output, and are not part of it."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
@@ -58,7 +58,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     """Not in OpenAI's API."""
     ignore_eos: bool | None = None
-    """Go on after the token that ends an answer. Not in OpenAI's API."""
+    """Go on after the end-of-sequence token. Not in OpenAI's API."""
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     """Not in OpenAI's API."""
 
@@ -77,7 +77,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_cache_key: str | None = None
 
 
-class CompletionAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/completions."""
 
     prompt: str | Annotated[list[str | TokenId | Tokens], Meta(min_length=1)]
@@ -91,7 +91,7 @@ class CompletionAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     suffix: str | None = None
 
 
-class ChatAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -111,7 +111,7 @@ class ChatAsk(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     modalities: list[Literal["text"]] | None = None
 
 
-class TokenizeAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /tokenize: a prompt or messages."""
 
     model: str | None = None
@@ -124,7 +124,7 @@ class TokenizeAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /detokenize."""
 
     model: str | None = None

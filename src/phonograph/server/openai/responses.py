@@ -1,4 +1,4 @@
-"""What clients are answered: the bodies of responses and events, in the OpenAI API's words."""
+"""Response bodies: what clients get, whole or as events, in the OpenAI API's words."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TextChoice(msgspec.Struct, frozen=True):
     finish_reason: Finish | None = None
 
 
-class Completion(msgspec.Struct, frozen=True):
+class CompletionResponse(msgspec.Struct, frozen=True):
     """Body of /v1/completions; in a stream, one event."""
 
     id: str
@@ -71,7 +71,7 @@ class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+class ChatTokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token that is."""
 
     token: str
@@ -83,7 +83,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 class ChatLogprobs(msgspec.Struct, frozen=True):
     """One entry for each token."""
 
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 
@@ -96,7 +96,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the client is asked to make."""
+    """A call that the client should make."""
 
     id: str
     function: FunctionCall
@@ -113,7 +113,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The answer."""
+    """The message that was generated."""
 
     content: str | None
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -122,7 +122,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One answer."""
+    """One message that was generated."""
 
     index: int
     message: ChatMessage
@@ -130,7 +130,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatCompletion(msgspec.Struct, frozen=True):
+class ChatResponse(msgspec.Struct, frozen=True):
     """Body of /v1/chat/completions."""
 
     id: str
@@ -150,7 +150,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
 
 class ChatDeltaChoice(msgspec.Struct, frozen=True):
-    """What is new of one answer."""
+    """What is new of one message."""
 
     index: int
     delta: ChatDelta
@@ -172,27 +172,27 @@ class ChatChunk(msgspec.Struct, frozen=True):
 # -- the rest -------------------------------------------------------------------------------------------------------
 
 
-class Model(msgspec.Struct, frozen=True):
+class ModelCard(msgspec.Struct, frozen=True):
     """A model that is served."""
 
     id: str
     created: int
     max_model_len: int
-    """Tokens of a prompt and its answer together."""
+    """Tokens of a prompt and its output together."""
     sampling: dict[str, float]
     """What holds where a request leaves it out: temperature, top_k, top_p, min_p, repetition_penalty."""
     owned_by: str = "phonograph"
     object: Literal["model"] = "model"
 
 
-class Models(msgspec.Struct, frozen=True):
+class ModelList(msgspec.Struct, frozen=True):
     """Body of /v1/models."""
 
-    data: list[Model]
+    data: list[ModelCard]
     object: Literal["list"] = "list"
 
 
-class Tokenized(msgspec.Struct, frozen=True):
+class TokenizeResponse(msgspec.Struct, frozen=True):
     """Body of /tokenize."""
 
     count: int
@@ -200,13 +200,13 @@ class Tokenized(msgspec.Struct, frozen=True):
     tokens: Sequence[int]
 
 
-class Detokenized(msgspec.Struct, frozen=True):
+class DetokenizeResponse(msgspec.Struct, frozen=True):
     """Body of /detokenize."""
 
     prompt: str
 
 
-class HealthBody(msgspec.Struct, frozen=True):
+class HealthResponse(msgspec.Struct, frozen=True):
     """Body of /health."""
 
     status: str

@@ -1,4 +1,4 @@
-"""From the fields of a request to the engine's sampling parameters; what can't be served is refused by name."""
+"""Sampling fields: those of a request as the engine's SamplingParams; what can't be served is refused by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from phonograph.engine.requests.request import GrammarSpec, SamplingParams
 from phonograph.server.http.failures import ApiError, unknown_field
-from phonograph.server.openai.requests import ChatAsk, CompletionAsk, Sampling
+from phonograph.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -16,72 +16,79 @@ _FORMAT_FIELDS = ("type", "json_schema")
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
-def completion_params(ask: CompletionAsk) -> SamplingParams:
+def completion_params(request: CompletionRequest) -> SamplingParams:
     """For /v1/completions."""
-    _refuse(ask.echo, "echo", "the prompt is not repeated")
-    _refuse(ask.suffix, "suffix", "text is only continued, not filled in")
-    if ask.best_of not in (None, ask.n or 1):
-        raise _refusal("best_of", "no more answers are made than are returned: use `n`")
-    return _params(ask, ask.max_tokens or _COMPLETION_TOKENS, ask.logprobs)
+    _refuse(request.echo, "echo", "the prompt is not repeated")
+    _refuse(request.suffix, "suffix", "text is only continued, not filled in")
+    if request.best_of not in (None, request.n or 1):
+        raise _refusal("best_of", "no more choices are made than are returned: use `n`")
+    return _params(request, request.max_tokens or _COMPLETION_TOKENS, request.logprobs)
 
 
-def chat_params(ask: ChatAsk, max_len: int) -> SamplingParams:
-    """For /v1/chat/completions; without a limit an answer may fill the context."""
-    if ask.top_logprobs is not None and not ask.logprobs:
+def chat_params(request: ChatRequest, max_len: int) -> SamplingParams:
+    """For /v1/chat/completions; without a limit an output may fill the context."""
+    if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "`top_logprobs` needs `logprobs`: true.", param="top_logprobs", code="invalid_value")
-    if ask.tool_choice not in (None, "auto", "none"):
+    if request.tool_choice not in (None, "auto", "none"):
         raise _refusal("tool_choice", 'a call can\'t be forced: use "auto" or "none"')
-    if None not in (ask.max_tokens, ask.max_completion_tokens) and ask.max_tokens != ask.max_completion_tokens:
-        problem = f"it is {ask.max_completion_tokens}, and `max_tokens`, another name of it, is {ask.max_tokens}"
+    if (
+        None not in (request.max_tokens, request.max_completion_tokens)
+        and request.max_tokens != request.max_completion_tokens
+    ):
+        problem = (
+            f"it is {request.max_completion_tokens}, and `max_tokens`, another name of it, is {request.max_tokens}"
+        )
         raise _refusal("max_completion_tokens", problem)
-    logprobs = (ask.top_logprobs or 0) if ask.logprobs else None
-    return _params(ask, ask.max_completion_tokens or ask.max_tokens or max_len, logprobs)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _params(request, request.max_completion_tokens or request.max_tokens or max_len, logprobs)
 
 
-def _params(ask: Sampling, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    if ask.stream_options is not None and not ask.stream:
+def _params(request: SamplingFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    if request.stream_options is not None and not request.stream:
         raise ApiError(400, "`stream_options` needs `stream`: true.", param="stream_options", code="invalid_value")
-    stop = (ask.stop,) if isinstance(ask.stop, str) else tuple(ask.stop or ())
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=ask.temperature,
-        top_k=None if ask.top_k is None else max(0, ask.top_k),
-        top_p=ask.top_p,
-        min_p=ask.min_p,
-        repetition_penalty=ask.repetition_penalty,
-        presence_penalty=_or(ask.presence_penalty, 0.0),
-        frequency_penalty=_or(ask.frequency_penalty, 0.0),
-        logit_bias=ask.logit_bias or {},
-        seed=ask.seed,
+        temperature=request.temperature,
+        top_k=None if request.top_k is None else max(0, request.top_k),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        logit_bias=request.logit_bias or {},
+        seed=request.seed,
         stop=stop,
-        stop_token_ids=tuple(ask.stop_token_ids or ()),
-        ignore_eos=bool(ask.ignore_eos),
-        n=ask.n or 1,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        n=request.n or 1,
         logprobs=logprobs,
-        grammar=grammar_of(ask),
+        grammar=grammar_of(request),
     )
 
 
-def grammar_of(ask: Sampling) -> GrammarSpec | None:
+def grammar_of(request: SamplingFields) -> GrammarSpec | None:
     """What the output must look like: OpenAI's `response_format`, or one of the `guided_` fields."""
     found: dict[str, GrammarSpec] = {}
-    _refuse_unknown(ask.response_format, _FORMAT_FIELDS, "response_format.")
-    kind = "text" if ask.response_format is None else ask.response_format.get("type")
-    if kind in ("text", "json_object") and (ask.response_format or {}).get("json_schema") is not None:
+    _refuse_unknown(request.response_format, _FORMAT_FIELDS, "response_format.")
+    kind = "text" if request.response_format is None else request.response_format.get("type")
+    if kind in ("text", "json_object") and (request.response_format or {}).get("json_schema") is not None:
         raise _refusal("response_format.json_schema", f"the type is {kind}, which follows no schema: use json_schema")
     if kind in ("json_object", "json_schema"):
-        found["response_format"] = GrammarSpec("json_schema", _schema_of(ask.response_format or {}), "response_format")
+        found["response_format"] = GrammarSpec(
+            "json_schema", _schema_of(request.response_format or {}), "response_format"
+        )
     elif kind != "text":
         raise _refusal("response_format", f"its type is {repr(kind)[:100]}, not text, json_object or json_schema")
-    if ask.guided_json is not None:
-        given = ask.guided_json if isinstance(ask.guided_json, str) else json.dumps(ask.guided_json)
+    if request.guided_json is not None:
+        given = request.guided_json if isinstance(request.guided_json, str) else json.dumps(request.guided_json)
         found["guided_json"] = GrammarSpec("json_schema", given, "guided_json")
-    if ask.guided_regex is not None:
-        found["guided_regex"] = GrammarSpec("regex", ask.guided_regex, "guided_regex")
-    if ask.guided_choice is not None:
-        found["guided_choice"] = GrammarSpec("choice", json.dumps(ask.guided_choice), "guided_choice")
-    if ask.guided_grammar is not None:
-        found["guided_grammar"] = GrammarSpec("lark", ask.guided_grammar, "guided_grammar")
+    if request.guided_regex is not None:
+        found["guided_regex"] = GrammarSpec("regex", request.guided_regex, "guided_regex")
+    if request.guided_choice is not None:
+        found["guided_choice"] = GrammarSpec("choice", json.dumps(request.guided_choice), "guided_choice")
+    if request.guided_grammar is not None:
+        found["guided_grammar"] = GrammarSpec("lark", request.guided_grammar, "guided_grammar")
     if len(found) > 1:
         *others, last = found
         raise _refusal(last, f"the output can follow one grammar, and {others[0]} names another")

@@ -1,4 +1,4 @@
-"""Finds the calls of tools in an answer: `<tool_call>{…}</tool_call>`, or an answer that is nothing but their JSON."""
+"""Tool calls in an output: `<tool_call>{…}</tool_call>`, or an output that is nothing but their JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _read_calls = msgspec.json.Decoder(list[_Call]).decode
 
 
 class ToolCallReader:
-    """Reads one answer as it comes: text is given out at once, what may be a call is held until it is known to be one.
+    """Reads one output as it comes: text is given out at once, what may be a call is held until it is known to be one.
 
     What turns out to be no call, though it looked like one, is text after all; so is a call of a tool that was not
     given. Of more calls than `most`, the later ones are dropped.
@@ -101,7 +101,7 @@ class ToolCallReader:
         return None
 
     def finish(self) -> tuple[str, list[FunctionCall]]:
-        """What is left when the answer has ended."""
+        """What is left when the output has ended."""
         shown, calls = "", list[FunctionCall]()
         while self._in_call and _CLOSE in self._held and _tagged(self._held, self._names) is None:
             # A quote that has no end hid the tag: what is before it is no call, what is after it may have some.
@@ -117,7 +117,7 @@ class ToolCallReader:
         return (shown, calls + self._allowed(found)) if found else (shown + held, calls)
 
     def _has_begun(self) -> bool:
-        """Whether there was a character that is no space; the first tells an answer in JSON."""
+        """Whether there was a character that is no space; the first shows whether the output is JSON."""
         if self._at_start and (first := self._held.lstrip()[:1]):
             self._at_start = False
             self._in_json = first in "{["

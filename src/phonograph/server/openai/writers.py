@@ -1,4 +1,4 @@
-"""Turns what the engine says into the bodies and events of the OpenAI API."""
+"""Writers: the engine's outputs as bodies and events of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from phonograph.engine.process.generation import Delta
-from phonograph.engine.process.generation import Usage as Counted
+from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
-from phonograph.engine.requests.sequence import TokenLogprob as Told
+from phonograph.engine.requests.sequence import TokenLogprob
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.responses import (
     CachedTokens,
     ChatChoice,
     ChatChunk,
-    ChatCompletion,
     ChatDelta,
     ChatDeltaChoice,
     ChatLogprobs,
     ChatMessage,
-    Completion,
+    ChatResponse,
+    CompletionResponse,
     Finish,
     FunctionCall,
     TextChoice,
@@ -46,23 +45,23 @@ _FINISH: dict[FinishReason | None, Finish | None] = {
 }
 
 
-class Writer(Protocol):
-    """How one request is answered; it has a state, so there is one for each request."""
+class ResponseWriter(Protocol):
+    """Writes the response to one request; it has a state, so there is one for each request."""
 
     id: str
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for what is new."""
 
-    def usage_event(self, counted: Counted) -> bytes:
-        """The last event, for a client that asked for numbers."""
+    def usage_event(self, used: TokenUsage) -> bytes:
+        """The last event, for a client that set include_usage."""
 
-    def body(self, choices: Sequence[Delta], counted: Counted) -> list[bytes]:
-        """The whole answer, in pieces of limited size; takes the logprobs out of the choices."""
+    def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
+        """The whole response, in pieces of limited size; takes the logprobs out of the choices."""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What every event and body of one answer begins with."""
+    """What every event and body of one response begins with."""
 
     id: str
     created: int
@@ -95,11 +94,11 @@ class CompletionWriter:
         shown = (delta for delta in deltas if delta.text or delta.finish is not None or delta.logprobs)
         return b"".join(self._event([self._choice(delta)], self._head.no_usage) for delta in shown)
 
-    def usage_event(self, counted: Counted) -> bytes:
-        return self._event([], _usage(counted))
+    def usage_event(self, used: TokenUsage) -> bytes:
+        return self._event([], _usage(used))
 
-    def body(self, choices: Sequence[Delta], counted: Counted) -> list[bytes]:
-        whole = _encode(self._answer([], _usage(counted)))
+    def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
+        whole = _encode(self._response([], _usage(used)))
         return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
 
     def _pieces(self, delta: Delta) -> Iterator[bytes]:
@@ -128,11 +127,11 @@ class CompletionWriter:
             logprobs = self._logprobs.text(delta.logprobs, self._offsets[delta.choice])
         return TextChoice(delta.choice, delta.text, logprobs, _FINISH[delta.finish])
 
-    def _answer(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> Completion:
-        return Completion(self._head.id, self._head.created, self._head.model, choices, usage)
+    def _response(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
+        return CompletionResponse(self._head.id, self._head.created, self._head.model, choices, usage)
 
     def _event(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> bytes:
-        return event(_encode(self._answer(choices, usage)))
+        return event(_encode(self._response(choices, usage)))
 
 
 class ChatWriter:
@@ -161,11 +160,11 @@ class ChatWriter:
             for choice in self._delta_choices(delta)
         )
 
-    def usage_event(self, counted: Counted) -> bytes:
-        return event(_encode(self._chunk([], _usage(counted))))
+    def usage_event(self, used: TokenUsage) -> bytes:
+        return event(_encode(self._chunk([], _usage(used))))
 
-    def body(self, choices: Sequence[Delta], counted: Counted) -> list[bytes]:
-        whole = _encode(ChatCompletion(self._head.id, self._head.created, self._head.model, [], _usage(counted)))
+    def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
+        whole = _encode(ChatResponse(self._head.id, self._head.created, self._head.model, [], _usage(used)))
         return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
 
     def _pieces(self, delta: Delta) -> Iterator[bytes]:
@@ -243,11 +242,11 @@ def split(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
         yield group
 
 
-def _blocks(found: list[Told]) -> Iterator[list[Told]]:
+def _blocks(found: list[TokenLogprob]) -> Iterator[list[TokenLogprob]]:
     """Empties a list, for a block after the other: what was written is given back at once, not all in the end."""
     taken, found[:] = found[::-1], []
 
-    def blocks() -> Iterator[list[Told]]:
+    def blocks() -> Iterator[list[TokenLogprob]]:
         while taken:
             block, taken[-BLOCK:] = taken[-BLOCK:][::-1], []
             yield block
@@ -290,6 +289,6 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _usage(counted: Counted) -> Usage:
-    total = counted.prompt_tokens + counted.output_tokens
-    return Usage(counted.prompt_tokens, counted.output_tokens, total, CachedTokens(counted.cached_tokens))
+def _usage(used: TokenUsage) -> Usage:
+    total = used.prompt_tokens + used.output_tokens
+    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens))

@@ -1,4 +1,4 @@
-"""ApartAttention: the tokens that the host's spans tell of are attended apart from those whose places it can't know."""
+"""ApartAttention: tokens whose spans the host knows, attended apart from those whose places only the device knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on the CPU, in float32: every token walks the pages of its own row, in C++."""
+"""CPU attention: C++ in float32, in which every token walks the pages of its own row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashInfer for the steps that the host plans: prompts, between the graphs of a breakable recording, and eager passes.
+"""FlashInfer: attention of steps that the host plans: prompts between the graphs of a breakable recording; eager ones.
 
 Its planner wants the lengths of all sequences on the host and copies a plan to the device at every step. A decode step
 is one launch that runs ahead of the host, so decode steps keep the attention whose kernels read lengths themselves.

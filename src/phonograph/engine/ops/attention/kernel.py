@@ -1,4 +1,4 @@
-"""The attention kernel: tiles of queries against the pages of their sequence, with an online softmax.
+"""Attention kernel: tiles of queries against the pages of their sequence, with an online softmax.
 
 A tile is some tokens of one sequence times the query heads of one KV head, packed into the rows of one matrix: row r is
 token r // group_rows and head r % group_rows. The keys of a tile may be cut into parts that different programs walk;
@@ -238,7 +238,7 @@ def _blocks(
         at = start + offsets
         live = (at > low) & (at < stop) if windowed else at < stop
         place = (page.to(tl.int64) if wide else page) * page_stride + at % page_size * slot_stride
-        # The pages of the next block are asked for one iteration early, so that its keys need not wait for them.
+        # The pages of the next block are loaded one iteration early, so that its keys need not wait for them.
         page = _pages(table_ptr, start + block_n, low, stop, page_size, block_n)
         k = _load(keys_ptr, place, live, columns, head_dim, dim_columns, masked)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -340,7 +340,7 @@ def _merge(
 ):  # fmt: skip
     """Weigh the parts by their best scores and totals, in their order; past the first cache, which may be stale.
 
-    All that is known of some parts is asked for at once: each time waited for is longer than what is computed.
+    All that is known of some parts is loaded at once: a wait for memory takes longer than the computation.
     """
     out_ptr, out_token, parts_ptr, bests_ptr, totals_ptr, _, plane = result
     rows, columns = tl.arange(0, kept_rows), tl.arange(0, dim_columns)

@@ -1,4 +1,4 @@
-"""Attention in torch ops, for any device."""
+"""Reference attention: torch ops, for any device."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class ReferenceAttention:
 
 @dataclass(frozen=True)
 class _ByToken:
-    """Every token looks at all pages of its row; what lies behind its position is masked."""
+    """Every token looks at all pages of its row; what comes after its position is masked."""
 
     cache: PagedCache
     positions: torch.Tensor  # [num_tokens]
     pages: torch.Tensor  # [num_tokens * width]
     keys: torch.Tensor  # [num_tokens * width, page_size, kv_heads, head_dim], gathered anew by every layer
     values: torch.Tensor
-    behind: torch.Tensor  # [num_tokens, length, 1, 1]: whether a place is behind the token's position
+    after: torch.Tensor  # [num_tokens, length, 1, 1]: whether a place is after the token's position
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     """By window."""
 
@@ -54,18 +54,18 @@ class _ByToken:
         pages = table[rows]
         shape = (pages.numel(), *cache.keys.shape[2:])
         places = torch.arange(pages.shape[1] * cache.page_size, device=positions.device)
-        behind = (places > positions[:, None])[:, :, None, None]
+        after = (places > positions[:, None])[:, :, None, None]
         gathered = cache.keys.new_empty(shape), cache.values.new_empty(shape)
-        return _ByToken(cache, positions, pages.flatten().long(), *gathered, behind)
+        return _ByToken(cache, positions, pages.flatten().long(), *gathered, after)
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q.shape
         kv_heads = self.keys.shape[2]
-        # What lies behind a position is somebody else's, and perhaps not finite: a weight of 0 would not hide that.
+        # What lies after a position may be another sequence's, and not finite: a weight of 0 would not hide that.
         keys, values = (
             torch.index_select(pages[layer], 0, self.pages, out=gathered)
             .view(num_tokens, -1, kv_heads, head_dim)
-            .masked_fill_(self.behind, 0.0)
+            .masked_fill_(self.after, 0.0)
             .transpose(1, 2)
             for pages, gathered in ((self.cache.keys, self.keys), (self.cache.values, self.values))
         )

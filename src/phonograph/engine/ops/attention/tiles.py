@@ -1,4 +1,4 @@
-"""The tile list of a prefill step: which tokens share a tile, found on the device once per step.
+"""Tile list: the tokens of a prefill step that share a tile, found on the device once per step.
 
 A tile begins where the sequence changes or the tile before it is full. Tiles with the longest context come first, so
 that no program starts a long walk when the others have ended; padding comes last.

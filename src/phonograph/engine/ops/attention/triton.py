@@ -1,4 +1,4 @@
-"""Attention in Triton: what a step shares, and the launch of the kernel in each layer."""
+"""Triton attention: what a step shares, and the launch of the kernel in each layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.ops.attention.kernel import attend
-from phonograph.engine.ops.attention.launches import PLAIN, Launches, pick
+from phonograph.engine.ops.attention.launch_config import PLAIN, Launches, pick
 from phonograph.engine.ops.attention.tiles import list_tiles
 from phonograph.engine.ops.kernels import Heads, Places
 from phonograph.engine.ops.queries import Queries, StepAttention
@@ -56,7 +56,7 @@ class TritonAttention:
             num_tiles = tiles.shape[0]
         splits = launch.splits(ceil_div(rows.shape[0], tile_tokens), kv_heads)
         dim_columns = max(16, next_power_of_two(head_dim))
-        # Where nothing is split, nobody counts, and nothing is left for others.
+        # Where nothing is split, no program counts, and none leaves a part for others.
         arrived, parts = rows, cache.keys
         if splits > 1:
             arrived = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=rows.device)
@@ -124,7 +124,7 @@ class _TritonStep:
 
 
 class _TritonDecode(_TritonStep):
-    """One token of each sequence: nobody waits for a key of another's program, so all of it is one launch."""
+    """One token of each sequence: no program waits for a key of another, so all of it is one launch."""
 
     def rotate_and_attend(
         self, layer: int, qkv: torch.Tensor, heads: Heads, places: Places, window: int | None

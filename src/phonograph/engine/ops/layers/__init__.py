@@ -1,1 +1,1 @@
-"""Kernels of a layer in torch, for any device, and in C++; and the ways of computing a product."""
+"""Layer kernels: in torch, for any device, and in C++; and candidates for computing a product."""

@@ -1,4 +1,4 @@
-"""The ways of computing a product that are worth measuring."""
+"""Candidates: the ways of computing a product that are worth measuring."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def candidates(product: Product, multiprocessors: int) -> list[Choice]:
 
 
 def variations(measured: Iterable[tuple[Product, Choice, float]]) -> list[Job]:
-    """The fastest of each product again, overlapping with its neighbours, with and without weights asked for ahead."""
+    """The fastest of each product again, overlapping with its neighbours, with and without a prefetch of weights."""
     by_product: dict[Product, list[tuple[float, Choice]]] = {}
     for product, choice, us in measured:
         if us < math.inf:

@@ -1,4 +1,4 @@
-"""The kernels of a layer on the CPU, in float32: C++, over matrices in as few bits as hold them."""
+"""CPU kernels: the operations of a layer in C++, in float32, over matrices in as few bits as hold them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from phonograph.engine.ops.native.library import Library
 from phonograph.engine.ops.queries import Queries
 
 MOST_BYTES = 4 << 30
-"""What packed matrices may take together; they stand beside the plain ones."""
+"""What packed matrices may take together, in addition to the plain ones."""
 MOST_TOKENS = 64
 """Beyond this many tokens torch's product with the plain matrix is as fast."""
 _REFERENCE = ReferenceKernels()
 
 
 class CpuKernels:
-    """The protocol `Kernels`, for steps that are not recorded: what C++ does is closed to whoever records.
+    """The protocol `Kernels`, for steps that are not recorded: a recorder can't see what C++ does.
 
     What is not in float32 is left to the reference.
     """
@@ -132,7 +132,7 @@ class CpuKernels:
         *,
         gated: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is asked for, and x + delta where there is a norm."""
+        """The product, and x + delta where there is a norm."""
         packed = matrix.prepared
         assert isinstance(packed, PackedMatrix), "only what was taken is multiplied"
         x = x.contiguous()

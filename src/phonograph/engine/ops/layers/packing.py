@@ -1,4 +1,4 @@
-"""Matrices in the fewest bits that hold their values, laid out as the C++ kernels read them."""
+"""PackedMatrix: a matrix in the fewest bits that hold its values, laid out as the C++ kernels read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels in torch ops, for any device."""
+"""Reference kernels: torch ops, for any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ kernels: compiled once on a machine, for its CPU, by the compiler that is there."""
+"""Native library: the C++ kernels, compiled once on a machine, for its CPU, by the compiler that is there."""
 
 from __future__ import annotations
 

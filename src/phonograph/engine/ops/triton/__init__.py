@@ -1,1 +1,1 @@
-"""Kernels of a layer in Triton, for GPUs: each call of the protocol in as few launches as the shape allows."""
+"""Triton kernels: for GPUs, each call of the protocol in as few launches as the shape allows."""

@@ -55,7 +55,7 @@ def wait_for_inputs(overlap: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers, mask):
-    """Ask for these cache lines to be brought into L2; for weights, which no kernel writes, before the wait."""
+    """Prefetch these cache lines into L2; for weights, which no kernel writes, before the wait."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",

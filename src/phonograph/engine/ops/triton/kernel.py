@@ -1,4 +1,4 @@
-"""Kernels that the host launches, with little work of its own."""
+"""Kernel: a Triton kernel that the host launches with little work of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _address, _dtype = torch.Tensor.data_ptr, attrgetter("dtype")
 class Kernel:
     """A kernel that remembers what was compiled for which arguments: `kernel[grid](tensors…, numbers…, name=constant)`.
 
-    Triton finds the compiled kernel by a look at every argument of every launch, and asks the driver about every
+    Triton finds the compiled kernel by a look at every argument of every launch, and queries the driver about every
     pointer: several times the work of the launch. Here it is found by all that it can depend on at once: types and
     alignment of the tensors, the numbers, and the constants, which all launches of a kernel name in one order.
     Triton's own launch hooks are not called.

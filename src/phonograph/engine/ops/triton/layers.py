@@ -1,4 +1,4 @@
-"""The kernels of a layer on a GPU: Triton where it wins, the vendor's library for the large products."""
+"""TritonKernels: the operations of a layer on a GPU: Triton where it wins, the vendor's library for large products."""
 
 from __future__ import annotations
 

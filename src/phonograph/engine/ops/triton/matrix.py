@@ -1,8 +1,8 @@
-"""Products of a weight matrix with a few rows: the weights stream past once, tensor cores keep up with them.
+"""Matrix products: a weight matrix times a few rows; the weights stream past once, tensor cores keep up with them.
 
 As for one vector, the norm's scale is applied to the sums. Where a matrix has too few rows to keep all
-multiprocessors busy, its columns are split among programs; the last one to finish adds the parts up, in the order of
-the columns whoever that is, so that results do not depend on timing.
+multiprocessors busy, its columns are split among programs; the last one to finish adds the parts up, always in the
+order of the columns, so that results do not depend on timing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures which way of computing a product is fastest on a device; called before capture or by a benchmark, only."""
+"""Measuring: the fastest way of computing a product on a device; done before capture or by a benchmark, only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The products of a layer, each computed in the way that a choice names."""
+"""Products: the matrix products of a layer, each computed in the way that a choice names."""
 
 from __future__ import annotations
 

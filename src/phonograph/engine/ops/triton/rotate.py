@@ -1,4 +1,4 @@
-"""Norm and rotation of queries and keys, and the write of keys and values into their pages, in one launch."""
+"""Rotation: norm and rotation of queries and keys, and the write of keys and values into their pages, in one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ends of a step: what its layers begin with, and what it leaves in the tables. One launch each."""
+"""Ends of a step: embed_tokens, which its layers begin with, and write_next_token into the tables. One launch each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _write_next_token(
     rows_ptr, positions_ptr, tokens_ptr, last_token_ptr, length_ptr, num_tokens,
     by_row: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Some rows: the new token and length of each; padding is nobody's."""
+    """Some rows: the new token and length of each; padding has no row."""
     token = tl.program_id(0) * block + tl.arange(0, block)
     row = tl.load(rows_ptr + token, mask=token < num_tokens, other=0)
     real = row > 0

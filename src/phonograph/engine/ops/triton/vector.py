@@ -1,4 +1,4 @@
-"""Products of a weight matrix with one vector: bound by the reading of the weights, so everything else rides along.
+"""Vector products: a weight matrix times one vector, bound by reading the weights, so everything else rides along.
 
 The norm is linear but for its scale: out = scale · W (x · weight), and the scale is known when the sum is. So the
 squares are summed while the weights stream past, and no program waits for a pass over x first.
@@ -65,7 +65,7 @@ def _prefetch_rows(weight_ptr, row, inside, width: tl.constexpr, lines: tl.const
 
 @triton.jit
 def _tile(weight_ptr, tile, num_out, first_row, width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr):
-    """A tile of whole rows; zeros behind the last."""
+    """A tile of whole rows; zeros after the last."""
     row, column = tile * rows + tl.arange(0, rows), tl.arange(0, block)[None, :]
     mask = (row < num_out)[:, None] & (column < width)
     at = (first_row + row).to(tl.int64)[:, None] * width + column

@@ -1,1 +1,1 @@
-"""The sampler in Triton, for GPUs."""
+"""Triton sampler: for GPUs."""

@@ -1,4 +1,4 @@
-"""Gumbel noise of (seed, position, token), by the rule of `engine.sampling.sampler`."""
+"""Gumbel noise: a function of (seed, position, token), by the rule of `engine.sampling.sampler`."""
 
 from __future__ import annotations
 

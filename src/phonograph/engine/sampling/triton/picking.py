@@ -1,4 +1,4 @@
-"""Kernels that pick tokens without a sort, by the rule of `engine.sampling.sampler`.
+"""Picking kernels: tokens without a sort, by the rule of `engine.sampling.sampler`.
 
 The best token after Gumbel noise is a draw. Top-k, top-p and min-p each keep the tokens up to some place in the order
 of the logits, so a draw over all tokens is the draw over the kept ones if it is kept itself. If it is not, neither is

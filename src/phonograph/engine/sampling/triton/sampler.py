@@ -1,4 +1,4 @@
-"""The sampler in Triton: two launches for a step's tokens, two for their log-probabilities, and no sort."""
+"""TritonSampler: two launches for a step's tokens, two for their log-probabilities, and no sort."""
 
 from __future__ import annotations
 

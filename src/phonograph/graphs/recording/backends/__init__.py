@@ -1,4 +1,4 @@
-"""Backends by name; a new one is a file here and a line in this table."""
+"""Backends: a table by name; a new one is a file here and a line in it."""
 
 from __future__ import annotations
 

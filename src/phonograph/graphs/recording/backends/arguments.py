@@ -1,4 +1,4 @@
-"""Gap arguments: what a gap is called with at replay, as a live call would see it."""
+"""Gap arguments: those of a gap's call at replay, as a live call would see them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phonograph.errors import BreakError, OutputError
 from phonograph.graphs.inputs.tree import (
     Marker,
     Noted,
-    Path,
+    TreePath,
     is_closed,
     leaves,
     map_leaves,
@@ -30,9 +30,9 @@ OfGraph = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class _Live(Marker):
-    """An object that is passed as it then is, with the tensors that graphs write put into it again."""
+    """An object that is passed as it is at replay, after the tensors that graphs write are put back into it."""
 
-    def __init__(self, value: Any, puts: list[tuple[Path, torch.Tensor]]) -> None:
+    def __init__(self, value: Any, puts: list[tuple[TreePath, torch.Tensor]]) -> None:
         self.value = value
         self._puts = puts
 
@@ -62,9 +62,9 @@ class Arguments:
 
     @staticmethod
     def of(args: Args, kwargs: Kwargs, rehearsed: Noted, of_graph: OfGraph, gap: str) -> Arguments:
-        """What to call the gap with; objects that the rehearsal met too are not made by the body."""
+        """The arguments to call the gap with; objects that the rehearsal saw too are not made by the body."""
 
-        def keep(path: Path, found: Any) -> Any:
+        def keep(path: TreePath, found: Any) -> Any:
             if is_closed(found):
                 _check_closed(found, gap)
                 return found
@@ -73,7 +73,7 @@ class Arguments:
             inside = ((at, part) for at, part in reachable(found) if isinstance(part, torch.Tensor))
             return _Live(found, [(at, weak) for at, part in inside if (weak := of_graph(part)) is not None])
 
-        def weaken(path: Path, leaf: Any) -> Any:
+        def weaken(path: TreePath, leaf: Any) -> Any:
             weak = of_graph(leaf) if isinstance(leaf, torch.Tensor) else None
             return leaf if weak is None else weak
 
@@ -113,7 +113,7 @@ def _can_be_copied(found: Any) -> bool:
         return False
 
 
-def _closed_as_it_is(path: Path, found: Any) -> Any:
+def _closed_as_it_is(path: TreePath, found: Any) -> Any:
     return found if is_closed(found) else None
 
 

@@ -1,4 +1,4 @@
-"""What a backend is: it makes a recording of a zero-argument body, and knows neither runner nor batch."""
+"""Backend protocol: makes a recording of a zero-argument body, and knows neither runner nor batch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from phonograph.devices import DeviceGraph
 from phonograph.graphs.phases.decisions import ShapeKey
 
 Body = Callable[[], Any]
-Step = Callable[[], None]
+ReplayStep = Callable[[], None]
 
 
 @dataclass(eq=False)
 class Recording:
     """What a backend made of one shape: graphs and gaps in order, and the outputs they write."""
 
-    steps: Sequence[Step]
+    steps: Sequence[ReplayStep]
     outputs: Any
     graphs: Sequence[DeviceGraph] = ()
     has_gaps: bool = False
     holds: Sequence[Any] = ()
-    """What the graphs read and nobody else may keep alive."""
-    replay: Step = field(init=False)
+    """What the graphs read and perhaps nothing else keeps alive."""
+    replay: ReplayStep = field(init=False)
 
     def __post_init__(self) -> None:
         self.replay = self.steps[0] if len(self.steps) == 1 else _all(self.steps)
@@ -35,7 +35,7 @@ class Recording:
             graph.release()
 
 
-def _all(steps: Sequence[Step]) -> Step:
+def _all(steps: Sequence[ReplayStep]) -> ReplayStep:
     # No method of the recording: that would hold the recording, and its graphs, until a garbage collection.
     def replay() -> None:
         for step in steps:

@@ -11,15 +11,15 @@ import torch
 
 from phonograph.devices import Device, DeviceGraph, MemoryPool, Recorder
 from phonograph.errors import BreakError, OutputError
-from phonograph.graphs.inputs.tree import Marker, Noted, Path, leaves, map_leaves, reachable
+from phonograph.graphs.inputs.tree import Marker, Noted, TreePath, leaves, map_leaves, reachable
 from phonograph.graphs.phases.context import current, entering, unbroken
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.live_arguments import shown
 from phonograph.graphs.recording.backends.arguments import Args, Arguments, Kwargs, argument_tensors, note_objects
-from phonograph.graphs.recording.backends.base import Body, Recording, Step, WarmUp
+from phonograph.graphs.recording.backends.base import Body, Recording, ReplayStep, WarmUp
 from phonograph.graphs.recording.backends.gap_watch import GapWatch, Modes, is_unshared
 
-_ONLY = Path(())
+_ONLY = TreePath(())
 
 
 class _Fresh(Marker):
@@ -84,14 +84,14 @@ class _Capturing:
         batch = (leaf for _, leaf in reachable(current().batch) if isinstance(leaf, torch.Tensor))
         self._inputs = {tensor.untyped_storage()._cdata for tensor in batch}
         self._modes = Modes.of(device.torch_device)
-        self.steps: list[Step] = []
+        self.steps: list[ReplayStep] = []
         self.graphs: list[DeviceGraph] = []
 
     def gap(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         spec = self._next_spec(function)
         tensors = argument_tensors(args, kwargs)
 
-        def home(path: Path, leaf: Any) -> Any:
+        def home(path: TreePath, leaf: Any) -> Any:
             # Made by the segment before the gap, so that the pool reuses it like any intermediate.
             if isinstance(leaf, _Fresh):
                 return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
@@ -127,7 +127,7 @@ class _Capturing:
             )
         return self._expected[index]
 
-    def _weak(self, path: Path, leaf: Any) -> Any:
+    def _weak(self, path: TreePath, leaf: Any) -> Any:
         return self._device.weak(leaf) if isinstance(leaf, torch.Tensor) and self._pool.owns(leaf) else leaf
 
     def _of_graph(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -145,7 +145,7 @@ class _Gap:
     arguments: Arguments
     outputs: Any
     name: str
-    handed_back: frozenset[Path]
+    handed_back: frozenset[TreePath]
     """Where it returned an argument: that memory is not the gap's to write."""
 
     def run(self) -> None:
@@ -172,7 +172,7 @@ class _Gap:
                 )
             self._write(path, home, found[path])
 
-    def _write(self, path: Path, home: Any, value: Any) -> None:
+    def _write(self, path: TreePath, home: Any, value: Any) -> None:
         where = f"gap {self.name}{f', output {path}' if path else ''}"
         if isinstance(home, torch.Tensor):
             if not isinstance(value, torch.Tensor) or value.shape != home.shape or value.dtype != home.dtype:
@@ -236,7 +236,7 @@ def _breaking(breaker: _Rehearsing | _Capturing) -> Iterator[None]:
         yield
 
 
-def _opened(result: Any, gap: str) -> Iterator[tuple[Path, Any]]:
+def _opened(result: Any, gap: str) -> Iterator[tuple[TreePath, Any]]:
     """The leaves of what a gap returned."""
     try:
         yield from leaves(result)
@@ -247,7 +247,7 @@ def _opened(result: Any, gap: str) -> Iterator[tuple[Path, Any]]:
 def _described(result: Any, tensors: Sequence[torch.Tensor], gap: str) -> Any:
     """The result with a description in the place of every tensor; these are the arguments'."""
 
-    def describe(path: Path, leaf: Any) -> Any:
+    def describe(path: TreePath, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         for position, tensor in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""Gap watch: what trial runs find in the calls of gaps that a replay would not repeat."""
+"""Gap watch: calls of gaps, watched in trial runs for what a replay would not repeat."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Modes:
 
 @dataclass
 class _Cell:
-    """A variable that a gap reads from around it."""
+    """A closure variable of a gap."""
 
     cell: CellType
     name: str
@@ -82,7 +82,7 @@ class GapWatch:
 
     @contextmanager
     def call(self, function: Callable[..., Any], name: str, arguments: tuple[Any, Any]) -> Iterator[None]:
-        """Around one call: what gaps change themselves, they change at every replay too."""
+        """Watch around one call: what a gap itself changes, it changes at every replay too."""
         self.check_body()
         for cell, variable, frame in _cells_of(function, set()):
             self._cells.setdefault(id(cell), _Cell(cell, variable, name, frame, _held(cell)))
@@ -98,7 +98,7 @@ class GapWatch:
             handed.version = _version(handed.tensor)
 
     def hand_out(self, gap: str, result: Any, is_own: Callable[[torch.Tensor], bool]) -> None:
-        """Note what a gap returned, less what is the gap's to give."""
+        """Note the tensors that a gap returned, without those that are its own to return."""
         tensors = (found for _, found in reachable(result) if isinstance(found, torch.Tensor))
         self._handed += [_Handed(gap, one, _version(one)) for one in tensors if not is_own(one)]
 
@@ -107,8 +107,8 @@ class GapWatch:
         for one in self._cells.values():
             if _held(one.cell) != one.content:
                 raise CaptureError(
-                    f"the body changes {one.name!r} after the gap {one.gap}, which reads it from around it, and a "
-                    "replay would see the last value only",
+                    f"the body changes {one.name!r} after the gap {one.gap}, which reads it as a closure variable, and "
+                    "a replay would see the last value only",
                     _AT_CALL,
                     frame=one.frame,
                 )
@@ -116,7 +116,7 @@ class GapWatch:
             if _version(handed.tensor) != handed.version:
                 raise CaptureError(
                     f"the body writes in place to what the gap {handed.gap} returned, and a replay has a copy of it, "
-                    "which nobody else sees",
+                    "which nothing else reads",
                     _WRITE_IT_INSIDE,
                 )
 
@@ -170,7 +170,7 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _is_met_again(wanted: set[int]) -> bool:
-    """Whether code that waits for this call can still find one of these: by a variable, or in what one holds."""
+    """Whether a caller of this gap can still reach one of these: by a variable, or through one."""
     frame: FrameType | None = sys._getframe(1)
     found: list[Any] = []
     while frame is not None:

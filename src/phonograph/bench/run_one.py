@@ -1,4 +1,4 @@
-"""Runs one measurement: opens the device, measures, compares with peers, and leaves table, JSON and plot."""
+"""Measurement run: opens the device, measures, compares with peers, and leaves table, JSON and plot."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from phonograph.bench.measurement import Bench, MeasurementSettings, checked_shape, free_device_memory
 from phonograph.bench.peers import join, measure_peers, results_in
 from phonograph.bench.plots import draw
 from phonograph.bench.report import Report, machine
-from phonograph.bench.setup import Bench, Setup, settle, shape_named
 from phonograph.bench.tables import printed
 from phonograph.bench.timing import Deadline
 from phonograph.devices import open_device
@@ -30,40 +30,42 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 def run_measurement(args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     """Measure what `args.measurement` names; status 1 if it failed."""
     device = open_device(args.device)
-    setup = _setup(args, flags, device.torch_device.type)
+    settings = _measurement_settings(args, flags, device.torch_device.type)
     module = import_module(f"phonograph.bench.{args.measurement}")
-    report = Report(module.SUBJECT, _settings(setup, device.name), machine(device), setup.out)
-    if setup.quick:
+    report = Report(module.SUBJECT, _settings_shown(settings, device.name), machine(device), settings.out)
+    if settings.quick:
         report.note("a quick run: it shows that the measurement works, and says nothing about speed")
-    bench = Bench(setup, device, report, Deadline(args.time_limit))
+    bench = Bench(settings, device, report, Deadline(args.time_limit))
     try:
-        with _threads(1 if setup.quick else torch.get_num_threads()):
+        with _threads(1 if settings.quick else torch.get_num_threads()):
             module.measure(bench)
     except Exception as error:
         report.note(f"failed: {type(error).__name__}: {error}")
         report.finish("failed")
         print(printed(report))
         raise
-    settle(device)
-    _compare(args, setup, bench)
+    free_device_memory(device)
+    _compare(args, settings, bench)
     left_out = any(note.startswith("not measured") for note in report.notes)
     report.finish("partial" if left_out else "complete")
-    if not setup.quick:
+    if not settings.quick:
         _draw(report)
     print(printed(report))
     return 0
 
 
-def _setup(args: argparse.Namespace, flags: Mapping[str, Any], device_type: str) -> Setup:
+def _measurement_settings(args: argparse.Namespace, flags: Mapping[str, Any], device_type: str) -> MeasurementSettings:
     """On the CPU it is a quick run unless a shape was named."""
     quick = args.quick or (device_type == "cpu" and args.shape is None)
-    shape = shape_named(args.shape or ("tiny" if quick else "qwen3-8b"))
-    return Setup(shape, quick, args.backends, dict(_option(text) for text in args.option), flags, args.out)
+    shape = checked_shape(args.shape or ("tiny" if quick else "qwen3-8b"))
+    return MeasurementSettings(
+        shape, quick, args.backends, dict(_option(text) for text in args.option), flags, args.out
+    )
 
 
-def _settings(setup: Setup, device: str) -> dict[str, Any]:
-    given = {name: value for name, value in setup.flags.items() if value is not None}
-    return {"shape": setup.shape, "device": device, **{k: str(v) for k, v in setup.options.items()}, **given}
+def _settings_shown(settings: MeasurementSettings, device: str) -> dict[str, Any]:
+    given = {name: value for name, value in settings.flags.items() if value is not None}
+    return {"shape": settings.shape, "device": device, **{k: str(v) for k, v in settings.options.items()}, **given}
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -94,17 +96,17 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _compare(args: argparse.Namespace, setup: Setup, bench: Bench) -> None:
-    """Measure the peers that were asked for, and put all that the folder has beside our figures."""
+def _compare(args: argparse.Namespace, settings: MeasurementSettings, bench: Bench) -> None:
+    """Measure the peers that flags name, and join all results of the folder with ours."""
     with tempfile.TemporaryDirectory() as temporary:
-        out = setup.out or Path(temporary)
-        for name, problem in measure_peers(args, setup.shape, out, bench.deadline.left).items():
+        out = settings.out or Path(temporary)
+        for name, problem in measure_peers(args, settings.shape, out, bench.deadline.left).items():
             bench.report.note(f"{name} was not measured: {problem}")
         join(bench.report, results_in(out))
 
 
 def _draw(report: Report) -> None:
-    """Beside the JSON file; without the library that draws, a note says so."""
+    """Next to the JSON file; without the library that draws, a note says so."""
     if report.path is None or not report.rows:
         return
     try:

@@ -1,4 +1,4 @@
-"""How the attention kernel is launched: block sizes, warps, stages and programs, by device and by bucket."""
+"""Launch configuration of the attention kernel: block sizes, warps, stages and programs, by device and by bucket."""
 
 from __future__ import annotations
 

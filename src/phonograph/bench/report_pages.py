@@ -1,4 +1,4 @@
-"""`phonograph bench table`: tables and plots of a page from the reports in a folder, so that nobody types a figure."""
+"""`phonograph bench table`: tables and plots of a page from the reports in a folder, so that none is typed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECTION = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def reports_in(folder: Path) -> dict[str, Report]:
-    """The reports of a folder by name, with the peers that were measured beside them."""
+    """The reports of a folder by name, with the results of peers in the same folder."""
     if not folder.is_dir():
         raise PlanError(f"reading results: {folder} is no folder. Make one with `phonograph bench … --out {folder}`.")
     peers = results_in(folder)

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phonograph.bench.pages import reports_in
 from phonograph.bench.peers import measure_peers, results_in
 from phonograph.bench.processes import run_command
 from phonograph.bench.report import machine, write_json
+from phonograph.bench.report_pages import reports_in
 from phonograph.bench.tables import printed
 from phonograph.bench.timing import Deadline
 
@@ -20,7 +20,7 @@ _GRACE = 90.0
 """Seconds that a case which was begun in time may take beyond that."""
 
 
-class Progress:
+class MeasurementLog:
     """What became of each measurement, written as it becomes known."""
 
     def __init__(self, out: Path, minutes: float) -> None:
@@ -39,7 +39,7 @@ class Progress:
 def run_all(args: argparse.Namespace, names: tuple[str, ...]) -> int:
     """Every measurement in a process of its own, so that none spoils the next; peers come last."""
     deadline = Deadline(args.minutes * 60)
-    progress = Progress(args.out, args.minutes)
+    progress = MeasurementLog(args.out, args.minutes)
     extra = {"cold_start": ["--cold"] if args.cold else []}
     for index, name in enumerate(names):
         if deadline.is_past:
@@ -63,7 +63,7 @@ def _common(args: argparse.Namespace) -> list[str]:
     return flags + [part for option in args.option for part in ("--option", option)]
 
 
-def _run_peers(args: argparse.Namespace, deadline: Deadline, progress: Progress) -> None:
+def _run_peers(args: argparse.Namespace, deadline: Deadline, progress: MeasurementLog) -> None:
     shape = args.shape or ("tiny" if args.quick else "qwen3-8b")
     for name, problem in measure_peers(args, shape, args.out, deadline.left).items():
         progress.note(name, "failed", 0.0, problem)

@@ -1,4 +1,4 @@
-"""One measurement under way: what was asked for, the device, the time that is left, and engines to measure."""
+"""Bench: one measurement under way: its settings, the device, the time that is left, and engines to measure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EAGER = "eager"
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What was asked for on the command line."""
+class MeasurementSettings:
+    """The settings of a measurement, from the command line."""
 
     shape: str
     quick: bool = False
@@ -44,26 +44,26 @@ class Setup:
 class Bench:
     """What a measurement works with."""
 
-    def __init__(self, setup: Setup, device: Device, report: Report, deadline: Deadline) -> None:
-        self.setup = setup
+    def __init__(self, settings: MeasurementSettings, device: Device, report: Report, deadline: Deadline) -> None:
+        self.settings = settings
         self.device = device
         self.report = report
         self.deadline = deadline
 
     @cached_property
     def config(self) -> ModelConfig:
-        return SHAPES[self.setup.shape]
+        return SHAPES[self.settings.shape]
 
     def choose(self, flag: str, usual: T, quick: T) -> T:
         """The flag's value, or what stands for it."""
-        given: T | None = self.setup.flags.get(flag)
+        given: T | None = self.settings.flags.get(flag)
         if given is not None:
             return given
-        return quick if self.setup.quick else usual
+        return quick if self.settings.quick else usual
 
     def backends(self, *usual: str) -> tuple[str, ...]:
         """The backends to measure, the one that matters most first."""
-        return self.setup.backends or usual
+        return self.settings.backends or usual
 
     def has_time(self, what: str) -> bool:
         """Whether there is time left; what is left out is noted."""
@@ -79,16 +79,16 @@ class Bench:
         buckets: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> LLM:
         """An engine with random weights; `backends` and `buckets` by phase. Options on the command line go first."""
-        settle(self.device)
+        free_device_memory(self.device)
         asked = [ask(f"{phase}.backend", backend, origin="bench") for phase, backend in backends.items()]
         for phase, sizes in buckets.items():
             if backends.get(phase) != "disabled":
                 asked.append(ask(f"{phase}.buckets", tuple(sorted(set(sizes))), origin="bench"))
-        chosen = replace(options, **self.setup.options)
+        chosen = replace(options, **self.settings.options)
         return LLM(RandomCheckpoint(self.config), device=self.device, options=chosen, asked=asked)
 
 
-def settle(device: Device) -> None:
+def free_device_memory(device: Device) -> None:
     """Give what the last engine left back to a device that has memory of its own."""
     if device.torch_device.type != "cpu":
         gc.collect()
@@ -106,11 +106,11 @@ def row_of(
 
 
 def greedy(new_tokens: int) -> SamplingParams:
-    """So many tokens, whatever they are."""
+    """Greedy parameters for this number of tokens, whatever they are."""
     return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
 
 
-def shape_named(name: str) -> str:
+def checked_shape(name: str) -> str:
     """The name, if there is a shape of it."""
     if name not in SHAPES:
         raise PlanError(f"--shape {name!r} is unknown (known: {', '.join(SHAPES)}).")

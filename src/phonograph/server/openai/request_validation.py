@@ -1,4 +1,4 @@
-"""Requests against their bounds: lists are counted and texts measured before anything is made of them."""
+"""Request checks: lists are counted and texts measured before anything is made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from phonograph.server.http import request_limits as limits
 from phonograph.server.http.failures import unknown_field
 from phonograph.server.http.json_shape import Shape, shape_of
 from phonograph.server.http.request_limits import ModelBounds
-from phonograph.server.openai.requests import ChatAsk, CompletionAsk, DetokenizeAsk, Sampling, TokenizeAsk
+from phonograph.server.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+)
 from phonograph.server.openai.tool_calls import argument_texts
 
 MESSAGE_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id"))
@@ -20,17 +26,17 @@ _CALL_FIELDS = frozenset(("id", "type", "function"))
 _FUNCTION_FIELDS = frozenset(("name", "arguments"))
 
 
-def check_completion(ask: CompletionAsk, bounds: ModelBounds) -> None:
+def check_completion(request: CompletionRequest, bounds: ModelBounds) -> None:
     """Of /v1/completions."""
-    _check_sampling(ask)
-    limits.LABEL_CHARS.check(len(ask.suffix or ""), "suffix")
-    if isinstance(ask.prompt, str):
-        bounds.prompt_chars.check(len(ask.prompt))
+    _check_sampling(request)
+    limits.LABEL_CHARS.check(len(request.suffix or ""), "suffix")
+    if isinstance(request.prompt, str):
+        bounds.prompt_chars.check(len(request.prompt))
         return
-    if not isinstance(ask.prompt[0], int):
-        bounds.prompts.check(len(ask.prompt))
+    if not isinstance(request.prompt[0], int):
+        bounds.prompts.check(len(request.prompt))
     tokens = 0
-    for place, prompt in enumerate(ask.prompt):
+    for place, prompt in enumerate(request.prompt):
         if isinstance(prompt, str):
             bounds.prompt_chars.check(len(prompt), f"prompt[{place}]")
         else:
@@ -38,31 +44,31 @@ def check_completion(ask: CompletionAsk, bounds: ModelBounds) -> None:
     bounds.prompt_tokens.check(tokens)
 
 
-def check_chat(ask: ChatAsk, bounds: ModelBounds) -> None:
+def check_chat(request: ChatRequest, bounds: ModelBounds) -> None:
     """Of /v1/chat/completions."""
-    _check_sampling(ask)
-    _check_conversation(ask.messages, ask.tools, ask.chat_template_kwargs, bounds)
-    limits.LABEL_CHARS.check_size(ask.tool_choice, "tool_choice")
-    limits.LABEL_CHARS.check(len(ask.modalities or ()), "modalities")
+    _check_sampling(request)
+    _check_conversation(request.messages, request.tools, request.chat_template_kwargs, bounds)
+    limits.LABEL_CHARS.check_size(request.tool_choice, "tool_choice")
+    limits.LABEL_CHARS.check(len(request.modalities or ()), "modalities")
 
 
-def check_tokenize(ask: TokenizeAsk, bounds: ModelBounds) -> None:
+def check_tokenize(request: TokenizeRequest, bounds: ModelBounds) -> None:
     """Of /tokenize."""
-    limits.LABEL_CHARS.check(len(ask.model or ""), "model")
-    bounds.prompt_chars.check(len(ask.prompt or ""))
-    _check_conversation(ask.messages or [], ask.tools, ask.chat_template_kwargs, bounds)
+    limits.LABEL_CHARS.check(len(request.model or ""), "model")
+    bounds.prompt_chars.check(len(request.prompt or ""))
+    _check_conversation(request.messages or [], request.tools, request.chat_template_kwargs, bounds)
 
 
-def check_detokenize(ask: DetokenizeAsk, bounds: ModelBounds) -> None:
+def check_detokenize(request: DetokenizeRequest, bounds: ModelBounds) -> None:
     """Of /detokenize."""
-    limits.LABEL_CHARS.check(len(ask.model or ""), "model")
-    bounds.tokens.check(len(ask.tokens))
+    limits.LABEL_CHARS.check(len(request.model or ""), "model")
+    bounds.tokens.check(len(request.tokens))
 
 
 def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[str]) -> None:
     """Refuse what is in messages and has no effect: it is neither known nor `read` by the chat template.
 
-    Null and what is empty say nothing: clients send back answers, with all fields of OpenAI's.
+    Null and what is empty say nothing: clients send messages back with all fields of OpenAI's.
     """
     for place, message in enumerate(messages):
         where = f"messages[{place}]."
@@ -87,28 +93,28 @@ def _refuse_unread(found: dict[str, Any], known: Collection[str], read: Collecti
 
 
 def check_logprobs(params: SamplingParams, num_prompts: int, max_len: int) -> None:
-    """What an answer with logprobs takes grows with all of these together."""
+    """The size of a response with logprobs grows with the product of all of these."""
     if params.logprobs is not None:
         entries = num_prompts * params.n * min(params.max_tokens, max_len) * (1 + params.logprobs)
         limits.LOGPROBS.check(entries)
 
 
-def _check_sampling(ask: Sampling) -> None:
+def _check_sampling(request: SamplingFields) -> None:
     for name in ("model", "user", "service_tier", "safety_identifier", "prompt_cache_key"):
-        limits.LABEL_CHARS.check(len(getattr(ask, name) or ""), name)
-    limits.METADATA_SIZE.check_size(ask.metadata)
-    stops = [ask.stop] if isinstance(ask.stop, str) else ask.stop or []
+        limits.LABEL_CHARS.check(len(getattr(request, name) or ""), name)
+    limits.METADATA_SIZE.check_size(request.metadata)
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     limits.STOPS.check(len(stops))
     for place, stop in enumerate(stops):
-        limits.STOP_CHARS.check(len(stop), "stop" if isinstance(ask.stop, str) else f"stop[{place}]")
-    limits.STOP_TOKENS.check(len(ask.stop_token_ids or ()))
-    limits.BIASED.check(len(ask.logit_bias or ()))
-    limits.SCHEMA_SIZE.check_size(ask.response_format, "response_format")
-    limits.SCHEMA_SIZE.check_size(ask.guided_json, "guided_json")
-    limits.GRAMMAR_CHARS.check(len(ask.guided_regex or ""), "guided_regex")
-    limits.GRAMMAR_CHARS.check(len(ask.guided_grammar or ""), "guided_grammar")
-    limits.GUIDED_CHOICES.check(len(ask.guided_choice or ()))
-    limits.GUIDED_CHOICE_SIZE.check_size(ask.guided_choice)
+        limits.STOP_CHARS.check(len(stop), "stop" if isinstance(request.stop, str) else f"stop[{place}]")
+    limits.STOP_TOKENS.check(len(request.stop_token_ids or ()))
+    limits.BIASED.check(len(request.logit_bias or ()))
+    limits.SCHEMA_SIZE.check_size(request.response_format, "response_format")
+    limits.SCHEMA_SIZE.check_size(request.guided_json, "guided_json")
+    limits.GRAMMAR_CHARS.check(len(request.guided_regex or ""), "guided_regex")
+    limits.GRAMMAR_CHARS.check(len(request.guided_grammar or ""), "guided_grammar")
+    limits.GUIDED_CHOICES.check(len(request.guided_choice or ()))
+    limits.GUIDED_CHOICE_SIZE.check_size(request.guided_choice)
 
 
 def _check_arguments(messages: Sequence[dict[str, Any]], bounds: ModelBounds) -> None:

@@ -1,4 +1,4 @@
-"""Adds up the lives of a core that was started again, so that no counter goes backwards."""
+"""Restarts: counters of a core that was restarted are added up, so that none goes backwards."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _COUNTERS = (
 _Part = TypeVar("_Part")
 
 
-class Lives:
-    """Takes the stats of one core after the other; `total` has this life's gauges and all lives' counters."""
+class StatsAcrossRestarts:
+    """`total` has the gauges of the core that runs, and counters summed over all cores before it too."""
 
     def __init__(self) -> None:
-        self._life: int | None = None
+        self._incarnation: int | None = None
         self._earlier: EngineStats | None = None
         self._total: EngineStats | None = None
 
@@ -37,20 +37,20 @@ class Lives:
     @property
     def restarts(self) -> int:
         """How often a core was followed by another one."""
-        return self._life or 0
+        return self._incarnation or 0
 
-    def take(self, stats: EngineStats, life: int) -> None:
-        """The newest stats of the core of this life, numbered from 0; what an older one says late is dropped."""
-        if self._life is not None and life < self._life:
+    def take(self, stats: EngineStats, incarnation: int) -> None:
+        """The newest stats of the core of this incarnation, numbered from 0; what an older one says late is dropped."""
+        if self._incarnation is not None and incarnation < self._incarnation:
             return
-        if self._life is not None and life > self._life:
+        if self._incarnation is not None and incarnation > self._incarnation:
             self._earlier = self._total
-        self._life = life
+        self._incarnation = incarnation
         self._total = stats if self._earlier is None else added(self._earlier, stats)
 
-    def ended(self, life: int) -> None:
-        """The core of this life is gone, and so is what it was serving."""
-        if self._life == life and self._total is not None:
+    def ended(self, incarnation: int) -> None:
+        """This incarnation of the core is gone, and so is what it was serving."""
+        if self._incarnation == incarnation and self._total is not None:
             pages = self._total.total_pages
             self._total = msgspec.structs.replace(
                 self._total, running=0, waiting=0, free_pages=pages, cached_pages=0, used_pages=0
@@ -58,7 +58,7 @@ class Lives:
 
 
 def added(earlier: EngineStats, now: EngineStats) -> EngineStats:
-    """The stats of now, with the counters of earlier lives added."""
+    """The stats of now, with the counters of earlier incarnations added."""
     counters = {name: getattr(earlier, name) + getattr(now, name) for name in _COUNTERS}
     phases = _matched(earlier.phases, now.phases, lambda phase: phase.name, _add_phases)
     return msgspec.structs.replace(now, phases=phases, **counters)
@@ -91,7 +91,7 @@ def _matched(
     name: Callable[[_Part], Hashable],
     add: Callable[[_Part, _Part], _Part],
 ) -> tuple[_Part, ...]:
-    """The parts of now, each with its counterpart added, and behind them earlier parts that are gone."""
+    """The parts of now, each with its counterpart added, and after them earlier parts that are gone."""
     before = {name(part): part for part in old}
     found = [add(before.pop(name(part)), part) if name(part) in before else part for part in new]
     return (*found, *before.values())

@@ -1,4 +1,4 @@
-"""Drives an engine's core step by step, with a clock on the host and on the device."""
+"""EngineDriver: runs an engine's core step by step, with a clock on the host and on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
-from phonograph.bench.setup import greedy
+from phonograph.bench.measurement import greedy
 from phonograph.bench.workloads import Ids, Job
 from phonograph.engine.llm import LLM
 from phonograph.engine.requests.request import Request
@@ -43,7 +43,7 @@ class Stream:
         return [after - before for before, after in itertools.pairwise(self.times)]
 
 
-class Driver:
+class EngineDriver:
     """Puts requests into a core and steps it."""
 
     def __init__(self, llm: LLM) -> None:
@@ -74,7 +74,7 @@ class Driver:
         return updates
 
     def steady(self, count: int) -> list[StepTime]:
-        """Times of so many steps, launched ahead as the engine does it."""
+        """Times of `count` steps, launched ahead as the engine does it."""
         times = []
         before, busy = time.perf_counter(), self.device_total
         for _ in range(count):

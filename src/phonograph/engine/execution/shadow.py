@@ -1,0 +1,103 @@
+"""Shadow: a share of the steps in service runs a second time, eagerly, and is believed where the bits are equal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.execution.reproducer import Reproducers
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.state.column import Writer
+from phonograph.engine.state.tables import RequestTables
+from phonograph.errors import VerifyError
+from phonograph.graphs.phases.decisions import Replay
+from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.trust.shadow import StatePart, shadowed
+
+Written = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+class MistrustedStepError(VerifyError):
+    """A replay gave other bits than the eager path; the tables are as before the step, and its recording is gone."""
+
+
+@dataclass(frozen=True)
+class Shadowing:
+    """How much is checked, and where reproducers go."""
+
+    share: float
+    """Of the steps that a recording serves."""
+    folder: Path | None = None
+    """Where a batch that was computed wrongly is written to; nowhere without."""
+    with_tokens: bool = False
+    """Whether token ids may be written."""
+    seed: int = 0
+
+
+def shadowing_for(options: EngineOptions) -> Shadowing | None:
+    """What the options ask for, if anything."""
+    if not options.shadow_verify:
+        return None
+    return Shadowing(options.shadow_verify, options.shadow_dir, options.shadow_tokens)
+
+
+class Shadow:
+    """Checks steps before they are committed: a wrong one reaches nobody.
+
+    What a step may write is saved first: the rows of the request tables that its batch has, what is one number wide for
+    all rows, and the pages that its tokens go to. So the eager run starts from the same state, and what a wrong replay
+    left is undone.
+    """
+
+    def __init__(self, asked: Shadowing, tables: RequestTables, caches: Sequence[CacheGroup]) -> None:
+        self.num_checked = self.num_wrong = 0
+        self._share = asked.share
+        self._tables = tables
+        self._caches = caches
+        self._numbers = random.Random(asked.seed)
+        self._files = Reproducers(asked.folder, with_tokens=asked.with_tokens) if asked.folder is not None else None
+
+    def is_due(self) -> bool:
+        """Whether the next step is checked."""
+        return self._numbers.random() < self._share
+
+    def run(self, runner: Runner, batch: Any, written: Written) -> Any:
+        """Serve a batch; raises where the replay is wrong."""
+        rows, positions = written(batch)
+        state = self.state(rows, positions)
+        outputs, mismatch = shadowed(runner, batch, state)
+        self.num_checked += isinstance(runner.last, Replay)
+        if mismatch is None:
+            return outputs
+        self.num_wrong += 1
+        kept = ""
+        if self._files is not None:
+            kept = self._files.write(mismatch, batch, self._tables, self._caches, torch.unique(rows))
+        runner.mistrust(mismatch.key, mismatch.detail)
+        raise MistrustedStepError(f"{mismatch}. The recording is given back, and such batches run eagerly.{kept}")
+
+    def state(self, rows: torch.Tensor, positions: torch.Tensor) -> list[StatePart]:
+        """What a batch with these tokens may write."""
+        tables = self._tables
+        page_size, width = self._caches[0].page_size, tables.pages.shape[1]
+        pages = tables.pages[rows, (positions // page_size).clamp(0, width - 1)].long()
+        pages, own = torch.unique(pages[pages > 0]), torch.unique(rows)
+        everybody = torch.arange(1, tables.pages.shape[0], device=own.device)
+        parts = [
+            # What is one number wide is looked at in all rows: nobody may write another sequence's.
+            StatePart(column.name, tables[column.name], 0, everybody if column.width == 1 else own)
+            for column in tables.columns
+            if Writer.GRAPH in column.writer and tables.is_made(column.group)
+        ]
+        for number, group in enumerate(self._caches):
+            of_group = f" of group {number}" if number else ""
+            for cache in group.caches:
+                parts.append(StatePart(f"keys{of_group}", cache.keys, 1, pages))
+                parts.append(StatePart(f"values{of_group}", cache.values, 1, pages))
+        return parts

@@ -1,0 +1,144 @@
+"""Shadow: a replay of a real batch, compared bit by bit with the same batch run eagerly on the same padded view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from phonograph.graphs.inputs.extent import Extent
+from phonograph.graphs.inputs.fields import expose, fetch
+from phonograph.graphs.inputs.tree import TreePath
+from phonograph.graphs.phases.context import Current, Stage, entering, unbroken
+from phonograph.graphs.phases.decisions import Replay, ShapeKey
+from phonograph.graphs.phases.live_arguments import shown
+from phonograph.graphs.recording.outputs import largest_difference
+from phonograph.graphs.running.runner import Runner
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """Places of a tensor that a forward pass may write."""
+
+    name: str
+    tensor: torch.Tensor
+    dim: int
+    index: torch.Tensor
+    """int64, on the tensor's device, none of them twice."""
+
+    def read(self) -> torch.Tensor:
+        """A copy of what is there."""
+        return self.tensor.index_select(self.dim, self.index)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Put values there."""
+        self.tensor.index_copy_(self.dim, self.index, values)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A replay that is not what the eager path gives."""
+
+    key: ShapeKey
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.detail}"
+
+
+def shadowed(runner: Runner, batch: Any, state: Sequence[StatePart]) -> tuple[Any, Mismatch | None]:
+    """Serve a batch as `runner.run` does, and once more eagerly from the same state; the replay's results are kept.
+
+    Where the two differ, in an output or in the state afterwards, the state is put back to what it was before. A batch
+    that no recording serves is served eagerly, and compared with nothing.
+    """
+    decision = runner.decide(batch)
+    if not isinstance(decision, Replay):
+        return runner.run(batch), None
+    before = [part.read() for part in state]
+    result = runner.run(batch)
+    found, found_state = runner.parts(result), [part.read() for part in state]
+    for part, values in zip(state, before, strict=True):
+        part.write(values)
+    wanted = runner.parts(_eager(runner, decision.key, batch))
+    wanted_state = [part.read() for part in state]
+    detail = _difference(found, wanted) or _state_difference(state, found_state, wanted_state)
+    if not detail:
+        return result, None
+    for part, values in zip(state, before, strict=True):
+        part.write(values)
+    return None, Mismatch(decision.key, detail)
+
+
+def _eager(runner: Runner, key: ShapeKey, batch: Any) -> Any:
+    """The body on the view that the recording had, then the tail; nothing is counted."""
+    phase, registry = runner.phase, runner.registry
+    with torch.no_grad(), runner.pool.using(f"shadowing {phase.name}"):
+        extent = Extent(registry.measure(batch, {}), phase.padded(key.size))
+        view = registry.load(batch, extent, without=phase.without, anew=True)
+        if phase.host_plan is not None:
+            phase.host_plan(view.batch, extent)
+        live = registry.live(batch, extent, without=phase.without).batch
+        # As in a warm-up: what the host alone knows of a batch is frozen in the recording, and is its sample's.
+        sample = phase.sample_for(key, Extent(extent.padded, extent.padded), 0)
+        slots = {slot.path: fetch(view.batch, {}, slot.path) for slot in phase.slots if slot.name not in phase.without}
+        gaps = _Gaps() if runner.recording(key).has_gaps else None
+        now = Current(phase.name, runner.plan.backend, Stage.WARMING, live, gaps)
+        with entering(now):
+            outputs = phase.forward(expose(sample.batch, slots), sample.kwargs)
+        outputs = runner.trim(key, outputs, extent.used)
+        if phase.tail is None or phase.tail_captured:
+            return outputs
+        with entering(replace(now, stage=Stage.REPLAYING, breaker=None)):
+            return phase.tail(outputs, live)
+
+
+class _Gaps:
+    """Calls the gaps of a body where they stand, with the live batch, as a replay does."""
+
+    def gap(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given, named = shown((args, kwargs))
+        with unbroken():
+            return function(*given, **named)
+
+
+def _difference(found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any]) -> str:
+    for path, value in wanted.items():
+        other = found.get(path)
+        if isinstance(value, torch.Tensor) and (
+            not isinstance(other, torch.Tensor) or _places(other, value) is not None
+        ):
+            return f"output {path or '(the only one)'} {_by(other, value)}"
+    return ""
+
+
+def _state_difference(state: Sequence[StatePart], found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
+    for part, one, other in zip(state, found, wanted, strict=True):
+        places = _places(one, other)
+        if places is not None:
+            first = int(places.nonzero()[0, 0])
+            where = f"[{first}]" if part.dim else ""
+            return f"{part.name}{where} after it {_by(one, other)}"
+    return ""
+
+
+def _places(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
+    """Where two tensors have other bits, or None where they are equal."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return torch.ones(1, 1, dtype=torch.bool)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wanted.itemsize]
+    places = found.contiguous().view(bits) != wanted.contiguous().view(bits)
+    return places if bool(places.any()) else None
+
+
+def _by(found: Any, wanted: torch.Tensor) -> str:
+    if not isinstance(found, torch.Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        return f"is {shape}, eagerly {tuple(wanted.shape)} of {wanted.dtype}"
+    places = _places(found, wanted)
+    count = int(places.sum()) if places is not None else 0
+    return f"differs from the eager path in {count} of {wanted.numel()} places, by up to " + (
+        f"{largest_difference(found, wanted):.3g}"
+    )

@@ -1,0 +1,216 @@
+"""Shadow verification: a recording that goes wrong in service is found before anybody sees what it gave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph import LLM, CheckpointError, EngineOptions, PlanError, SamplingParams
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
+from phonograph.engine.execution.executor import Executor
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.passes.step import Step
+from phonograph.engine.requests.request import GrammarSpec, Request
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.graphs.phases.decisions import Reason
+from phonograph.graphs.planning.settings import ask
+
+_GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+_ASKED = [
+    ([5, 9, 200, 3], replace(_GREEDY, presence_penalty=1.5, logit_bias={7: 2.0}, logprobs=3)),
+    ([7, 9], replace(_GREEDY, temperature=1.0, seed=3, top_p=0.9, n=2)),
+    (list(range(20, 52)), _GREEDY),
+    ([11] * 9, _GREEDY),
+    ([40, 41, 42], replace(_GREEDY, grammar=GrammarSpec("regex", "even"))),
+    (list(range(20, 48)), replace(_GREEDY, temperature=0.7, seed=1, min_p=0.05, top_k=40)),
+]
+
+
+class Evens:
+    """Even tokens alone."""
+
+    def mask(self) -> Any:
+        return np.packbits(np.arange(256) % 2 == 0, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> None:
+        assert token % 2 == 0
+
+
+class Grammars:
+    def prepare(self) -> None:
+        """There is nothing to share."""
+
+    def start(self, spec: GrammarSpec, count: int = 1) -> list[Evens]:
+        return [Evens() for _ in range(count)]
+
+
+def opened(backend: str = "full", **options: Any) -> LLM:
+    usual = {"max_seqs": 4, "max_tokens": 16, "max_len": 64, "page_size": 4, "cache_tokens": 128, "max_ahead": 2}
+    asked = [ask(f"{phase}.backend", backend, origin="test") for phase in ("decode", "prefill")]
+    asked += [ask("decode.buckets", (4,), origin="test"), ask("prefill.buckets", (8, 16), origin="test")]
+    made = EngineOptions(**(usual | {"dtype": torch.float32} | options))
+    return LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=made, asked=asked)
+
+
+def generated(llm: LLM) -> list[list[int]]:
+    scheduler = Scheduler(llm.limits)
+    core, found = EngineCore(scheduler, llm.executor, Grammars()), list[Sequence]()
+    for number, (prompt, params) in enumerate(_ASKED):
+        found += core.add(Request(f"r{number}", tuple(prompt), params, arrival=float(number)))
+        core.step()
+    while not core.is_idle:
+        core.step()
+    scheduler.integrity()
+    assert [sequence.error for sequence in found] == [""] * len(found)
+    return [sequence.outputs for sequence in found]
+
+
+Places = list[tuple[int, int]]
+"""(row, position) of the last token that each row of a step has."""
+Fault = Callable[[Executor, Places], None]
+MOST_USED = {"decode": (4, (("sampling", "detailed"),)), "prefill": (16, ())}
+"""(size, axes) of the recording that serves most steps here."""
+
+
+def spoil(executor: Executor, phase: str, fault: Fault, *, after: int = 0) -> str:
+    """Let one recording do something else besides, from some replay on; returns its name."""
+    runner, (size, values) = executor.runners[phase], MOST_USED[phase]
+    key = next(key for key in runner.captured if (key.size, key.values) == (size, values))
+    recording, launch, places, count = runner.recording(key), executor.launch, Places(), 0
+
+    def launched(step: Step) -> Any:
+        rows = step.decodes.rows.tolist()
+        places[:] = [(row, int(executor.tables.length[row])) for row in rows]
+        places.extend((chunk.row, chunk.start + len(chunk.tokens) - 1) for chunk in step.prefills)
+        return launch(step)
+
+    def spoiled() -> None:
+        nonlocal count
+        recording.replay()
+        count += 1
+        if count > after:
+            fault(executor, places)
+
+    executor.launch = launched  # type: ignore[method-assign]
+    runner._entries[key].recording = Spoiled(recording, spoiled)  # type: ignore[assignment]
+    return str(key)
+
+
+class Spoiled:
+    """A recording whose replay is another."""
+
+    def __init__(self, recording: Any, replay: Callable[[], None]) -> None:
+        self._recording, self.replay = recording, replay
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recording, name)
+
+
+def other_tokens(executor: Executor, places: Places) -> None:
+    executor.tables.last_token[1:] += 1
+
+
+def other_lengths(executor: Executor, places: Places) -> None:
+    executor.tables.length[1:] += 1
+
+
+def other_keys(executor: Executor, places: Places) -> None:
+    cache = executor.cache.caches[0]
+    for row, position in places:
+        page = int(executor.tables.pages[row, position // cache.page_size])
+        cache.keys[1, page, position % cache.page_size] += 0.5
+
+
+@pytest.fixture(scope="module")
+def right() -> list[list[int]]:
+    return generated(opened())
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_a_right_engine_is_found_right_at_every_step(backend: str, right: list[list[int]]) -> None:
+    llm = opened(backend, shadow_verify=1.0)
+    assert generated(llm) == right
+    assert llm.executor.shadow is not None
+    replays = sum(runner.stats.replays.total() for runner in llm.executor.runners.values())
+    assert llm.executor.shadow.num_checked == replays > 20
+    assert llm.executor.shadow.num_wrong == 0
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("fault", [other_tokens, other_lengths, other_keys])
+def test_a_wrong_recording_is_found_and_nobody_sees_it(
+    fault: Fault, phase: str, after: int, right: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = opened(shadow_verify=1.0)
+    name = spoil(llm.executor, phase, fault, after=after)
+    with caplog.at_level(logging.ERROR, "phonograph"):
+        assert generated(llm) == right
+    assert llm.executor.shadow is not None
+    assert llm.executor.shadow.num_wrong == 1, "after that its batches run eagerly"
+    assert name in caplog.text
+    stats = llm.executor.runners[phase].stats
+    assert stats.eager[Reason.MISTRUSTED] > 0
+    assert stats.replays.total() > 0, "the others serve"
+    assert name in llm.explain()
+    assert generated(llm) == right
+
+
+def test_without_it_the_fault_reaches_the_answers(right: list[list[int]]) -> None:
+    llm = opened()
+    spoil(llm.executor, "decode", other_tokens)
+    assert generated(llm) != right
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_the_reproducer_reproduces(tmp_path: Path, phase: str, with_tokens: bool) -> None:
+    llm = opened(shadow_verify=1.0, shadow_dir=tmp_path / "wrong", shadow_tokens=with_tokens)
+    spoil(llm.executor, phase, other_keys, after=1)
+    generated(llm)
+    (found,) = (tmp_path / "wrong").iterdir()
+    content = torch.load(found, weights_only=True)
+    assert bool(content["columns"]["last_token"].any()) == with_tokens
+    if phase == "prefill":
+        assert bool(content["batch"]["tokens"].any()) == with_tokens
+    fresh = opened()
+    tables = {name: tensor.clone() for name, tensor in fresh.executor.tables._tensors.items()}
+    assert fresh.executor.reproduce(found) is None, "a fresh engine is right"
+    content_rows = content["rows"].tolist()
+    spoil(fresh.executor, phase, lambda executor, _: other_keys(executor, [(row, 0) for row in content_rows]))
+    mismatch = fresh.executor.reproduce(found)
+    assert mismatch is not None
+    assert "differs from the eager path" in mismatch.detail
+    for name, before in tables.items():
+        assert torch.equal(fresh.executor.tables[name][1:], before[1:]), name
+
+
+def test_a_folder_holds_eight_files(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / f"{number}.pt").touch()
+    llm = opened(shadow_verify=1.0, shadow_dir=tmp_path)
+    spoil(llm.executor, "decode", other_keys)
+    generated(llm)
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_what_is_no_reproducer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(b"no")
+    for path in (tmp_path / "x.pt", tmp_path / "missing.pt"):
+        with pytest.raises(CheckpointError, match=path.name):
+            opened().executor.reproduce(path)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(PlanError, match="shadow_verify"):
+        EngineOptions(shadow_verify=share)
