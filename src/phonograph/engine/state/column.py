@@ -235,4 +235,4 @@ def _holds(dtype: torch.dtype, default: object) -> bool:
         return not math.isfinite(default) or abs(default) <= _LARGEST.get(dtype, math.inf)
     if dtype == torch.bool:
         return default in (0, 1)
-    return default in range(torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
+    return float(default).is_integer() and torch.iinfo(dtype).min <= default <= torch.iinfo(dtype).max
