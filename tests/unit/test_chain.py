@@ -31,6 +31,7 @@ from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PREFILL, PassDeclaration, StepPasses
 from phonograph.engine.passes.rounds import as_block
 from phonograph.engine.passes.sampling_tail import SAMPLING
+from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request
 from phonograph.engine.requests.step import ScheduledStep
@@ -97,7 +98,14 @@ def columns(answers: Mapping[tuple[int, ...], Sequence[int]]) -> list[Column]:
             value=lambda entry: entry.sequence.max_computed,
             trial=lambda trial: trial.whole(MAX_LEN, MAX_LEN + 1),
         ),
-        Column("rounds", torch.int64, writer=Writer.GRAPH, form=Form.RESET, trial=lambda trial: trial.whole(0, 99)),
+        Column(
+            "rounds",
+            torch.int64,
+            writer=Writer.GRAPH,
+            form=Form.RESET,
+            from_prompt=False,
+            trial=lambda trial: trial.whole(0, 99),
+        ),
     ]
 
 
@@ -137,7 +145,8 @@ def verify_pass(parts: PassParts, declared: PassDeclaration) -> Pass:
 
 
 def round_pass(parts: PassParts, backend: str) -> Pass:
-    return chained(ROUND, draft_pass(parts, DRAFT), verify_pass(parts, VERIFY))
+    draft = draft_pass(parts, DRAFT)
+    return chained(ROUND, draft, replace(verify_pass(parts, VERIFY), is_steady=draft.is_steady))
 
 
 def mixed_pass(parts: PassParts, backend: str) -> Pass:
@@ -302,3 +311,12 @@ def test_what_can_t_be_chained_is_refused(plain: Plain) -> None:
         chained(DECODE, decode, other)
     with pytest.raises(DeclarationError, match="for 1 tokens a row has rounds"):
         prefill_pass(parts, "full", rounds=OracleRounds(parts))
+
+
+def test_a_chain_is_steady_if_all_its_links_are(plain: Plain) -> None:
+    executor = plain.llm.executor
+    parts = PassParts(executor.model, TorchSampler(), executor.tables, executor.cache, {}, executor.limits)
+    always = replace(decode_pass(parts), is_steady=lambda step: True)
+    never = replace(always, is_steady=lambda step: False)
+    found = [chained(DECODE, *links).is_steady(Step(1, "decode")) for links in ((always, always), (always, never))]
+    assert found == [True, False]

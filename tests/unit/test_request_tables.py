@@ -247,6 +247,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"writer": Writer.ENTRY | Writer.STEP}, "Take one"),
     ({"form": Form.PAIRS}, "no places for pairs"),
     ({"writer": Writer.GRAPH}, "nobody writes from"),
+    ({"writer": Writer.GRAPH, "value": None}, "what the last one left.*Form.RESET"),
+    ({"writer": Writer(0), "value": None}, "has no writer"),
+    ({"form": Form.PAIRS, "width": 4}, r"PAIRS \| RESET"),
+    ({"form": Form.PAIRS, "width": 4, "writer": Writer.STEP}, r"PAIRS \| RESET"),
+    ({"width": 2.0}, "2.0 wide. Give it a whole number"),
+    ({"width": True}, "True wide. Give it a whole number"),
+    ({"dtype": torch.int32, "default": 0.9}, "default 0.9, which torch.int32 can't hold"),
+    ({"dtype": torch.int32, "default": float("inf")}, "default inf, which torch.int32 can't hold"),
+    ({"dtype": torch.uint8, "default": -1}, "default -1, which torch.uint8 can't hold"),
+    ({"dtype": torch.bool, "default": 2}, "default 2, which torch.bool can't hold"),
+    ({"dtype": torch.float16, "default": 1e5}, "100000.0, which torch.float16 can't hold"),
+    ({"default": None}, "default None"),
     ({"value": None}, "say from what"),
     ({"changes": lambda step: (), "value": None}, "they are pairs, written by STEP"),
 ]
@@ -267,3 +279,120 @@ def test_two_columns_or_groups_of_one_name_are_refused() -> None:
     other = Column("other", torch.int64, value=one, group=Group("request tables", lambda sequence: True))
     with pytest.raises(DeclarationError, match="two groups of columns have the name 'request tables'"):
         RequestTables(EmulatedDevice(), (depth, other), SIZES)
+
+
+def test_the_host_need_not_know_a_type_that_it_never_writes() -> None:
+    state = Column("state", torch.bfloat16, default=1, width=2, writer=Writer.GRAPH, form=Form.RESET)
+    updates = UpdateBuilder((*PLACE, state), SIZES).build(entry(sequence(2)))
+    assert updates is not None
+    assert any("state" in write.columns and write.form == "reset" for write in updates.writes)
+    with pytest.raises(DeclarationError, match="numpy can't write"):
+        Column("state", torch.bfloat16, value=lambda source: 1)
+
+
+_ASKED = Group("asked", lambda sequence: True)
+
+
+def test_a_reset_reaches_rows_of_an_asked_group_that_nothing_is_written_to(device: Device) -> None:
+    by_step = Column(
+        "mine", torch.float32, width=4, writer=Writer.STEP, form=Form.PAIRS | Form.RESET, group=_ASKED,
+        changes=lambda step: [(1, 2, 5.0)] if step.page_updates else [],
+    )  # fmt: skip
+    engine = Engine(device, columns=(*PLACE, by_step))
+    engine.run(entry(sequence(1), pages=((1, 0, 3),)))
+    assert engine.tables["mine"][1].tolist() == [0, 0, 5, 0]
+    engine.run(entry(sequence(1)))
+    assert engine.tables["mine"][1].tolist() == [0, 0, 0, 0]
+
+
+def test_a_prompt_in_chunks_resets_before_its_first(device: Device) -> None:
+    both = Column(
+        "mine", torch.float32, width=2, writer=Writer.STEP | Writer.GRAPH, form=Form.PAIRS | Form.RESET, group=_ASKED,
+        value=lambda source: ([0], [1.0]),
+    )  # fmt: skip
+    engine, one = Engine(device, columns=(*PLACE, both)), sequence(1)
+    engine.tables["mine"][1] = 7
+    engine.run(ScheduledStep(1, (), (Chunk(one, 0, (1, 2), False, True),), (), pass_name="prefill"))
+    assert engine.tables["mine"][1].tolist() == [0, 0]
+    engine.run(ScheduledStep(2, (), (Chunk(one, 2, (3,), True, False),), (), pass_name="prefill"))
+    assert engine.tables["mine"][1].tolist() == [1, 0]
+
+
+_PAIRS: dict[str, Any] = {"width": 4, "form": Form.PAIRS | Form.RESET}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "value", "said"),
+    [
+        (torch.int32, {}, 0.9, "0.9 .*int32"),
+        (torch.int32, {}, 2**31, "2147483648"),
+        (torch.uint8, {}, np.int64(300), "300"),
+        (torch.uint8, {}, -1, "-1"),
+        (torch.float32, {}, None, "None"),
+        (torch.float32, {}, "1", "'1'"),
+        (torch.float32, {}, 1e40, "1e[+]40"),
+        (torch.float32, {}, [5.0], "5.0"),
+        (torch.bool, {}, "no", "'no'"),
+        (torch.bool, {}, 2, "2"),
+        (torch.float32, {"width": 4}, [1, 2, 3, 4, 5, 6], "4 values at most"),
+        (torch.float32, {"width": 4}, [[1, 2], [3, 4]], "a row of numbers"),
+        (torch.float32, {"width": 4}, 1.0, "a row of numbers"),
+        (torch.float32, {"width": 4}, "1234", "a row of numbers"),
+        (torch.float32, {"width": 4}, [1, None], "float32 holds"),
+        (torch.float32, {"width": 4}, [1e40], "float32 holds"),
+        (torch.int32, {"width": 4}, [1.5], "int32 holds"),
+        (torch.uint8, {"width": 4}, np.array([300]), "uint8 holds"),
+        (torch.bool, {"width": 4}, [1, 2], "bool holds"),
+        (torch.uint8, _PAIRS, (np.array([0]), np.array([300])), "uint8 holds"),
+        (torch.uint8, _PAIRS, ([0, 1], [1, 300]), "300"),
+        (torch.float32, _PAIRS, ([0.9, 1.9], [5.0, 6.0]), "indices that are whole numbers"),
+        (torch.float32, _PAIRS, (np.array([False, True]), [5.0, 6.0]), "indices that are whole numbers"),
+        (torch.float32, _PAIRS, [(1, 5.0), (3, 2.0)], "a tuple of all indices and all values"),
+        (torch.float32, _PAIRS, [(1, 5.0)], "a tuple of all indices and all values"),
+        (torch.float32, _PAIRS, {1: 5.0, 3: 6.0}, "a tuple of all indices and all values"),
+        (torch.float32, _PAIRS, ([1, 2, 3], [1.0, 2.0]), "as many indices as values"),
+        (torch.float32, _PAIRS, ([], [1.0]), "as many indices as values"),
+        (torch.float32, _PAIRS, ([1, 2], 1.0), "as many indices as values"),
+    ],
+)
+def test_a_value_that_the_column_can_t_hold_fails_its_request_by_name(
+    dtype: torch.dtype, changes: dict[str, Any], value: Any, said: str
+) -> None:
+    def of(source: Any) -> Any:
+        neutral: Any = ([], []) if "form" in changes else [] if "width" in changes else 0
+        return value if source.sequence.row == 2 else neutral
+
+    engine = Engine(EmulatedDevice(), columns=(*PLACE, Column("mine", dtype, value=of, **changes)))
+    with pytest.raises(DeclarationError, match=rf"column 'mine': its value of the request 'of row 2' .*{said}"):
+        engine.run(entry(sequence(1), sequence(2), sequence(3)))
+
+
+@pytest.mark.parametrize(
+    "change", [(9, 1, 5.0), (-1, 1, 5.0), (0, 1, 5.0), (1, 0.5, 5.0), (1, 1, None), (1, None, 5.0)]
+)
+def test_changes_that_name_no_place_are_refused(change: Any) -> None:
+    column = Column("mine", torch.float32, writer=Writer.STEP, changes=lambda step: [change], **_PAIRS)
+    engine = Engine(EmulatedDevice(), columns=(*PLACE, column))
+    with pytest.raises(DeclarationError, match="column 'mine'"):
+        engine.run(entry(sequence(1)))
+
+
+def test_a_short_row_is_filled_with_the_default(device: Device) -> None:
+    short = Column("mine", torch.float32, default=-1, width=4, value=lambda source: [1, 2])
+    engine = Engine(device, columns=(*PLACE, short))
+    engine.run(entry(sequence(1)))
+    assert engine.tables["mine"][1].tolist() == [1, 2, -1, -1]
+
+
+def test_numbers_of_numpy_and_of_any_width_that_fit_are_taken(device: Device) -> None:
+    columns = (
+        Column("small", torch.int16, value=lambda source: np.int64(-3)),
+        Column("real", torch.float32, value=lambda source: np.float64(0.5)),
+        Column("truth", torch.bool, value=lambda source: np.bool_(True)),
+        Column("wide", torch.float64, width=3, value=lambda source: [1, 2.5, float("-inf")]),
+        Column("few", torch.int16, value=lambda source: (range(2), np.array([7, 8])), **_PAIRS),
+    )
+    engine = Engine(device, columns=(*PLACE, *columns))
+    engine.run(entry(sequence(1)))
+    found = [engine.tables[column.name][1].tolist() for column in columns]
+    assert found == [-3, 0.5, True, [1, 2.5, float("-inf")], [7, 8, 0, 0]]

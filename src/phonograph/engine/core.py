@@ -58,7 +58,9 @@ class EngineCore(Generic[E]):
     def __init__(self, scheduler: Scheduler, executor: E, grammars: GrammarCompiler | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self._steps = StepBuilder(executor.step_tables)
+        tables = executor.step_tables
+        tables.check(scheduler.passes, shares_prompts=scheduler.shares_prompts)
+        self._steps = StepBuilder(tables)
         self._grammars = grammars
         self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
         """Steps with what the executor gave for them, or with what they sampled."""
@@ -152,6 +154,17 @@ class EngineCore(Generic[E]):
     def _execute(self, step: ScheduledStep) -> Any:
         """What the executor gives for a step, or what it sampled; None for one that is not to be believed."""
         try:
+            return self._launched(step)
+        except BaseException:
+            # A Ctrl-C: how far the step is, is unknown. It is over, and so are its sequences; the engine goes on.
+            self.scheduler.rows.tell_again(step.page_updates)
+            for sequence in step.sequences:
+                self._news += self.scheduler.fail(sequence, "interrupted")
+            self._in_flight.append((step, _joined([None] * len(step.sampling))))
+            raise
+
+    def _launched(self, step: ScheduledStep) -> Any:
+        try:
             return self.executor.launch(self._steps.build(step))
         except MistrustedStepError as error:
             log.error("step %d is computed again: %s", step.number, error)
@@ -161,18 +174,16 @@ class EngineCore(Generic[E]):
             log.warning(
                 "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
             )
-            return self._execute_singly(step)
-        except BaseException:
-            # A Ctrl-C: how far the step is, is unknown. It is over, and so are its sequences; the engine goes on.
-            for sequence in step.sequences:
-                self._news += self.scheduler.fail(sequence, "interrupted")
-            self._in_flight.append((step, _joined([None] * len(step.sampling))))
-            raise
+        # Among them are pages of sequences that take no part, and whose turn may come when all of these have failed.
+        self.scheduler.rows.tell_again(step.page_updates)
+        return self._execute_singly(step)
 
     def _drop(self, step: ScheduledStep) -> None:
         """Nobody sees what the step gave; its sequences are computed again from the tokens that are committed."""
+        self.scheduler.rows.tell_again(step.page_updates)
         while self._in_flight:
-            self._commit(*self._in_flight.popleft())
+            self._commit(*self._in_flight[0])
+            self._in_flight.popleft()
         self.scheduler.drop(step)
 
     def _execute_singly(self, step: ScheduledStep) -> Sampled:
@@ -182,7 +193,8 @@ class EngineCore(Generic[E]):
         the host must know all tokens up to here, since wherever the step raised, its rows are put back first.
         """
         while self._in_flight:
-            self._commit(*self._in_flight.popleft())
+            self._commit(*self._in_flight[0])
+            self._in_flight.popleft()
         found: dict[Sequence, Sampled] = {}
         for part in _parts(step):
             try:

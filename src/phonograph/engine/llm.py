@@ -165,7 +165,7 @@ class LLM:
         self.verified = verify_recordings(self.executor, options.verify, self.reports, progress)
         """What was checked before the first request, by phase."""
         refuse_failures(self.verified)
-        self.prefix_sharing = prefix_sharing(options.prefix_cache, [column.name for column in loaded.columns])
+        self.prefix_sharing = prefix_sharing(options.prefix_cache, self.executor.step_tables.prompt_state)
         scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
         self.core = EngineCore(scheduler, self.executor, grammars)

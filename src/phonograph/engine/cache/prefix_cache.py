@@ -28,12 +28,12 @@ class PrefixSharing:
 
 
 def prefix_sharing(requested: bool, state_by_row: Sequence[str]) -> PrefixSharing:
-    """As requested, unless the model has state that no page holds: a prefix found in pages would come without it."""
+    """As requested, unless the model or a pass has state that no page holds: a prefix in pages would lack it."""
     if not requested:
         return PrefixSharing(False, "as requested")
     if state_by_row:
         names = ", ".join(state_by_row)
-        return PrefixSharing(False, f"the model keeps state by row ({names}), which pages don't hold ({STATE_BY_ROW})")
+        return PrefixSharing(False, f"there is state by row ({names}), which pages don't hold ({STATE_BY_ROW})")
     return PrefixSharing(True, "pages hold all that the model keeps of a prompt")
 
 

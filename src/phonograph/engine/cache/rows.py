@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import KeysView
+from collections.abc import Iterable, KeysView
 
 from phonograph.engine.cache.reservations import Reservations
 from phonograph.engine.requests.limits import Limits
@@ -83,7 +83,7 @@ class Rows:
         self._release(sequence, keep=False)
 
     def page_updates(self) -> tuple[PageUpdate, ...]:
-        """What the device tables don't know yet; each page is told once."""
+        """What the device tables don't know yet; each page is told once, unless the step raises."""
         if not self._untabled:
             return ()
         updates: list[PageUpdate] = []
@@ -93,6 +93,14 @@ class Rows:
             sequence.num_tabled = len(sequence.pages)
         self._untabled.clear()
         return tuple(updates)
+
+    def tell_again(self, updates: Iterable[PageUpdate]) -> None:
+        """Of a step that raised, nobody knows what the device tables got: its pages are told once more."""
+        for row, index, _ in updates:
+            sequence = self._seated.get(row)
+            if sequence is not None and index < sequence.num_tabled:
+                sequence.num_tabled = index
+                self._untabled[sequence] = None
 
     def check(self) -> None:
         """Raise if a row or a reference to a page is lost; changes nothing."""

@@ -128,8 +128,11 @@ class Executor:
     @property
     def step_tables(self) -> StepTables:
         """What steps for this executor are made with."""
-        by_row = tuple(column.name for column in self.model.columns)
-        return StepTables(self.tables.columns, self.tables.sizes, by_row)
+        of_model = {column.name for column in self.model.columns}
+        states = [one for one in self.tables.columns if one.is_of_graph or one.name in of_model]
+        prompt_state = tuple(column.name for column in states if column.from_prompt)
+        declared = tuple(one.declared for one in self.passes.values())
+        return StepTables(self.tables.columns, self.tables.sizes, prompt_state, declared)
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> list[CaptureReport]:

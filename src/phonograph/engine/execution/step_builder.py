@@ -9,13 +9,14 @@ from itertools import count
 
 import numpy as np
 
+from phonograph.engine.passes.registry import PassDeclaration, StepPasses
 from phonograph.engine.passes.step import NO_ROWS, Decodes, PromptChunk, Step
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
 from phonograph.engine.sampling.needs import needs_of
 from phonograph.engine.state.column import Array, Column, TableSizes
 from phonograph.engine.state.updates import TableUpdates, UpdateBuilder
-from phonograph.errors import PhonographError
+from phonograph.errors import PhonographError, PlanError
 
 _VERSIONS = count(secrets.randbits(62))
 """Of all builders; from a random number on, so that those of two processes differ too."""
@@ -27,8 +28,29 @@ class StepTables:
 
     columns: Many[Column]
     sizes: TableSizes
-    by_row: Many[str] = ()
-    """Columns of state that the model alone writes, and that nobody can put back."""
+    prompt_state: Many[str] = ()
+    """Columns that hold something of a prompt, which pages don't: no prompt may be shared."""
+    passes: Many[PassDeclaration] = ()
+    """Those that a step can name."""
+
+    def check(self, named: StepPasses, *, shares_prompts: bool) -> None:
+        """Refuse steps that the tables or the passes are not made for."""
+        if shares_prompts and self.prompt_state:
+            names = ", ".join(self.prompt_state)
+            raise PlanError(
+                f"prompts are shared by their pages, which don't hold the state by row ({names}). Make the scheduler "
+                "with prefix_cache=False."
+            )
+        fit = {
+            "decodes": [one.name for one in self.passes if one.serves],
+            "mixed": [one.name for one in self.passes if one.serves and one.is_ragged],
+        }
+        for kind, name in (("decodes", named.decodes), ("mixed", named.mixed)):
+            if name not in fit[kind]:
+                raise PlanError(
+                    f"StepPasses names {name!r} for {kind}: no pass of the executor that can run such a step. "
+                    f"Name one of: {', '.join(fit[kind]) or 'none'}."
+                )
 
 
 class StepBuilder:
@@ -36,7 +58,8 @@ class StepBuilder:
 
     def __init__(self, tables: StepTables) -> None:
         self._updates = UpdateBuilder(tables.columns, tables.sizes)
-        self._by_row = tables.by_row
+        self._unknown = [one.name for one in tables.columns if one.is_of_graph and one.restored is None]
+        """Columns that nobody can put back."""
         self._sequences: tuple[Sequence, ...] = ()
         self._decodes = NO_ROWS
         self._longest = 0
@@ -73,11 +96,10 @@ class StepBuilder:
     def undone(self, planned: ScheduledStep) -> TableUpdates:
         """What puts the rows of a step that raised back, from what the host knows of their sequences.
 
-        All steps before it must be committed. Keys and values are written again as they were; what the model keeps by
-        row is not known to the host, so that only a sequence that begins can be put back.
+        All steps before it must be committed. Keys and values are written again as they were; what passes
+        alone write by row is not known to the host, so that only a sequence that enters can be put back.
         """
-        if self._by_row and (planned.decodes or any(chunk.start for chunk in planned.prefills)):
-            raise PhonographError(
-                "the step raised, and what the model keeps of the sequence by row can't be put back. Ask again."
-            )
+        if self._unknown and (planned.decodes or not all(chunk.enters for chunk in planned.prefills)):
+            names = ", ".join(self._unknown)
+            raise PhonographError(f"the step raised, and state by row ({names}) can't be put back. Ask again.")
         return self._updates.undone(planned)

@@ -24,7 +24,11 @@ T = TypeVar("T", bound=_Named)
 
 
 def chained(declared: PassDeclaration, *links: Pass) -> Pass:
-    """The passes as one. Batches, samples and what trials keep are those of the first; the others read its batches."""
+    """The passes as one. Batches, samples and what trials keep are those of the first; the others read its batches.
+
+    A step is repeated only if every link says that it is steady: one that reads no more than the first does has the
+    first one's `is_steady`.
+    """
     if not links:
         raise DeclarationError(f"the chain {declared.name!r} has no passes. Give at least one.")
     first, last = links[0], links[-1]
@@ -48,6 +52,7 @@ def chained(declared: PassDeclaration, *links: Pass) -> Pass:
         axes=_together(declared, [link.axes for link in links]),
         body=_ChainBody(tuple(link.body for link in links)),
         tail=last.tail,
+        is_steady=lambda step: all(link.is_steady(step) for link in links),
         written=None,  # what later passes write, the first does not know
     )
 

@@ -42,9 +42,9 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.rows = Rows(limits, prefix_cache=prefix_cache)
-        self._shares_prompts = prefix_cache
+        self.shares_prompts = prefix_cache
         self._mixed = mixed
-        self._passes = passes
+        self.passes = passes
         self._clock = clock
         self._live: dict[str, list[Sequence]] = {}
         self._followers: dict[Sequence, list[Sequence]] = {}
@@ -72,7 +72,7 @@ class Scheduler:
         for sequence in sequences:
             self._waiting.watch(sequence, self._launched)
         self._live[request.id] = sequences
-        shares = self._shares_prompts and len(request.prompt) > self.limits.page_size
+        shares = self.shares_prompts and len(request.prompt) > self.limits.page_size
         first, followers = (sequences[:1], sequences[1:]) if shares else (sequences, [])
         if followers:
             self._followers[sequences[0]] = followers
@@ -157,7 +157,7 @@ class Scheduler:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
-        pass_name = self._passes.mixed if chunks else self._passes.decodes
+        pass_name = self.passes.mixed if chunks else self.passes.decodes
         step = ScheduledStep(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=pass_name)
         self._in_flight.append(step)
         return step

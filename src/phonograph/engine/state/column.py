@@ -6,6 +6,7 @@ host's updates, the values of trial runs, and what trial runs save and put back 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -20,9 +21,15 @@ from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
 from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.values import numpy_dtype
+from phonograph.numbers import is_whole
 from phonograph.sizes import ceil_div
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_LARGEST = {
+    torch.float16: 65504.0,
+    torch.bfloat16: 2.0**128 - 2.0**120,
+    torch.float32: 2.0**128 - 2.0**104,
+}
 
 
 class Width(Enum):
@@ -146,16 +153,30 @@ class Column:
     writer: Writer = Writer.ENTRY
     form: Form = Form.ROW
     value: Callable[[RowSource], Any] | None = None
-    """What the host writes for a sequence: a number, a row (where it is too short, zeros follow), or the indices and
-    the values of pairs, no index with two values."""
+    """What the host writes for a sequence: a number; a row, which the default fills where it is short (of `Width.BITS`,
+    zeros); or of pairs a tuple of all indices and all values, no index with two values. A value that the type can't
+    hold, and a row that is too long, fail the request."""
     changes: Callable[[ScheduledStep], Many[tuple[int, int, Any]]] | None = None
     """Pairs that the step lists itself, as (row, index, value), instead of `value`; names no place twice."""
     restored: Callable[[RowSource], Any] | None = None
     """Of a column that the forward pass alone writes, what the host knows of a row: for a step that is undone."""
+    from_prompt: bool = True
+    """Of a column that the forward pass alone writes: whether the tokens of a prompt go into it. Pages don't hold it,
+    so that no prompt can be shared then."""
     access: Access = Access.GATHERED
     trial: Callable[[TrialRows], torch.Tensor] | None = None
     """Values for trial runs, for the first places of each row; None leaves what is there."""
     group: Group = TABLES
+
+    @property
+    def is_of_graph(self) -> bool:
+        """Whether the forward pass alone writes it, so that the host does not know what it holds."""
+        return self.writer == Writer.GRAPH
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the host ever writes it, if only to undo a step."""
+        return self.value is not None or self.changes is not None or self.restored is not None
 
     def __post_init__(self) -> None:
         problem = next((problem for wrong, problem in self._problems() if wrong), None)
@@ -165,10 +186,19 @@ class Column:
     def _problems(self) -> Iterable[tuple[bool, str]]:
         by_host, sent = bool(self.writer & (Writer.ENTRY | Writer.STEP)), bool(self.form & (Form.ROW | Form.PAIRS))
         given = (self.value is not None) + (self.changes is not None)
-        fixed = isinstance(self.width, int)
+        is_width = isinstance(self.width, Width) or is_whole(self.width)
         yield not self.name.isidentifier(), "has no name that a field can have. Rename it."
-        yield numpy_dtype(self.dtype) is None, f"is {self.dtype}, which numpy can't write. Take another type."
-        yield fixed and self.width < 1, f"is {self.width} wide. Give it a width of at least 1."  # type: ignore[operator]
+        yield (
+            self.is_sent and numpy_dtype(self.dtype) is None,
+            f"is {self.dtype}, which numpy can't write. Take another.",
+        )
+        yield not is_width, f"is {self.width!r} wide. Give it a whole number, or a Width."
+        yield (
+            not isinstance(self.width, Width) and self.width < 1,
+            f"is {self.width} wide. Give it a width of at least 1.",
+        )
+        yield not _holds(self.dtype, self.default), f"has the default {self.default!r}, which {self.dtype} can't hold."
+        yield not self.writer, "has no writer. Take ENTRY, STEP or GRAPH."
         yield self.width is Width.BITS and self.dtype != torch.int32, "holds bits, packed into int32. Make it int32."
         yield Form.ROW | Form.PAIRS in self.form, "goes over in two forms. Take ROW or PAIRS."
         yield Writer.ENTRY | Writer.STEP in self.writer, "is written at entry and in every step. Take one."
@@ -183,6 +213,26 @@ class Column:
             "lists changes: they are pairs, written by STEP.",
         )
         yield (
+            Form.PAIRS in self.form and Form.RESET not in self.form,
+            "goes over in pairs, and a new owner of a row would find those of the last one. Take PAIRS | RESET.",
+        )
+        yield (
+            self.is_of_graph and Form.RESET not in self.form and self.restored is None,
+            "is written by the forward pass alone, and a new owner of a row would find what the last one left. "
+            "Take form=Form.RESET.",
+        )
+        yield (
             self.restored is not None and (by_host or self.width != 1),
             "is restored from what the host writes, or wide: `restored` is for one value that the graph alone writes.",
         )
+
+
+def _holds(dtype: torch.dtype, default: object) -> bool:
+    """Whether a type holds a default, but for its precision."""
+    if not isinstance(default, bool | int | float):
+        return False
+    if dtype.is_floating_point:
+        return not math.isfinite(default) or abs(default) <= _LARGEST.get(dtype, math.inf)
+    if dtype == torch.bool:
+        return default in (0, 1)
+    return float(default).is_integer() and torch.iinfo(dtype).min <= default <= torch.iinfo(dtype).max

@@ -47,6 +47,7 @@ PLACE = (
         torch.int64,
         writer=Writer.GRAPH,
         restored=lambda entry: entry.sequence.known()[entry.start],
+        from_prompt=False,  # the end of a prompt is computed in every case
         access=Access.BY_ROW,
         trial=lambda trial: trial.whole(0, trial.vocab),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -13,8 +13,7 @@ import numpy as np
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
 from phonograph.engine.state.column import Array, Column, Form, Group, RowSource, TableSizes, Writer
-from phonograph.errors import DeclarationError
-from phonograph.graphs.inputs.values import numpy_dtype
+from phonograph.engine.state.packing import Packing, packed_rows
 from phonograph.sizes import next_power_of_two, round_up
 
 ALIGNMENT = 16
@@ -73,7 +72,7 @@ class Block:
 
     def add_rows(self, rows: Many[int]) -> int:
         """Append the numbers of rows."""
-        return self.add(np.array(rows, dtype=np.int64).tobytes())
+        return self.add(packed_rows(rows))
 
     def packed(self) -> Array:
         """All parts, and at the end an eighth more at most, so that few layouts serve all sizes."""
@@ -154,8 +153,7 @@ class UpdateBuilder:
     """Makes the updates of steps; while the same sequences decode and nothing is to be said, there are none."""
 
     def __init__(self, columns: Many[Column], sizes: TableSizes) -> None:
-        self._widths = {column.name: sizes.width(column.width) for column in columns}
-        self._kinds = {column.name: numpy_dtype(column.dtype) for column in columns}
+        self._packings = {column.name: Packing(column, sizes) for column in columns if column.is_sent}
         self._changing = [column for column in columns if column.changes is not None]
         self._restored = [column for column in columns if column.restored is not None]
         groups = {one.group: [column for column in columns if column.group == one.group] for one in columns}
@@ -195,7 +193,7 @@ class UpdateBuilder:
         for column in self._restored if known else ():
             assert column.restored is not None
             rows = draft.block.add_rows([entry.sequence.row for entry in known])
-            values = self._bytes(column, [column.restored(entry) for entry in known])
+            values = self._packings[column.name].numbers([column.restored(entry) for entry in known], known)
             draft.write(column.group, (column.name,), "rows", len(known), rows, values)
         return draft.done(entries)
 
@@ -230,52 +228,24 @@ class UpdateBuilder:
     def _pairs(self, draft: _Draft, column: Column, entries: Many[RowSource]) -> None:
         """Pairs of each sequence: as many as a prompt has tokens, or none."""
         assert column.value is not None
-        kind, width = self._kinds[column.name], self._widths[column.name]
-        places, values = list[Array](), list[Array]()
-        for entry in entries:
-            indices, found = column.value(entry)
-            if len(indices):
-                inside = np.asarray(indices, dtype=np.int64)
-                _check_places(column, width, inside, inside.min(), inside.max())
-                places.append(inside + entry.sequence.row * width)
-                values.append(np.asarray(found, dtype=kind))
-        if places:
-            num, begin = sum(map(len, places)), draft.block.add(b"".join([part.tobytes() for part in places]))
-            sent = b"".join([part.tobytes() for part in values])
-            draft.write(column.group, (column.name,), "pairs", num, begin, sent)
+        packing = self._packings[column.name]
+        found = [pairs for entry in entries if (pairs := packing.pairs(column.value(entry), entry)) is not None]
+        if found:
+            num = sum([len(places) for places, _ in found])
+            begin = draft.block.add(b"".join([places.tobytes() for places, _ in found]))
+            draft.write(column.group, (column.name,), "pairs", num, begin, b"".join([values for _, values in found]))
 
     def _change(self, draft: _Draft, column: Column, changes: Many[tuple[int, int, Any]]) -> None:
-        """Pairs that the step lists itself: few, so that lists are faster than arrays."""
-        if not changes:
-            return
-        indices, width = [index for _, index, _ in changes], self._widths[column.name]
-        _check_places(column, width, indices, min(indices), max(indices))
-        places = draft.block.add_rows([row * width + index for row, index, _ in changes])
-        values = self._bytes(column, [value for _, _, value in changes])
-        draft.write(column.group, (column.name,), "pairs", len(changes), places, values)
+        """Pairs that the step lists itself."""
+        if changes:
+            places, values = self._packings[column.name].changes(changes)
+            draft.write(column.group, (column.name,), "pairs", len(changes), draft.block.add(places), values)
 
     def _rows(self, column: Column, entries: Many[RowSource]) -> bytes:
         """The values of one column, as bytes."""
         assert column.value is not None
-        found = [column.value(entry) for entry in entries]
-        if column.width == 1:
-            return self._bytes(column, found)
-        whole = np.zeros((len(entries), self._widths[column.name]), dtype=self._kinds[column.name])
-        for row, value in zip(whole, found, strict=True):
-            # What a tokenizer has beyond the model's vocabulary can't be picked, so nobody looks at its bits.
-            count = min(len(value), len(row))
-            row[:count] = value[:count]
-        return whole.tobytes()
-
-    def _bytes(self, column: Column, values: list[Any]) -> bytes:
-        return np.array(values, dtype=self._kinds[column.name]).tobytes()
-
-
-def _check_places(column: Column, width: int, indices: Iterable[int], smallest: int, largest: int) -> None:
-    if smallest < 0 or largest >= width:
-        # On the device it would be a place in another sequence's row.
-        wrong = next(int(index) for index in indices if not 0 <= index < width)
-        raise DeclarationError(f"column {column.name!r} is {width} wide and has no place {wrong}. Check its value.")
+        found, packing = [column.value(entry) for entry in entries], self._packings[column.name]
+        return packing.numbers(found, entries) if column.width == 1 else packing.rows(found, entries)
 
 
 def _asking(group: Group, sequences: Many[Sequence]) -> list[Sequence]:
