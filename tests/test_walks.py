@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+import pytest
 import torch
 
 import phonograph
@@ -17,7 +18,8 @@ from phonograph.engine.models.config import SHAPES
 from phonograph.engine.requests.request import Request
 
 PACKAGE = Path(phonograph.__file__).parent
-PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "architecture.md").read_text()
 NAMED = re.compile(r"`((?:\w+/)*\w+\.py)`(?: `([A-Z]?\w+(?:\.\w+)?)`)?")
 
 
@@ -47,6 +49,12 @@ def test_modules_and_names_are_there() -> None:
     for path, name in named:
         assert (PACKAGE / path).is_file() or (PACKAGE.parents[1] / path).is_file(), path
         assert not name or name in defined_in(PACKAGE / path), (path, name)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()):
+        assert (PACKAGE / name).is_file() or (PACKAGE.parents[1] / name).is_file(), name
 
 
 def test_every_module_has_its_place_in_the_picture() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from phonograph import LLM, CheckpointError, EngineOptions, PlanError, SamplingParams
+from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
@@ -214,3 +215,13 @@ def test_what_is_no_reproducer_is_refused(tmp_path: Path) -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(PlanError, match="shadow_verify"):
         EngineOptions(shadow_verify=share)
+
+
+def test_the_command_runs_a_reproducer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--shape", "tiny", "--device", "emulated", "--max-seqs", "4", "--max-step-tokens", "16", "--max-len", "64"]
+    llm = opened(shadow_verify=1.0, shadow_dir=tmp_path, page_size=16)
+    spoil(llm.executor, "decode", other_keys)
+    generated(llm)
+    (found,) = tmp_path.iterdir()
+    assert main(["verify", *flags, "--dtype", "float32", "--replay", str(found)]) == 0
+    assert f"{found}: replay and eager give the same bits here" in capsys.readouterr().out

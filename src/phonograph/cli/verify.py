@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.graphs.progress import bar
+
+if TYPE_CHECKING:
+    from phonograph.engine.llm import LLM
 
 HELP = "record a model, and check every recording against eager"
 
@@ -15,6 +20,7 @@ HELP = "record a model, and check every recording against eager"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     add_engine_flags(parser)
+    parser.add_argument("--replay", metavar="FILE", help="run the batch of a reproducer that --shadow-dir got, instead")
     parser.set_defaults(verify="all")
 
 
@@ -26,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     arguments = replace(arguments, options=replace(arguments.options, verify="off"))
     progress = bar()
     llm = arguments.open(progress)
+    if args.replay:
+        return _replayed(llm, Path(args.replay))
     found = verify_recordings(llm.executor, args.verify, llm.reports, progress)
     if not found:
         print(f"phonograph: nothing is recorded on {llm.where}. Use --device emulated, or a GPU.", file=sys.stderr)
@@ -38,3 +46,13 @@ def run(args: argparse.Namespace) -> int:
     num_checks, seconds = sum(len(one.checks) for one in found.values()), sum(one.seconds for one in found.values())
     print(f"{num_checks} checks, {num_failed} failed, in {seconds:.2f} s; capture took {captured:.2f} s")
     return 0 if all(report.ok for report in found.values()) else 1
+
+
+def _replayed(llm: LLM, path: Path) -> int:
+    """Say whether the batch of a reproducer is computed wrongly here too; 1 if so."""
+    mismatch = llm.executor.reproduce(path)
+    if mismatch is None:
+        print(f"{path}: replay and eager give the same bits here")
+        return 0
+    print(f"{path}: reproduced: {mismatch}")
+    return 1
