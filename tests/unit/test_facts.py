@@ -17,7 +17,7 @@ import torch
 
 from phonograph import DeclarationError, Graphed, Pad, Reason, Replay, RunEagerly, Slot, graph_break, graphed
 from phonograph.graphs.progress import silent
-from phonograph.graphs.recording import dict_versions
+from phonograph.graphs.recording import dict_versions, facts
 from phonograph.graphs.recording.bytecode import reads_of
 from phonograph.graphs.recording.fact_check import WINDOW
 from phonograph.graphs.recording.facts import records_reads
@@ -466,6 +466,19 @@ def test_while_a_debugger_traces_values_are_not_watched_and_facts_say_so() -> No
     finally:
         sys.settrace(before)
     assert any("no values that the body reads" in note for note in run.facts().notes)
+    with torch.autocast("cpu", torch.float16):
+        assert_stale(run, "autocast")
+
+
+def test_where_the_recorder_does_not_work_values_are_not_watched_and_facts_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(facts, "records_reads", lambda: False)
+    config = Config()
+    run = made(lambda x: x * config.factor)
+    assert any("no values that the body reads: on this Python" in note for note in run.facts().notes)
+    assert {fact.kind for fact in run.facts()} == {"mode"}
+    assert_replays(run)
     with torch.autocast("cpu", torch.float16):
         assert_stale(run, "autocast")
 
