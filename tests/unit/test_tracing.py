@@ -108,6 +108,28 @@ def test_where_no_tool_number_is_free_it_says_so_and_takes_nobodys() -> None:
         monitoring.free_tool_id(4)
 
 
+@pytest.mark.skipif(not IS_MONITORED, reason="a trace is one thread's own")
+def test_what_another_thread_traces_at_the_same_time_loses_no_reads() -> None:
+    refused = list[TracingUnavailableError]()
+
+    def meanwhile() -> None:
+        try:
+            seen(plain)
+        except TracingUnavailableError as error:
+            refused.append(error)
+
+    def body() -> int:
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        thread.join()
+        return THING.size + plain() + THING.kind
+
+    read = [one for one in seen(body)[1] if one.startswith("THING.")]
+    assert read == ["THING.size", "THING.kind", "THING.kind"]
+    assert "another capture" in str(refused[0])
+    assert seen(plain) == (["plain"], ["THING.kind"])
+
+
 def test_the_self_test_says_no_where_the_recorder_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise IndexError("frames are unlike those that are known")

@@ -93,25 +93,38 @@ def _monitored(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None
         return None
 
     callbacks = {events.PY_START: on_start, events.PY_RESUME: on_start, events.INSTRUCTION: on_instruction}
-    tool = _free_tool(monitoring)
-    try:
-        for event, callback in callbacks.items():
-            monitoring.register_callback(tool, event, callback)
-        monitoring.restart_events()
-        monitoring.set_events(tool, functools.reduce(operator.or_, callbacks))
-        yield
-    finally:
-        monitoring.set_events(tool, 0)
-        for event in callbacks:
-            monitoring.register_callback(tool, event, None)
-        monitoring.free_tool_id(tool)
-
-
-def _free_tool(monitoring: Any) -> int:
-    for tool in (3, 4):  # the others have names: debuggers, coverage, profilers, optimizers
+    with _own_tool(monitoring) as tool:
         try:
-            monitoring.use_tool_id(tool, "phonograph facts")
-        except ValueError:
-            continue
-        return tool
-    raise TracingUnavailableError("no tool number of sys.monitoring is free")
+            for event, callback in callbacks.items():
+                monitoring.register_callback(tool, event, callback)
+            monitoring.restart_events()
+            monitoring.set_events(tool, functools.reduce(operator.or_, callbacks))
+            yield
+        finally:
+            monitoring.set_events(tool, 0)
+            for event in callbacks:
+                monitoring.register_callback(tool, event, None)
+
+
+_one_at_a_time = threading.Lock()
+"""Events belong to the whole process: where another tool comes and goes, code that is running misses some of its own.
+Nobody waits for it: captures of several threads may wait for each other."""
+
+
+@contextmanager
+def _own_tool(monitoring: Any) -> Iterator[int]:
+    """A tool number of `sys.monitoring` that nobody else has."""
+    if not _one_at_a_time.acquire(blocking=False):
+        raise TracingUnavailableError("another capture in this process is being traced")
+    try:
+        # The others are for debuggers, coverage, profilers and optimizers.
+        tool = next((one for one in (3, 4) if monitoring.get_tool(one) is None), None)
+        if tool is None:
+            raise TracingUnavailableError("no tool number of sys.monitoring is free")
+        monitoring.use_tool_id(tool, "phonograph facts")
+        try:
+            yield tool
+        finally:
+            monitoring.free_tool_id(tool)
+    finally:
+        _one_at_a_time.release()
