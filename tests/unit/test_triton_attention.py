@@ -255,7 +255,7 @@ class TestRotating:
 
     def test_by_row_means_one_token_of_each(self) -> None:
         case = case_of(spans_of((0, 5)), Heads(2, 1, 16))
-        with pytest.raises(ValueError, match="not one per sequence"):
+        with pytest.raises(ValueError, match="one position for each row"):
             replace(case.queries, by_row=True)
 
     def test_a_prefill_step_does_not(self) -> None:
