@@ -541,7 +541,7 @@ def test_a_second_caller_is_refused_and_the_first_loses_nothing() -> None:
     with llm._alone():
         with pytest.raises(RequestError, match="generating already"):
             next(stream)
-        with pytest.raises(RequestError, match="take AsyncLLM"):
+        with pytest.raises(RequestError, match="use AsyncLLM"):
             llm.generate([PROMPTS[0]], GREEDY)
     assert llm.generate([PROMPTS[0]], GREEDY)[0].tokens == wanted
 
