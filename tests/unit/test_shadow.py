@@ -146,6 +146,7 @@ def test_a_right_engine_is_found_right_at_every_step(backend: str, right: list[l
     assert llm.executor.shadow.num_wrong == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("fault", [other_tokens, other_lengths, other_keys])
@@ -166,12 +167,20 @@ def test_a_wrong_recording_is_found_and_nobody_sees_it(
     assert generated(llm) == right
 
 
+def test_a_wrong_decode_is_found_and_nobody_sees_it(right: list[list[int]]) -> None:
+    llm = opened(shadow_verify=1.0)
+    spoil(llm.executor, "decode", other_tokens)
+    assert generated(llm) == right
+    assert llm.executor.runners["decode"].stats.eager[Reason.MISTRUSTED] > 0
+
+
 def test_without_it_the_fault_reaches_the_answers(right: list[list[int]]) -> None:
     llm = opened()
     spoil(llm.executor, "decode", other_tokens)
     assert generated(llm) != right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_tokens", [False, True])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_the_reproducer_reproduces(tmp_path: Path, phase: str, with_tokens: bool) -> None:
