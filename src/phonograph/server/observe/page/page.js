@@ -257,7 +257,7 @@ class PhaseCard {
     this.noBuckets = make("p", "muted", "Nothing is recorded.");
     this.failures = make("ul", "failures");
     this.coverage = make("p", "muted");
-    this.gaps = make("ul", "failures");
+    this.gaps = make("ul", "gaps");
     this.node.append(this.reasonsTitle, this.none, this.reasonsHolder);
     this.node.append(make("h3", "", "Buckets"), this.coverage, this.gaps);
     this.node.append(this.noBuckets, this.tableHolder, this.failures, this.toggle);
