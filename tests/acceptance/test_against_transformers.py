@@ -19,6 +19,8 @@ from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.requests.request import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 from reference import reference_model
 

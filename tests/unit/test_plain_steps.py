@@ -21,6 +21,8 @@ from phonograph.engine.requests.request import GrammarSpec, Request
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.scheduling.scheduler import Scheduler
 
+pytestmark = pytest.mark.slow
+
 _GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 _ASKED = [
     ([5, 9, 200, 3], replace(_GREEDY, presence_penalty=1.5, logit_bias={7: 2.0}, logprobs=3)),

@@ -34,6 +34,8 @@ from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.state.column import Column, Form, TrialRows, Writer
 from phonograph.graphs.planning.settings import ask
 
+pytestmark = pytest.mark.slow
+
 DECAY = 0.75
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 200, 3], [7], list(range(20, 61)), [11] * 9, list(range(100, 117)), list(range(20, 61))]

@@ -34,6 +34,8 @@ from phonograph.graphs.graphed import facts_of
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.settings import ask
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (*range(20, 50), 4), (11,) * 9, tuple(range(100, 117))]
 

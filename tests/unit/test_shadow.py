@@ -25,6 +25,8 @@ from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.graphs.planning.settings import ask
 
+pytestmark = pytest.mark.slow
+
 _GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 _ASKED = [
     ([5, 9, 200, 3], replace(_GREEDY, presence_penalty=1.5, logit_bias={7: 2.0}, logprobs=3)),
