@@ -19,10 +19,10 @@ from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.requests.request import SamplingParams
 
-pytestmark = pytest.mark.slow
-
 pytest.importorskip("transformers")
 from reference import reference_model
+
+pytestmark = pytest.mark.slow
 
 TOPICS = ["the sea", "a clock", "winter", "bread", "a lost key", "the moon", "trains", "a garden", "music", "rain"]
 FORMS = [
