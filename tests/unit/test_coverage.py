@@ -23,6 +23,8 @@ from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.coverage import coverage
 from runners import make_runner, rows, sample_x
 
+pytestmark = pytest.mark.slow
+
 
 def doubled(batch: dict[str, Any]) -> Any:
     return batch["x"] * 2

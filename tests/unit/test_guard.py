@@ -20,6 +20,8 @@ from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.guard import _Runs, guard, traced
 from runners import WIDTH, make_runner, rows
 
+pytestmark = pytest.mark.slow
+
 Body = Callable[[dict[str, Any]], Any]
 WEIGHTS = [torch.full((WIDTH,), 1.0), torch.full((WIDTH,), 2.0)]
 

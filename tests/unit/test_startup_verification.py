@@ -16,6 +16,8 @@ from phonograph.engine.process.statistics import engine_stats
 from phonograph.errors import PlanError, VerifyError
 from phonograph.graphs.progress import silent
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, Any] = {"max_seqs": 4, "max_tokens": 16, "max_len": 64}
 
 
