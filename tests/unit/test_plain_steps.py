@@ -14,60 +14,18 @@ import numpy as np
 import pytest
 
 from executor_child import RemoteExecutor, tiny
-from phonograph import LLM, SamplingParams
-from phonograph.engine.core import EngineCore, StepExecutor
+from mixed_requests import served
+from phonograph import LLM
+from phonograph.engine.core import StepExecutor
 from phonograph.engine.passes.step import Step
-from phonograph.engine.requests.request import GrammarSpec, Request
-from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.scheduling.scheduler import Scheduler
 
 pytestmark = pytest.mark.slow
 
-_GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-_ASKED = [
-    ([5, 9, 200, 3], replace(_GREEDY, presence_penalty=1.5, logit_bias={7: 2.0}, logprobs=3)),
-    ([7, 9], replace(_GREEDY, temperature=1.0, seed=3, top_p=0.9, n=2)),
-    (list(range(20, 52)), replace(_GREEDY, repetition_penalty=1.3)),
-    ([11] * 9, _GREEDY),
-    ([40, 41, 42], replace(_GREEDY, grammar=GrammarSpec("regex", "even"))),
-    (list(range(20, 48)), replace(_GREEDY, temperature=0.7, seed=1, min_p=0.05, top_k=40)),
-]
-
-
-class Evens:
-    """Even tokens alone, and never twice the same."""
-
-    def __init__(self) -> None:
-        self._allowed = np.zeros(256, dtype=bool)
-        self._allowed[::2] = True
-
-    def mask(self) -> Any:
-        return np.packbits(self._allowed, bitorder="little").view(np.int32)
-
-    def accept(self, token: int) -> None:
-        assert self._allowed[token]
-        self._allowed[token] = False
-
-
-class Grammars:
-    def prepare(self) -> None:
-        """There is nothing to share."""
-
-    def start(self, spec: GrammarSpec, count: int = 1) -> list[Evens]:
-        return [Evens() for _ in range(count)]
-
 
 def generated(llm: LLM, executor: StepExecutor) -> tuple[list[Any], Scheduler]:
     """Tokens and logprobs of all requests; there are too few pages for them, so that some are computed twice."""
-    scheduler = Scheduler(replace(llm.limits, reserve_tokens=4))
-    core, found = EngineCore(scheduler, executor, Grammars()), list[Sequence]()
-    for number, (prompt, params) in enumerate(_ASKED):
-        found += core.add(Request(f"r{number}", tuple(prompt), params, arrival=float(number)))
-        core.step()
-    while not core.is_idle:
-        core.step()
-    scheduler.integrity()
-    assert [sequence.error for sequence in found] == [""] * len(found)
+    found, scheduler = served(replace(llm.limits, reserve_tokens=4), executor)
     return [(one.outputs, one.logprobs) for one in found], scheduler
 
 

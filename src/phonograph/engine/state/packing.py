@@ -1,7 +1,7 @@
 """Packed values: what the source of a column gives for sequences, as bytes of the column's type; nothing is cast.
 
 A value that the type can't hold is refused with the names of the column and of the request. Python's `struct` checks
-while it packs, and for a few values it is faster than numpy, which casts in silence.
+while it packs; numpy casts in silence.
 """
 
 from __future__ import annotations

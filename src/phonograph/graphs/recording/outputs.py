@@ -276,13 +276,6 @@ def is_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float | None =
     return torch.allclose(one, other, rtol=near, atol=near * scale, equal_nan=True)
 
 
-def largest_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference between two values in one place."""
-    one, other = _computed_with(found), _computed_with(wanted)
-    wide = torch.complex128 if other.is_complex() else torch.float64
-    return float((one.to(wide) - other.to(wide)).abs().max().item())
-
-
 def _computed_with(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in a dtype that torch computes with: it only stores those of one byte."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

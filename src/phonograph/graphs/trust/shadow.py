@@ -14,8 +14,8 @@ from phonograph.graphs.inputs.tree import TreePath
 from phonograph.graphs.phases.context import Current, Stage, entering, unbroken
 from phonograph.graphs.phases.decisions import Replay, ShapeKey
 from phonograph.graphs.phases.live_arguments import shown
-from phonograph.graphs.recording.outputs import largest_difference
 from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.trust.comparison import described, mismatch, same_bits
 
 
 @dataclass(frozen=True)
@@ -106,39 +106,22 @@ class _Gaps:
 
 def _difference(found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any]) -> str:
     for path, value in wanted.items():
-        other = found.get(path)
-        if isinstance(value, torch.Tensor) and (
-            not isinstance(other, torch.Tensor) or _places(other, value) is not None
-        ):
-            return f"output {path or '(the only one)'} {_by(other, value)}"
+        if isinstance(value, torch.Tensor) and (words := _other_bits(found.get(path), value)):
+            return f"output {path or '(the only one)'} {words}, eagerly"
     return ""
 
 
 def _state_difference(state: Sequence[StatePart], found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
     for part, one, other in zip(state, found, wanted, strict=True):
-        places = _places(one, other)
-        if places is not None:
-            first = int(places.nonzero()[0, 0])
-            where = f"[{first}]" if part.dim else ""
-            return f"{part.name}{where} after it {_by(one, other)}"
+        if words := _other_bits(one, other):
+            first = int((~same_bits(one, other)).nonzero()[0, 0])  # of keys and values, the layer
+            return f"{part.name}{f'[{first}]' if part.dim else ''} after it {words}, eagerly"
     return ""
 
 
-def _places(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
-    """Where two tensors have other bits, or None where they are equal."""
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return torch.ones(1, 1, dtype=torch.bool)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wanted.itemsize]
-    places = found.contiguous().view(bits) != wanted.contiguous().view(bits)
-    return places if bool(places.any()) else None
-
-
-def _by(found: Any, wanted: torch.Tensor) -> str:
+def _other_bits(found: Any, wanted: torch.Tensor) -> str:
+    """In words, how a replay's result differs from the eager one; empty where all bits are equal."""
     if not isinstance(found, torch.Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
-        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-        return f"is {shape}, eagerly {tuple(wanted.shape)} of {wanted.dtype}"
-    places = _places(found, wanted)
-    count = int(places.sum()) if places is not None else 0
-    return f"differs from the eager path in {count} of {wanted.numel()} places, by up to " + (
-        f"{largest_difference(found, wanted):.3g}"
-    )
+        return mismatch(found, wanted)
+    wrong = ~same_bits(found, wanted)
+    return described(found, wanted, wrong) if bool(wrong.any()) else ""
