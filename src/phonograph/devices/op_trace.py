@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from phonograph.devices.launches import following_launches
 from phonograph.devices.trace import is_users, tensors_in, watching_ops
 from phonograph.errors import Frame
 
@@ -115,14 +116,10 @@ class OpTrace:
                 results = tuple(self.note(one) for one in tensors_in(result))
                 self.ops.append(TracedOp(op_name(func), code, line, noted.pop(), results))
 
-        followers.append(self)
-        try:
-            with watching_ops(before, after):
-                yield
-            if self.find_names is not None:
-                self.names = self.find_names()
-        finally:
-            followers.remove(self)
+        with following_launches(self.add_launch), watching_ops(before, after):
+            yield
+        if self.find_names is not None:
+            self.names = self.find_names()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -178,10 +175,6 @@ class OpTrace:
             self.outside[number] = Outside(storage, _number_in(tensor))
         form = (tensor.storage_offset(), *tensor.stride())
         return TensorNote(number, tuple(tensor.shape), tensor.dtype, form)
-
-
-followers: list[OpTrace] = []
-"""The traces that follow what runs now: launchers past torch's dispatcher tell them of their kernels."""
 
 
 def described(note: Any) -> str:

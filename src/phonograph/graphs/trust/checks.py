@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from phonograph.devices.trace import raising_frame
 from phonograph.errors import PhonographError
-from phonograph.graphs.trust.comparison import Allowed, differing, mismatch, same_bits
+from phonograph.graphs.trust.comparison import Allowed, described, differing, mismatch, same_bits
 from phonograph.graphs.trust.padding_writes import PaddingWrites
 from phonograph.graphs.trust.rounding import Rounding
 from phonograph.graphs.trust.trial import Result, Trial, Way
@@ -123,7 +123,7 @@ class Checks:
                 allowed=lambda w, n=name: allowed(("state", n), w),  # type: ignore[misc]
             )
             if bool((apart & written).any()):
-                wrong.append(f"the state {name} {mismatch(found[written], wanted[written])} after the replay")
+                wrong.append(f"the state {name} {described(found, wanted, apart & written)} after the replay")
             writes.note(name, ~same_bits(found, start) & ~written)
         return "; ".join([*wrong, *writes.problems()])
 
@@ -141,7 +141,7 @@ class Checks:
         problem = _all_of(_outputs(found), _outputs(wanted), tolerance, allowed)
         return problem or ("" if tolerance else _all_of(_state(found), _state(wanted)))
 
-    def _allowed(self, way: Way) -> Callable[[Any, torch.Tensor], torch.Tensor | None]:
+    def _allowed(self, way: Way) -> Callable[[Any, torch.Tensor], Iterator[torch.Tensor | None]]:
         """What rounding may move the results of a run by."""
         if way not in self._roundings:
             trial = self._trial
@@ -166,7 +166,7 @@ def _all_of(
     found: Mapping[tuple[str, Any], Any],
     wanted: Mapping[tuple[str, Any], Any],
     tolerance: float | None = 0.0,
-    allowed: Callable[[Any, torch.Tensor], torch.Tensor | None] | None = None,
+    allowed: Callable[[Any, torch.Tensor], Iterator[torch.Tensor | None]] | None = None,
 ) -> str:
     """What is wrong with each of several results."""
     problems = []

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from phonograph.graphs.trust.rounding import near_of, wide
 
-Allowed = Callable[[torch.Tensor], torch.Tensor | None]
-"""Takes the wanted values; returns what rounding may move each of them by, or None where that is not known."""
+Allowed = Callable[[torch.Tensor], Iterable[torch.Tensor | None]]
+"""Takes the wanted values; yields what rounding may move each of them by, or None where that is not known, each time
+after a longer look."""
 
 
 def mismatch(found: Any, wanted: Any, *, tolerance: float | None = 0.0, allowed: Allowed | None = None) -> str:
@@ -44,10 +45,13 @@ def differing(
     wrong &= ~((apart <= near * size + floor) & apart.isfinite())  # what is not finite must be equal
     if not bool(wrong.any()):
         return wrong
-    room = allowed(wanted) if allowed is not None else None
     by_row = near * _scale(size)
-    room = torch.where(room.isfinite(), room * (near / default), by_row) if room is not None else by_row
-    return wrong & ~((apart <= near * size + room) & apart.isfinite())
+    for moved in allowed(wanted) if allowed is not None else (None,):
+        room = torch.where(moved.isfinite(), moved * (near / default), by_row) if moved is not None else by_row
+        wrong = wrong & ~((apart <= near * size + room) & apart.isfinite())
+        if not bool(wrong.any()):
+            break
+    return wrong
 
 
 def described(found: torch.Tensor, wanted: torch.Tensor, wrong: torch.Tensor) -> str:

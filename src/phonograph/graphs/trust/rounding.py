@@ -3,7 +3,8 @@
 Padding changes the kernels that are picked, and so how results are rounded. How much that may be differs from element
 to element: a small number may be the difference of two large ones, or may have been small all the way. So the body is
 run again with the inputs of every op changed by a share of a rounding, at random, and every element is allowed what it
-moved by then. This tells a leak of 0.1 from the noise of a number of 1e6 in the same row.
+moved by then. This tells a leak of 0.1 from the noise of a number of 1e6 in the same row. Kernels that torch does not
+dispatch (Triton's) have what the body made for them changed where it is, before they are launched.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from phonograph.devices.trace import OpWatch, uncompiled, written_tensors
+from phonograph.devices.launches import following_launches
+from phonograph.devices.trace import OpWatch, tensors_in, uncompiled, written_tensors
 
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """What two results of one dtype may differ by, relative to their size, for all the roundings of a forward pass."""
 _NEAR_OTHERS = 1e-1
-_NUM_RUNS = 4
+_NUM_RUNS = (4, 16)
+"""By four draws, one element in a million may seem not to move: among millions, those that look wrong get more."""
 _SHARE = 16
 """The inputs of an op are changed by this part of `NEAR`, and the moves of a result count as many times."""
+_OVERLAPS = 1
+"""What torch answers about a tensor that has one element in several places."""
 _MAX_CHANGED_BYTES = 64 << 20
 """A larger tensor (a cache, an embedding) is left as it is: the other input of its op is changed."""
 
@@ -42,29 +48,36 @@ class Rounding:
     def __init__(self, run: Callable[[AbstractContextManager[None]], Values], device: torch.device) -> None:
         self._run = run
         self._device = device
-        self._moves: dict[Any, torch.Tensor] | None = None
+        self._wanted: Values | None = None
+        self._moves: dict[Any, torch.Tensor] = {}
+        self._num_runs = 0
 
-    def allowed(self, name: Any, wanted: torch.Tensor) -> torch.Tensor | None:
+    def allowed(self, name: Any, wanted: torch.Tensor) -> Iterator[torch.Tensor | None]:
         """By element, not finite where that is not known; None where the runs tell nothing, because they fail or none
-        of their ops can be seen."""
-        if self._moves is None:
-            self._moves = self._found()
-        moved = self._moves.get(name)
-        return moved * _SHARE if moved is not None and moved.shape == wanted.shape else None
+        of their ops can be seen. Every further one is of more runs, and larger."""
+        for num_runs in _NUM_RUNS:
+            self._run_until(num_runs)
+            moved = self._moves.get(name)
+            yield moved * _SHARE if moved is not None and moved.shape == wanted.shape else None
 
-    def _found(self) -> dict[Any, torch.Tensor]:
+    def _run_until(self, num_runs: int) -> None:
         try:
-            wanted = self._run(_unchanged())
-            moves: dict[Any, torch.Tensor] = {}
-            for seed in range(_NUM_RUNS):
-                found = self._run(_perturbed(seed, self._device))
-                for name, value in wanted.items():
-                    if _is_rounded(value) and _is_alike(found.get(name), value):
-                        moved = (wide(found[name]) - wide(value)).abs()
-                        moves[name] = torch.maximum(moves[name], moved) if name in moves else moved
+            if self._wanted is None:
+                self._wanted = self._run(_unchanged())
+            for seed in range(self._num_runs, num_runs):
+                self._add_moves(self._wanted, self._run(_perturbed(seed, self._device)))
         except Exception:
-            return {}
-        return moves if any(bool(moved.any()) for moved in moves.values()) else {}
+            self._moves = {}
+        self._num_runs = num_runs
+        if not any(bool(moved.any()) for moved in self._moves.values()):
+            self._moves = {}
+
+    def _add_moves(self, wanted: Values, found: Values) -> None:
+        for name, value in wanted.items():
+            if _is_rounded(value) and _is_alike(found.get(name), value):
+                moved = (wide(found[name]) - wide(value)).abs()
+                before = self._moves.get(name)
+                self._moves[name] = moved if before is None else torch.maximum(before, moved)
 
 
 @contextmanager
@@ -75,28 +88,61 @@ def _unchanged() -> Iterator[None]:
 @contextmanager
 def _perturbed(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, every op gets floating-point inputs that are changed by a share of a rounding."""
-    numbers = {on: torch.Generator(on).manual_seed(seed + 1) for on in {torch.device("cpu"), device}}
+    changes = _Changes(seed, device)
+    with uncompiled(), following_launches(changes.add_launch, of_triton=True), OpWatch(changes.run):
+        yield
 
-    def changed(tensor: Any) -> Any:
-        if not _is_rounded(tensor) or tensor.device not in numbers or tensor.nbytes > _MAX_CHANGED_BYTES:
-            return tensor
-        noise = torch.randn(tensor.shape, generator=numbers[tensor.device], device=tensor.device)
-        factor = 1 + noise.to(_factor_dtype(tensor.dtype)) * (near_of(tensor.dtype) / _SHARE)
-        return (tensor * factor).to(tensor.dtype)
 
-    def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        written = {id(tensor) for tensor in written_tensors(func, args, kwargs)}
+class _Changes:
+    """Random changes of what ops and kernels read."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._numbers = {on: torch.Generator(on).manual_seed(seed + 1) for on in {torch.device("cpu"), device}}
+        self._made: set[int] = set()
+        """Addresses of memory that ops of this run have made: a kernel's weights and caches are none of it."""
+
+    def run(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        """An op on changed copies of what it reads."""
         if _makes_views(func):
             return func(*args, **kwargs)
+        written = {id(tensor) for tensor in written_tensors(func, args, kwargs)}
         args, kwargs = tree_map(
-            lambda leaf: leaf if id(leaf) in written else changed(leaf),
+            lambda leaf: leaf if id(leaf) in written else self._changed(leaf),
             (args, kwargs),
             is_leaf=lambda leaf: isinstance(leaf, torch.Tensor),
         )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func.namespace == "aten":
+            given = {_address(tensor) for tensor in tensors_in((args, kwargs))}
+            self._made.update({_address(tensor) for tensor in tensors_in(result)} - given)
+        return result
 
-    with uncompiled(), OpWatch(run):
-        yield
+    def add_launch(self, name: str, grid: Any, arguments: Mapping[str, object]) -> None:
+        """A kernel's arguments, where the run has made them: as they are about to be read, or overwritten."""
+        with torch.no_grad(), _disable_current_modes():
+            for tensor in tensors_in(list(arguments.values())):
+                factor = self._factor(tensor) if _address(tensor) in self._made else None
+                if factor is not None and torch._debug_has_internal_overlap(tensor) != _OVERLAPS:
+                    tensor.copy_(tensor * factor)
+
+    def _changed(self, tensor: Any) -> Any:
+        factor = self._factor(tensor)
+        return tensor if factor is None else (tensor * factor).to(tensor.dtype)
+
+    def _factor(self, tensor: Any) -> torch.Tensor | None:
+        """By what a tensor is changed; None for one that stays as it is."""
+        if not _is_rounded(tensor) or tensor.device not in self._numbers or tensor.nbytes > _MAX_CHANGED_BYTES:
+            return None
+        noise = torch.randn(tensor.shape, generator=self._numbers[tensor.device], device=tensor.device)
+        return 1 + noise.to(_factor_dtype(tensor.dtype)) * (near_of(tensor.dtype) / _SHARE)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; 0 where it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _factor_dtype(dtype: torch.dtype) -> torch.dtype:

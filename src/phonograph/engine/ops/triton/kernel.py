@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from phonograph.devices.op_trace import followers
+from phonograph.devices.launches import followers
 
 _ALIGNED = 16
 _MOST_FOUND = 4096
@@ -38,9 +38,8 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if followers:
-            for trace in followers:
-                trace.add_launch(self._function.__name__, grid, self._named(args, constants))
+        for follow in followers:
+            follow(self._function.__name__, grid, self._named(args, constants))
         if not self._is_quick:
             self._function[grid](*args, **constants)
             return
