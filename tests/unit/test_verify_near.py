@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,35 @@ def test_among_millions_of_elements_none_seems_not_to_move() -> None:
     assert not mismatch(found, wanted, tolerance=None, allowed=lambda w: rounding.allowed("y", w))
     found[1234, 567] += 8
     assert "1 of 4,194,304" in mismatch(found, wanted, tolerance=None, allowed=lambda w: rounding.allowed("y", w))
+
+
+def test_a_pick_among_near_equals_may_be_another_and_a_clear_one_may_not() -> None:
+    near = torch.tensor([[1.0, 1.0001, 0.0], [1.0, 1.0001, 0.0]]).half() * 100
+    clear = torch.tensor([[1.0, 1.2, 0.0], [1.0, 1.2, 0.0]]).half() * 100
+    found = torch.zeros(2, dtype=torch.int64)
+    for logits, problem in ((near, ""), (clear, "2 of 2 elements")):
+        wanted = (logits * 1.0).argmax(1)
+        rounding = rounding_of(lambda x: (x * 1.0).argmax(1), logits)
+        told = mismatch(found + (wanted == 0), wanted, tolerance=None, allowed=partial(rounding.allowed, "y"))
+        assert problem in told
+        assert bool(told) == bool(problem)
+
+
+def test_a_write_of_what_was_there_already_is_no_write_of_padding() -> None:
+    """Some of the numbers that the run without padding writes are there already; the replay rounds otherwise."""
+    numbers = torch.Generator().manual_seed(8)
+    wide = torch.randn(WIDTH, 1 << 16, generator=numbers).half()
+    state = torch.randn(1 << 16, generator=numbers).half()
+
+    def body(batch: Any) -> torch.Tensor:
+        x = batch["x"][:1]
+        another_kernel = 1 + 2e-3 * (batch["x"].shape[0] == 8)
+        read = state.double().square().sum()
+        state.copy_(((x.half() * another_kernel) @ wide)[0])
+        return torch.cat([batch["x"], read.expand(batch["x"].shape[0], 1)], 1)
+
+    found = verify(make_runner(body, EmulatedDevice(), sizes=(8,)), batches=2)
+    assert found, found
 
 
 def told_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,8 @@ _NUM_RUNS = (4, 16)
 """By four draws, one element in a million may seem not to move: among millions, those that look wrong get more."""
 _SHARE = 16
 """The inputs of an op are changed by this part of `NEAR`, and the moves of a result count as many times."""
+_LATER_SCALE = 4
+"""The changes of later runs are larger: what is picked among near equals must flip in one of them."""
 _OVERLAPS = 1
 """What torch answers about a tensor that has one element in several places."""
 _MAX_CHANGED_BYTES = 64 << 20
@@ -54,7 +56,10 @@ class Rounding:
 
     def allowed(self, name: Any, wanted: torch.Tensor) -> Iterator[torch.Tensor | None]:
         """By element, not finite where that is not known; None where the runs tell nothing, because they fail or none
-        of their ops can be seen. Every further one is of more runs, and larger."""
+        of their ops can be seen. Every further one is of more runs, and larger.
+
+        An integer that some run has changed (a token picked among near equals) may be any other.
+        """
         for num_runs in _NUM_RUNS:
             self._run_until(num_runs)
             moved = self._moves.get(name)
@@ -65,19 +70,26 @@ class Rounding:
             if self._wanted is None:
                 self._wanted = self._run(_unchanged())
             for seed in range(self._num_runs, num_runs):
-                self._add_moves(self._wanted, self._run(_perturbed(seed, self._device)))
+                scale = _LATER_SCALE if seed >= _NUM_RUNS[0] else 1
+                self._add_moves(self._wanted, self._run(_perturbed(seed, self._device, scale)), scale)
         except Exception:
             self._moves = {}
         self._num_runs = num_runs
         if not any(bool(moved.any()) for moved in self._moves.values()):
             self._moves = {}
 
-    def _add_moves(self, wanted: Values, found: Values) -> None:
+    def _add_moves(self, wanted: Values, found: Values, scale: int) -> None:
         for name, value in wanted.items():
-            if _is_rounded(value) and _is_alike(found.get(name), value):
-                moved = (wide(found[name]) - wide(value)).abs()
-                before = self._moves.get(name)
-                self._moves[name] = moved if before is None else torch.maximum(before, moved)
+            if not _is_alike(found.get(name), value):
+                continue
+            if _is_rounded(value):
+                moved = (wide(found[name]) - wide(value)).abs() / scale
+            elif not value.is_floating_point():
+                moved = (found[name] != value).double()
+            else:
+                continue
+            before = self._moves.get(name)
+            self._moves[name] = moved if before is None else torch.maximum(before, moved)
 
 
 @contextmanager
@@ -86,9 +98,9 @@ def _unchanged() -> Iterator[None]:
 
 
 @contextmanager
-def _perturbed(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, every op gets floating-point inputs that are changed by a share of a rounding."""
-    changes = _Changes(seed, device)
+def _perturbed(seed: int, device: torch.device, scale: int = 1) -> Iterator[None]:
+    """Inside, every op gets floating-point inputs that are changed by a share of a rounding, or a few of them."""
+    changes = _Changes(seed, device, scale)
     with uncompiled(), following_launches(changes.add_launch, of_triton=True), OpWatch(changes.run):
         yield
 
@@ -96,7 +108,8 @@ def _perturbed(seed: int, device: torch.device) -> Iterator[None]:
 class _Changes:
     """Random changes of what ops and kernels read."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device, scale: int) -> None:
+        self._share = scale / _SHARE
         self._numbers = {on: torch.Generator(on).manual_seed(seed + 1) for on in {torch.device("cpu"), device}}
         self._made: set[int] = set()
         """Addresses of memory that ops of this run have made: a kernel's weights and caches are none of it."""
@@ -134,7 +147,7 @@ class _Changes:
         if not _is_rounded(tensor) or tensor.device not in self._numbers or tensor.nbytes > _MAX_CHANGED_BYTES:
             return None
         noise = torch.randn(tensor.shape, generator=self._numbers[tensor.device], device=tensor.device)
-        return 1 + noise.to(_factor_dtype(tensor.dtype)) * (near_of(tensor.dtype) / _SHARE)
+        return 1 + noise.to(_factor_dtype(tensor.dtype)) * (near_of(tensor.dtype) * self._share)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -162,8 +175,10 @@ def _is_rounded(value: Any) -> bool:
     return (value.is_floating_point() or value.is_complex()) and value.itemsize > 1
 
 
-def _is_alike(found: Any, wanted: torch.Tensor) -> bool:
-    return isinstance(found, torch.Tensor) and found.shape == wanted.shape and found.dtype == wanted.dtype
+def _is_alike(found: Any, wanted: Any) -> bool:
+    if not isinstance(found, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return False
+    return found.shape == wanted.shape and found.dtype == wanted.dtype and found.layout is torch.strided
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
