@@ -25,15 +25,14 @@ from phonograph.graphs.phases.live_arguments import Live
 from phonograph.graphs.phases.phase import Admission, Phase, Preserve, SampleFunction, sample_from
 from phonograph.graphs.planning.kinds import GuardMode, unknown
 from phonograph.graphs.planning.resolve import Plan, resolve
-from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
 from phonograph.graphs.progress import Progress
-from phonograph.graphs.recording.backends import BACKENDS
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.modules import ModuleCall
 from phonograph.graphs.running.other_arguments import OtherArguments, unchanged_hooks
 from phonograph.graphs.running.runner import FactsOption, Outputs, Runner, RunnerOptions
+from phonograph.graphs.running.runner_options import facts_of
 from phonograph.graphs.trust.verify import VerifyReport, verify
 
 log = logging.getLogger("phonograph")
@@ -191,6 +190,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     live: Collection[str] = (),
     phase: str = "decode",
     backend: str | None = None,
+    tc_compiler: str | None = None,
+    tc_fallback: bool | None = None,
+    break_ops: Collection[str] = (),
     device: str | torch.device | Device | None = None,
     outputs: Outputs = "own",
     sample: SampleFunction | None = None,
@@ -228,8 +230,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`, which with
     `verify` also checks every recording. Batches of fewer rows than `smallest` are not tried, and run eagerly.
 
-    The other choices are those of `Phase` (sample, host_plan, preserve, admission, adopt, without, eager_without), of
-    the plan (backend, max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
+    The other choices are those of `Phase` (sample, host_plan, preserve, admission, adopt, without, eager_without,
+    break_ops), of the plan (backend, tc_compiler, tc_fallback, max_padding_ratio, max_padding_rows) and of
+    `RunnerOptions`, where each is explained.
     """
     slots, live = _all_of(Slot, slots, "slots"), _all_of(str, live, "live")
     on, buckets = open_device(device if device is not None else _device_of(function)), _as_buckets(buckets)
@@ -241,6 +244,8 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         f"{phase}.max_padding_rows": ("max_padding_rows", max_padding_rows),
         "graphs": ("strict", "strict" if strict else None),
         "guard": ("guard", guard),
+        "tc_compiler": ("tc_compiler", tc_compiler),
+        "tc_fallback": ("tc_fallback", tc_fallback),
         "debug": ("debug", debug or None),
         "gc": ("collect_garbage", collect_garbage or None),
     }
@@ -266,10 +271,13 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         adopt=adopt or {},
         compares_others=True,
         live=lives,
+        break_ops=frozenset(_all_of(str, break_ops, "break_ops")),
     )
     options = RunnerOptions(
         outputs=outputs,
         strict=strict,
+        tc_compiler=resolved.tc_compiler,
+        tc_fallback=resolved.tc_fallback,
         debug=resolved.debug,
         collect_garbage=resolved.gc,
         eager_copies=eager_copies,
@@ -356,11 +364,6 @@ def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[s
         given = parameter is not None and parameter.default is not parameter.empty and len(path) == 1
         lives.append(Live(field, parameter.default) if parameter is not None and given else Live(field))
     return tuple(lives)
-
-
-def facts_of(device: Device) -> DeviceFacts:
-    """What rules may know about a device and this build."""
-    return DeviceFacts(device.name, device.capabilities.backends, built=frozenset(BACKENDS))
 
 
 def _device_of(function: Callable[..., Any]) -> torch.device | None:

@@ -229,6 +229,8 @@ def _options(plan: Plan, eager_copies: bool, *, is_trial: bool) -> RunnerOptions
     return RunnerOptions(
         outputs="view",
         strict=plan.graphs == "strict",
+        tc_compiler=plan.tc_compiler,
+        tc_fallback=plan.tc_fallback,
         debug=plan.debug,
         collect_garbage=plan.gc,
         eager_copies=eager_copies,

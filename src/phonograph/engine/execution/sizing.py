@@ -17,10 +17,10 @@ from phonograph.engine.passes.registry import PASSES, PHASES, kept_by
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.sampler import Sampler
 from phonograph.errors import DeviceError, PlanError
-from phonograph.graphs.graphed import facts_of
 from phonograph.graphs.planning.resolve import Plan, resolve
 from phonograph.graphs.planning.settings import Ask, Asked, Measured
 from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.running.runner_options import facts_of
 
 log = logging.getLogger("phonograph")
 

@@ -74,6 +74,8 @@ class Phase:
     """Existing tensors to use as buffers."""
     compares_others: bool = False
     """Whether admission compares all that a batch has besides slots with what the recording's sample had."""
+    break_ops: frozenset[str] = frozenset()
+    """Ops that `tc_piecewise` breaks at too, by name (`scaled_dot_product_attention`): for code that no mark is on."""
     live: Sequence[Live] = ()
     """Fields that a recording does not hold: gaps are passed the value of each call, other readers are refused."""
 

@@ -22,6 +22,13 @@ class DeviceFacts:
     built: frozenset[str]
     """The backends that this build has."""
 
+    compilers: frozenset[str] = frozenset({"eager", "inductor"})
+    """The compilers of `tc_piecewise` whose code the device can record."""
+    deterministic: bool = False
+    """Whether torch is asked for deterministic algorithms."""
+    untraceable: str = ""
+    """Why torch.compile can't trace the model, or why compiling it gives nothing; empty where nothing is known."""
+
     def can(self, backend: str) -> bool:
         """Whether a phase can have this backend here; `disabled` records nothing, so it always can."""
         return backend == "disabled" or backend in (self.backends & self.built)
@@ -78,6 +85,34 @@ def _device_lacks_backend(facts: DeviceFacts, values: ResolvedValues) -> Iterato
             yield Change(f"{phase}.backend", "disabled", because)
 
 
+def _traced_phases(values: ResolvedValues) -> list[str]:
+    return [f"{phase}.backend" for phase in phases_of(values) if values[f"{phase}.backend"].value == "tc_piecewise"]
+
+
+def _device_lacks_compiler(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    compiler = str(values["tc_compiler"].value)
+    if facts.compilers and compiler not in facts.compilers:
+        because = f"the device {facts.device} can't record what {compiler} compiles"
+        yield Change("tc_compiler", min(facts.compilers), because)
+
+
+def _untraceable(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for name in _traced_phases(values) if facts.untraceable else ():
+        yield Change(name, "breakable", facts.untraceable)
+
+
+def _debug_runs_the_body(_facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for name in _traced_phases(values) if values["debug"].value else ():
+        because = f"{stated('debug', values)} runs the body itself in the place of every replay"
+        yield Change(name, "breakable", because, "debug")
+
+
+def _deterministic(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    if facts.deterministic and values["tc_compiler"].value == "inductor" and _traced_phases(values):
+        because = "torch.use_deterministic_algorithms is on, and inductor's kernels add in an order that it picks"
+        yield Change("tc_compiler", "eager", because)
+
+
 def _graphs_off(_facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
     graphs, backends = values["graphs"], [f"{phase}.backend" for phase in phases_of(values)]
     if graphs.value != "off":
@@ -126,6 +161,15 @@ RULES: tuple[Rule, ...] = (
         _device_lacks_backend,
         ignorable=False,
     ),
+    Rule(
+        "device-lacks-compiler",
+        "the compiler of tc_piecewise is one whose code the device can record",
+        _device_lacks_compiler,
+        ignorable=False,
+    ),
+    Rule("tc-untraceable", "a model that torch.compile can't trace is not compiled", _untraceable),
+    Rule("tc-debug", "debug compiles nothing", _debug_runs_the_body),
+    Rule("tc-deterministic", "deterministic mode takes the compiler that changes no op", _deterministic),
     Rule("graphs-off", "without graphs every phase's backend is disabled", _graphs_off),
     Rule(
         "limit-is-top-bucket",

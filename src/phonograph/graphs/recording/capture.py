@@ -15,14 +15,14 @@ from phonograph.devices import Device
 from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
-from phonograph.graphs.inputs.fields import fields_of
-from phonograph.graphs.inputs.registry import LoadMode, Registry, View
+from phonograph.graphs.inputs.registry import LoadMode, Registry
 from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
-from phonograph.graphs.phases.phase import Phase, Sample
+from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.progress import Progress
-from phonograph.graphs.recording.backends import Backend, Body, Recording, WarmUp
+from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
+from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
 from phonograph.graphs.recording.garbage import gc_frozen
@@ -32,30 +32,11 @@ from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
 from phonograph.graphs.recording.warmups import Settled, Warmups
-from phonograph.graphs.recording.weight_caches import weights_uncached
 from phonograph.graphs.recording.written_inputs import refusing_input_writes
 
 log = logging.getLogger("phonograph")
 
-_CAPTURE_SEED = 0
 _MAX_STATE_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """A body on the buffers' views, what is current while it runs, and the sample that was loaded."""
-
-    body: Body
-    now: Current
-    batch: Any
-    inputs: dict[str, torch.Tensor]
-    """What was loaded for each slot that the batch fills."""
-    kwargs: Mapping[str, Any]
-
-    @property
-    def others(self) -> list[Any]:
-        """The body's arguments, without the batch itself, which is new for every call."""
-        return [*fields_of(self.now.batch), *self.kwargs.values()]
 
 
 @dataclass(eq=False)
@@ -98,7 +79,10 @@ class Capture:
     _trims: dict[RecordingGroup, Trimming] = field(default_factory=dict)
     _findings: list[Finding] = field(default_factory=list)
     _warm_seconds: float = 0.0
-    _views: list[View] = field(default_factory=list)
+    _binder: Binder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._binder = Binder(self.phase, self.registry, self.backend)
 
     @contextmanager
     def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
@@ -149,29 +133,6 @@ class Capture:
                     f"{self._state.skipped_bytes:,}",
                 )
 
-    def _bind(self, key: ShapeKey, stage: Stage, drawn: Drawn | None = None) -> _Bound:
-        """Load a sample for the key."""
-        padded = self.phase.padded(key.size)
-        extent = Extent(padded, padded) if drawn is None else drawn.extent
-        sample = self.phase.sample_for(key, extent, _CAPTURE_SEED) if drawn is None else drawn.sample
-        view = self._load(sample, extent)
-        if self.phase.host_plan is not None:
-            self.phase.host_plan(view.batch, extent)
-        now = Current(self.phase.name, self.backend.name, stage, view.batch)
-        inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
-        return _Bound(lambda: self._forward(view), now, sample.batch, inputs, view.kwargs)
-
-    def _forward(self, view: View) -> Any:
-        with weights_uncached():
-            return self.phase.forward(view.batch, view.kwargs)
-
-    def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
-        """New views for each run; kept, so that no later view gets their id()."""
-        without = self.phase.without
-        view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
-        self._views.append(view)
-        return view
-
     # -- warm-ups -----------------------------------------------------------------------------------------
 
     def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
@@ -197,6 +158,7 @@ class Capture:
             for key in keys:
                 if key.size in (keys[0].size, keys[-1].size):
                     self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
+        self._binder.prepare([key for key in keys if key not in self._errors], self._kept)
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
             self.progress(f"warming {key}", index + 1, len(keys))
@@ -214,11 +176,11 @@ class Capture:
     def _trace(self, key: ShapeKey, drawn: Drawn, trace: OpTrace) -> None:
         """One rehearsal on a sample, whose ops are noted."""
         with self._kept(key):
-            bound = self._bind(key, Stage.WARMING, drawn)
+            bound = self._binder.bound(key, Stage.WARMING, drawn, as_written=True)
             watching = self._state.watching() if self.phase.preserve is None else nullcontext()
             now = following(trace, bound.now)
             with entering(now), self._preserved(bound.batch), watching, trace.following():
-                self.backend.prepare(key, bound.body, WarmUp.REHEARSAL)
+                self.backend.warm_up(key, bound.body, WarmUp.REHEARSAL)
 
     def _attempt(self, key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
         """One step of a key that has not failed yet; ranks meet after it, whether it ran or not."""
@@ -249,14 +211,14 @@ class Capture:
 
     def _bind_freely(self, key: ShapeKey) -> Callable[[Moves | None], Any]:
         assert self._warmups is not None
-        bound = self._bind(key, Stage.WARMING)
+        bound = self._binder.bound(key, Stage.WARMING)
         self._warmups.python.reach(bound.others)
 
         def run(moves: Moves | None) -> Any:
             around = nullcontext if moves is None else moves.around_gap
             unwritten = refusing_input_writes(bound.inputs) if moves is None else nullcontext()
             with generators_restored(self.device), unwritten, self._watched(key, bound.now, around):
-                result = self.backend.prepare(key, bound.body, WarmUp.FREE)
+                result = self.backend.warm_up(key, bound.body, WarmUp.FREE)
             self.outputs.standing.note(result)
             return result
 
@@ -298,11 +260,11 @@ class Capture:
 
     def _run_warm_up(self, key: ShapeKey, warm_up: WarmUp) -> None:
         with self._kept(key):
-            bound = self._bind(key, Stage.WARMING)
+            bound = self._binder.bound(key, Stage.WARMING)
             free = warm_up is WarmUp.FREE
             unwritten = refusing_input_writes(bound.inputs) if free else nullcontext()
             with self._preserved(bound.batch), unwritten, self._watched(key, bound.now):
-                result = self.backend.prepare(key, bound.body, warm_up)
+                result = self.backend.warm_up(key, bound.body, warm_up)
             if free:
                 self.outputs.standing.note(result)
             else:
@@ -355,14 +317,14 @@ class Capture:
         """An eager run at other sizes."""
         extent = Extent(sizes, sizes)
         with self._kept(key):
-            sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
-            view = self._load(sample, extent, LoadMode.EAGER)
+            sample = self.phase.sample_for(key, extent, CAPTURE_SEED)
+            view = self._binder.load(sample, extent, LoadMode.EAGER)
             if self.phase.host_plan is not None:
                 self.phase.host_plan(view.batch, extent)
             now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
             watching = self._state.watching() if self.phase.preserve is None else nullcontext()
             with entering(now), self._preserved(sample.batch), watching:
-                result = self._forward(view)
+                result = self._binder.forward(view)
             return Run(sizes, self.outputs.specs_of(result))
 
     def _capture_all(self, keys: Sequence[ShapeKey]) -> tuple[list[CaptureRow], dict[ShapeKey, Recording]]:
@@ -388,7 +350,7 @@ class Capture:
 
     def _recorded(self, key: ShapeKey) -> Recording:
         with self._kept(key):
-            bound = self._bind(key, Stage.CAPTURING)
+            bound = self._binder.bound(key, Stage.CAPTURING)
             if isinstance(bound.batch, dict):
                 left_out = {slot.path for slot in self.phase.slots} | {one.path for one in self.phase.live}
                 self._carried[key] = snapshots_without(bound.batch, left_out)

@@ -1,0 +1,110 @@
+"""Binding: samples loaded into the buffers of a phase, and its body on their views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from phonograph.graphs.inputs.extent import Extent
+from phonograph.graphs.inputs.fields import fetch, fields_of
+from phonograph.graphs.inputs.registry import LoadMode, Registry, View
+from phonograph.graphs.phases.context import Current, Stage
+from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.phases.phase import Phase, Sample
+from phonograph.graphs.recording.backends import Backend, Bind, Body, BodyView, SizedAxis
+from phonograph.graphs.recording.guarding import Drawn
+from phonograph.graphs.recording.weight_caches import weights_uncached
+
+CAPTURE_SEED = 0
+
+
+@dataclass(frozen=True)
+class BoundBody:
+    """A body on the buffers' views, what is current while it runs, and the sample that was loaded."""
+
+    body: Body
+    now: Current
+    batch: Any
+    inputs: dict[str, torch.Tensor]
+    """What was loaded for each slot that the batch fills."""
+    kwargs: Mapping[str, Any]
+
+    @property
+    def others(self) -> list[Any]:
+        """The body's arguments, without the batch itself, which is new for every call."""
+        return [*fields_of(self.now.batch), *self.kwargs.values()]
+
+
+@dataclass(eq=False)
+class Binder:
+    """Binds the body of a phase: the body itself, and once it is prepared, what the backend made of it."""
+
+    phase: Phase
+    registry: Registry
+    backend: Backend
+    _bind: Bind | None = None
+    _views: list[View] = field(default_factory=list)
+    _varying: Mapping[ShapeKey, frozenset[str]] = field(default_factory=dict)
+
+    def prepare(self, keys: Sequence[ShapeKey], kept: Callable[[ShapeKey], AbstractContextManager[None]]) -> None:
+        """From here on, the backend's own form of the body is bound; `kept` makes Python values those of a key."""
+        self._varying = {key: self._dims_that_vary(key, keys) for key in keys}
+
+        @contextmanager
+        def loaded(key: ShapeKey) -> Iterator[BodyView]:
+            with kept(key):
+                extent = self._full(key)
+                view = self.load(self.phase.sample_for(key, extent, CAPTURE_SEED), extent)
+                yield self._body_view(key, view)
+
+        self._bind = self.backend.prepare(self.phase.forward, {key: partial(loaded, key) for key in keys})
+
+    def bound(self, key: ShapeKey, stage: Stage, drawn: Drawn | None = None, *, as_written: bool = False) -> BoundBody:
+        """The body on a sample for the key; `as_written`, the body itself."""
+        extent = self._full(key) if drawn is None else drawn.extent
+        sample = self.phase.sample_for(key, extent, CAPTURE_SEED) if drawn is None else drawn.sample
+        view = self.load(sample, extent)
+        if self.phase.host_plan is not None:
+            self.phase.host_plan(view.batch, extent)
+        now = Current(self.phase.name, self.backend.name, stage, view.batch)
+        inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
+        return BoundBody(self._body(key, view, as_written=as_written), now, sample.batch, inputs, view.kwargs)
+
+    def forward(self, view: View) -> Any:
+        """The body itself on a view."""
+        with weights_uncached():
+            return self.phase.forward(view.batch, view.kwargs)
+
+    def load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
+        """New views for each run; kept, so that no later view gets their id()."""
+        without = self.phase.without
+        view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
+        self._views.append(view)
+        return view
+
+    def _body(self, key: ShapeKey, view: View, *, as_written: bool) -> Body:
+        if self._bind is None or as_written:
+            return partial(self.forward, view)
+        return self._bind(self._body_view(key, view))
+
+    def _full(self, key: ShapeKey) -> Extent:
+        padded = self.phase.padded(key.size)
+        return Extent(padded, padded)
+
+    def _body_view(self, key: ShapeKey, view: View) -> BodyView:
+        found: list[SizedAxis] = []
+        for slot in self.phase.slots:
+            tensor = fetch(view.batch, view.kwargs, slot.path) if slot.name not in self.phase.without else None
+            if isinstance(tensor, torch.Tensor):
+                axes = enumerate(slot.shape)
+                found += [SizedAxis(tensor, axis, str(dim)) for axis, dim in axes if dim in self._varying[key]]
+        return BodyView(key, view.batch, view.kwargs, found)
+
+    def _dims_that_vary(self, key: ShapeKey, keys: Sequence[ShapeKey]) -> frozenset[str]:
+        sizes = [self.phase.padded(one.size) for one in keys if one.group == key.group]
+        return frozenset(name for name in sizes[0] if len({size[name] for size in sizes}) > 1)

@@ -1,0 +1,481 @@
+"""tc_piecewise: torch.compile once for all buckets, cut at the breaks; outputs as eager, nothing baked by a size."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph import (
+    Buckets,
+    CaptureError,
+    CoverageError,
+    DeclarationError,
+    Dim,
+    Graphed,
+    Pad,
+    PlanError,
+    Replay,
+    Slot,
+    Stage,
+    break_graph,
+    current,
+    graph_break,
+    graphed,
+)
+from phonograph.devices import EmulatedDevice
+from phonograph.graphs.planning.resolve import resolve
+from phonograph.graphs.planning.rules import DeviceFacts
+from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, ask
+from phonograph.graphs.recording.backends import BACKENDS, BackendOptions
+from phonograph.graphs.recording.backends.tc_piecewise import MAX_PROGRAMS, TcPiecewiseBackend
+from phonograph.graphs.running.runner_options import facts_of
+
+SLOTS = [Slot("x", ("seqs", 4), torch.float32)]
+SIZES = (1, 2, 4, 8)
+ROWS = (1, 2, 3, 5, 8)
+
+
+def like(q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+def pieced(function: Callable[..., Any], **kwargs: Any) -> Graphed:
+    given: dict[str, Any] = {
+        "slots": SLOTS,
+        "bucketed": "seqs",
+        "buckets": Buckets.of(*SIZES),
+        "backend": "tc_piecewise",
+    }
+    return graphed(function, **given | {"device": EmulatedDevice(poison=True)} | kwargs)
+
+
+def backend_of(run: Graphed) -> TcPiecewiseBackend:
+    assert isinstance(run.runner.backend, TcPiecewiseBackend)
+    return run.runner.backend
+
+
+def check_all(run: Graphed, function: Callable[..., Any], rows: tuple[int, ...] = ROWS) -> None:
+    for num in rows:
+        x = torch.randn(num, 4)
+        found, wanted = run(x=x), function(x)
+        assert isinstance(run.runner.last, Replay)
+        torch.testing.assert_close(found, wanted)
+
+
+@graph_break(fake=like)
+def scaled_by_sum(q: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return q * (1.0 + float(q[0].sum()) * 0.0) * scale
+
+
+class Layers(torch.nn.Module):
+    """Two layers with a marked function, a marked method and a bare break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        self.seen: list[str] = []
+
+    @graph_break(fake=lambda q, width: (torch.empty_like(q), q.new_empty(q.shape[0], width)))
+    def attend(self, q: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert q.tolist() is not None  # what no graph can hold
+        return q * 2, q[:, :width] + 1
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        h = torch.relu(self.first(x))
+        h = scaled_by_sum(h, scale=3.0)
+        a, b = self.attend(h, 2)
+        break_graph()
+        return {"y": self.second(a), "parts": (b, h)}
+
+
+def test_outputs_equal_eager_in_every_bucket_after_one_compilation() -> None:
+    model = Layers().eval()
+    run = pieced(model)
+    report = run.capture(verify=True)
+    assert not report.failures
+    assert {row.num_graphs for row in report.rows} == {4}
+    assert backend_of(run).num_programs == 1
+    check_all(run, model)
+    assert "compiled by eager" in run.explain()
+    assert "1 programs of 2 pieces, cut at 3 breaks" in run.explain()
+
+
+def test_replays_enter_neither_the_body_nor_the_compiler(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            with calls.open("a") as file:
+                file.write("x")
+        return scaled_by_sum(x + 1) * 2
+
+    run = pieced(body)
+    assert not run.capture().failures
+    before, compiled = calls.read_text(), sum(torch._dynamo.utils.counters["frames"].values())
+    assert before
+    check_all(run, lambda x: (x + 1) * 2)
+    assert calls.read_text() == before
+    assert sum(torch._dynamo.utils.counters["frames"].values()) == compiled
+    assert backend_of(run).num_programs == 1
+
+
+def test_a_branch_on_the_number_of_rows_is_found_and_never_baked() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 3:
+            return x * 2
+        return x + 10
+
+    run = pieced(body, buckets=Buckets.of(*SIZES, exact=True))
+    assert not run.capture(verify=True).failures
+    assert backend_of(run).num_programs == 2
+    check_all(run, body, SIZES)
+    assert re.search(r"a program of its own for body\[seqs=2\]: the number of seqs > 3 is not so", run.explain())
+
+
+def test_one_row_is_a_size_like_any_other() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(0, keepdim=True) + x if x.shape[0] == 1 else x * 2
+
+    run = pieced(body, buckets=Buckets.of(1, 4, exact=True))
+    run.capture(verify=True)
+    check_all(run, body, (1, 4))
+
+
+def test_too_many_programs_are_refused_with_the_line() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * int(x.shape[0])  # a number for every size
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        for size in range(1, 9):
+            if x.shape[0] == size:
+                return x + size
+        return x
+
+    run = pieced(branches, buckets=Buckets.of(*range(1, 9), exact=True))
+    report = run.capture()
+    assert len(report.failures) == 8 - MAX_PROGRAMS
+    assert "none is for this one" in str(report.failures[0].error)
+    shaped = pieced(body, buckets=Buckets.of(*SIZES, exact=True))
+    assert not shaped.capture(verify=True).failures
+    assert backend_of(shaped).num_programs == 1
+
+
+def test_an_accidental_break_names_the_line() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()  # the line
+        return x * 2
+
+    run = pieced(body, guard="off")
+    error = run.capture().failures[0].error
+    assert error is not None
+    assert error.frame is not None
+    assert error.frame.function == "body"
+    assert error.frame.line == body.__code__.co_firstlineno + 1
+    assert "torch.compile can't trace this" in str(error)
+    assert "@graph_break(fake=…)" in str(error)
+
+
+def test_a_break_without_fake_says_what_to_write() -> None:
+    @graph_break
+    def opaque(q: torch.Tensor) -> torch.Tensor:
+        return q * 2
+
+    run = pieced(lambda x: opaque(x) + 1)
+    error = run.capture().failures[0].error
+    assert error is not None
+    assert "does not look into" in str(error)
+    assert "fake=" in str(error)
+    assert "opaque" in str(error)
+    with pytest.raises(CoverageError):
+        pieced(lambda x: opaque(x) + 1, strict=True).capture()
+
+
+def test_a_fake_that_is_wrong_is_found() -> None:
+    @graph_break(fake=lambda q: q.new_empty(q.shape[0], 3))
+    def opaque(q: torch.Tensor) -> torch.Tensor:
+        return q * 2
+
+    error = pieced(lambda x: opaque(x) + 0).capture().failures[0].error
+    assert "its fake= says torch.float32[8, 3]" in str(error)
+
+
+def test_an_argument_that_no_graph_holds_is_refused() -> None:
+    class Config:
+        scale = 2.0
+
+    config = Config()
+
+    @graph_break(fake=like)
+    def opaque(q: torch.Tensor, config: Config) -> torch.Tensor:
+        return q * config.scale
+
+    error = pieced(lambda x: opaque(x, config) + 1).capture().failures[0].error
+    assert error is not None
+    assert "torch.compile can't trace this" in str(error)
+
+
+def test_a_body_that_cannot_be_traced_falls_back_only_where_the_plan_allows_it() -> None:
+    @graph_break
+    def opaque(q: torch.Tensor) -> torch.Tensor:
+        return q * float(q.shape[0] > 0)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return opaque(x) + 1
+
+    assert len(pieced(body).capture().failures) == len(SIZES)
+    run = pieced(body, tc_fallback=True)
+    assert not run.capture(verify=True).failures
+    check_all(run, body)
+    assert "is recorded as breakable does" in run.explain()
+    assert "fake=" in run.explain()
+
+
+def test_breaks_by_the_name_of_an_op() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return torch.cumsum(torch.relu(x), 1).softmax(-1) + 1
+
+    run = pieced(body, break_ops=["cumsum", "softmax"])
+    report = run.capture(verify=True)
+    assert {row.num_graphs for row in report.rows} == {3}
+    check_all(run, body)
+    wrong = pieced(body, break_ops=["cumsumm"]).capture().failures[0].error
+    assert "no op 'cumsumm'" in str(wrong)
+    assert "cumsum" in str(wrong)
+
+
+def test_a_host_read_is_refused_as_by_the_other_backends() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        total = x.sum().item()  # the line
+        return x * total
+
+    error = pieced(body, guard="off").capture().failures[0].error
+    assert error is not None
+    assert error.frame is not None
+    assert error.frame.line == body.__code__.co_firstlineno + 1
+
+
+def test_current_and_torch_tell_compiling_from_capturing(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"  # Python values that trial runs change are put back
+
+    @graph_break(fake=like)
+    def gap(q: torch.Tensor) -> torch.Tensor:
+        with seen.open("a") as file:
+            file.write(f"{current().stage.value} {torch.compiler.is_compiling()}\n")
+        return q + 0
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            assert current().stage is Stage.COMPILING
+            assert current().backend == "tc_piecewise"
+            assert current().phase == "body"
+            return gap(x) + 1
+        assert current().stage is not Stage.COMPILING
+        return gap(x) + 1
+
+    run = pieced(body, facts="off", buckets=Buckets.of(2, 4))
+    assert not run.capture().failures
+    assert run.explain().count("stays eager") == 0
+    run(x=torch.zeros(2, 4))
+    run(x=torch.zeros(9, 4))
+    stages = {*seen.read_text().splitlines()}
+    assert stages == {"warming False", "capturing False", "replaying False", "eager False"}
+
+
+def test_grad_is_off_whatever_the_body_says() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+
+    @graph_break(fake=like)
+    def gap(q: torch.Tensor) -> torch.Tensor:
+        if current().stage in (Stage.CAPTURING, Stage.REPLAYING):
+            assert not q.requires_grad
+        return q * 1
+
+    @torch.enable_grad()
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return gap(x @ weight) + 1
+
+    run = pieced(body)
+    with torch.enable_grad():
+        run.capture()
+        found = run(x=torch.ones(3, 4))
+    assert not found.requires_grad
+    torch.testing.assert_close(found, torch.ones(3, 4) @ weight.detach() + 1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    first: torch.Tensor
+    rest: list[torch.Tensor]
+    name: str
+
+
+def test_outputs_of_any_structure_are_rebuilt() -> None:
+    constant = torch.arange(4.0)
+
+    def body(x: torch.Tensor) -> Answer:
+        y = scaled_by_sum(x) * 2
+        return Answer(y, [y, y + constant], "two")
+
+    run = pieced(body)
+    run.capture(verify=True)
+    x = torch.randn(3, 4)
+    found, wanted = run(x=x), body(x)
+    assert found.name == "two"
+    assert found.rest[0] is found.first
+    torch.testing.assert_close(found.rest[1], wanted.rest[1])
+
+
+def test_state_that_gaps_and_pieces_write_is_that_of_eager() -> None:
+    def made() -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+        cache = torch.zeros(9, 4)
+
+        @graph_break(fake=lambda cache, rows, k: None, mutates=("cache",))
+        def write(cache: torch.Tensor, rows: torch.Tensor, k: torch.Tensor) -> None:
+            cache[rows] = k
+
+        def body(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            write(cache, rows, x * 2)
+            return cache[rows] + x
+
+        return body, cache
+
+    slots = [*SLOTS, Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0, null=True), valid=(0, 8))]
+    (body, cache), (eager, expected) = made(), made()
+    run = pieced(body, slots=slots)
+    assert not run.capture().failures
+    assert cache.eq(0).all()
+    for num in (1, 3, 8):
+        x, rows = torch.randn(num, 4), torch.randperm(8)[:num] + 1
+        torch.testing.assert_close(run(x=x, rows=rows), eager(x, rows))
+        torch.testing.assert_close(cache[1:], expected[1:])
+
+
+def test_mutates_names_arguments() -> None:
+    with pytest.raises(DeclarationError, match="no argument"):
+        graph_break(fake=like, mutates=("kv",))(lambda q, cache: q)
+
+
+def test_another_value_of_what_is_no_slot_runs_eagerly() -> None:
+    def body(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        return scaled_by_sum(x) * scale
+
+    run = pieced(body)
+    run.capture()
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(run(x=x, scale=5.0), body(x, 5.0))
+    assert not isinstance(run.runner.last, Replay)
+
+
+def test_a_changed_weight_is_seen_by_the_facts() -> None:
+    model = Layers().eval()
+    run = pieced(model)
+    run.capture()
+    model.first = torch.nn.Linear(4, 8)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(run(x=x)["y"], model(x)["y"])
+    assert "stale" in run.explain()
+    run.refresh()
+    check_all(run, model)
+
+
+def test_two_dims_that_vary_and_meet_in_size() -> None:
+    slots = [Slot("x", ("seqs", 4), torch.float32), Slot("pages", ("pages", 4), torch.float32)]
+
+    def body(x: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        return x + pages.reshape(x.shape[0], -1, 4).sum(1)
+
+    run = pieced(body, slots=slots, dims=[Dim("pages", per="seqs", times=2)])
+    assert not run.capture(verify=True).failures
+    assert backend_of(run).num_programs == 1
+    x, pages = torch.randn(3, 4), torch.randn(6, 4)
+    torch.testing.assert_close(run(x=x, pages=pages), body(x, pages))
+
+
+def test_rules_and_compilers() -> None:
+    assert "device-lacks-compiler" in pieced(lambda x: x + 1).explain()
+    with pytest.raises(PlanError, match="can't record what inductor compiles"):
+        pieced(lambda x: x + 1, tc_compiler="inductor")
+    with pytest.raises(PlanError, match="tc-debug"):
+        pieced(lambda x: x + 1, debug=True)
+
+
+def test_backends_are_made_with_a_compiler_that_the_device_has() -> None:
+    device = EmulatedDevice()
+    with pytest.raises(DeclarationError, match="can't record what inductor compiles"):
+        TcPiecewiseBackend(device, device.new_pool(), BackendOptions("inductor"))
+
+
+def test_a_failed_trace_leaves_nothing_behind() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    run = pieced(body, guard="off")
+    run.capture()
+    assert current().stage is Stage.EAGER
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(run(x=x), body(x))
+    other = pieced(lambda x: x + 1)
+    assert not other.capture().failures
+    with pytest.raises(CaptureError):
+        raise run.runner.report.failures[0].error  # type: ignore[union-attr,misc]
+
+
+PHASES = [KNOWN_PHASES["decode"], KNOWN_PHASES["prefill"]]
+EVERYTHING = DeviceFacts("cuda", frozenset(BACKENDS), frozenset(BACKENDS))
+PIECES = ask("prefill.backend", "tc_piecewise", origin="here", level=Level.SWITCH)
+UNTRACEABLE = "weights are multiplied from packed blocks, which torch ops can't"
+
+
+def test_inductor_is_the_default_compiler_where_the_device_takes_it() -> None:
+    plan = resolve([PIECES], EVERYTHING, PHASES)
+    assert plan.tc_compiler == "inductor"
+    assert plan["prefill.backend"].value == "tc_piecewise"
+    only_eager = dataclasses.replace(EVERYTHING, compilers=frozenset({"eager"}))
+    assert "rule 'device-lacks-compiler'" in resolve([PIECES], only_eager, PHASES)["tc_compiler"].reason
+    with pytest.raises(PlanError, match="can't be ignored"):
+        resolve([ask("ignore_rules", ["device-lacks-compiler"], origin="here")], only_eager, PHASES)
+
+
+def test_a_model_that_is_known_not_to_be_traceable_is_not_compiled() -> None:
+    facts = dataclasses.replace(EVERYTHING, untraceable=UNTRACEABLE)
+    with pytest.raises(PlanError, match=f"tc-untraceable.*{UNTRACEABLE}"):
+        resolve([PIECES], facts, PHASES)
+    past = ask("ignore_rules", ["tc-untraceable"], origin="here")
+    plan = resolve([PIECES, past], facts, PHASES)
+    assert plan["prefill.backend"].value == "tc_piecewise"
+    assert "tc-untraceable" in plan.ignored
+    assert resolve([], facts, PHASES)["prefill.backend"].value == "breakable"
+
+
+def test_debug_compiles_nothing() -> None:
+    debug = ask("debug", True, origin="there")
+    plan = resolve([PIECES, debug], EVERYTHING, PHASES)
+    assert plan["prefill.backend"].value == "breakable"
+    assert "rule 'tc-debug'" in plan["prefill.backend"].reason
+
+
+def test_deterministic_mode_takes_the_compiler_that_changes_no_op() -> None:
+    facts = dataclasses.replace(EVERYTHING, deterministic=True)
+    plan = resolve([PIECES], facts, PHASES)
+    assert plan["tc_compiler"].value == "eager"
+    assert "rule 'tc-deterministic'" in plan["tc_compiler"].reason
+    assert resolve([], facts, PHASES)["tc_compiler"].source == "default"
+    with pytest.raises(PlanError, match="tc-deterministic"):
+        resolve([PIECES, ask("tc_compiler", "inductor", origin="here")], facts, PHASES)
+
+
+def test_what_deterministic_mode_is_comes_from_torch() -> None:
+    device = EmulatedDevice()
+    assert not facts_of(device).deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert facts_of(device).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
