@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -31,8 +32,8 @@ from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.modules import ModuleCall
 from phonograph.graphs.running.other_arguments import OtherArguments, unchanged_hooks
-from phonograph.graphs.running.runner import FactsOption, Outputs, Runner, RunnerOptions
-from phonograph.graphs.running.runner_options import facts_of
+from phonograph.graphs.running.runner import FactsOption, Outputs, Runner
+from phonograph.graphs.running.runner_options import facts_of, options_of
 from phonograph.graphs.trust.verify import VerifyReport, verify
 
 log = logging.getLogger("phonograph")
@@ -273,18 +274,14 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         live=lives,
         break_ops=frozenset(_all_of(str, break_ops, "break_ops")),
     )
-    options = RunnerOptions(
+    options = replace(
+        options_of(resolved),
         outputs=outputs,
         strict=strict,
-        tc_compiler=resolved.tc_compiler,
-        tc_fallback=resolved.tc_fallback,
-        debug=resolved.debug,
-        collect_garbage=resolved.gc,
         eager_copies=eager_copies,
         barrier=barrier,
         facts=facts,
         ignore=_all_of(str, ignore, "ignore"),
-        guard=resolved.guard,
     )
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
     others.carried = weakref.WeakMethod(runner.carried)

@@ -37,6 +37,7 @@ from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.running.runner import Runner, RunnerOptions, buckets_for
+from phonograph.graphs.running.runner_options import options_of
 from phonograph.graphs.trust.coverage import Coverage, coverage
 from phonograph.graphs.trust.shadow import Mismatch, shadowed
 
@@ -226,17 +227,13 @@ _NO_REQUESTS = Step(0, HEARTBEAT.name)
 
 
 def _options(plan: Plan, eager_copies: bool, *, is_trial: bool) -> RunnerOptions:
-    return RunnerOptions(
+    return replace(
+        options_of(plan),
         outputs="view",
         strict=plan.graphs == "strict",
-        tc_compiler=plan.tc_compiler,
-        tc_fallback=plan.tc_fallback,
-        debug=plan.debug,
-        collect_garbage=plan.gc,
         eager_copies=eager_copies,
         guard="off" if is_trial else plan.guard,
         guarded="ends",
-        profile=plan.profile,
         facts="verify",
     )
 

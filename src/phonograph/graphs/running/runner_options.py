@@ -13,7 +13,7 @@ from phonograph.errors import DeclarationError
 from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.planning.kinds import CompilerName, GuardMode
-from phonograph.graphs.planning.resolve import PhasePlan
+from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.recording.backends import BACKENDS, BackendOptions
 from phonograph.graphs.recording.guarding import GuardedSizes, GuardOptions
@@ -63,6 +63,18 @@ class RunnerOptions:
         if isinstance(self.ignore, str):
             raise DeclarationError(f"ignore={self.ignore!r} is one name. Write ignore=({self.ignore!r},).")
         GuardOptions(self.guard, self.guarded)
+
+
+def options_of(plan: Plan) -> RunnerOptions:
+    """The options that a plan names."""
+    return RunnerOptions(
+        tc_compiler=plan.tc_compiler,
+        tc_fallback=plan.tc_fallback,
+        debug=plan.debug,
+        collect_garbage=plan.gc,
+        guard=plan.guard,
+        profile=plan.profile,
+    )
 
 
 def backend_options(options: RunnerOptions, phase: Phase) -> BackendOptions:
