@@ -95,7 +95,8 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         taps: tuple[int, ...] = (),
     ) -> Hidden:
-        kernels, delta, tapped = self.kernels, None, dict[int, torch.Tensor]()
+        kernels, delta = self.kernels, None
+        tapped: dict[int, torch.Tensor] = {}
         x, places = self._embedded(inputs, queries, cache.page_size)
         attention = PreparedAttention(self.attention, cache, queries)
         for index, layer in enumerate(self.weights.layers):

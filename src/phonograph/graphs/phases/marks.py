@@ -22,8 +22,12 @@ _marks: WeakValueDictionary[int, Mark] = WeakValueDictionary()
 class Mark:
     """What is known of a function that is called in a traced graph."""
 
-    def __init__(self, function: Callable[..., Any], fake: Fake | None, mutates: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, function: Callable[..., Any], fake: Fake | None, mutates: tuple[str, ...] = (), *, breaks: bool = True
+    ) -> None:
         self.function = function
+        self.breaks = breaks
+        """Whether it runs between two graphs; else it is recorded with the pieces around it."""
         self.fake = fake
         self.mutates = mutates
         """The names of the arguments that it writes."""

@@ -34,8 +34,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class BrokenCall:
-    """A call that is not compiled: it breaks the recording, but for one that only picks from another's result."""
+class MarkedCall:
+    """A call that is not compiled: a break, an opaque call, or one that only picks from another's result."""
 
     node: fx.Node
     function: Callable[..., Any]
@@ -48,7 +48,7 @@ class Program:
     """What is run in the place of a body, for all sizes that its graph is for."""
 
     graph: TracedGraph
-    parts: Sequence[Piece | BrokenCall]
+    parts: Sequence[Piece | MarkedCall]
     last_uses: Mapping[int, Sequence[fx.Node]]
     """By part, the values that nothing after it reads."""
 
@@ -57,8 +57,12 @@ class Program:
         return [part for part in self.parts if isinstance(part, Piece)]
 
     @property
+    def calls(self) -> list[MarkedCall]:
+        return [part for part in self.parts if isinstance(part, MarkedCall)]
+
+    @property
     def num_breaks(self) -> int:
-        return sum(isinstance(part, BrokenCall) and part.function is not operator.getitem for part in self.parts)
+        return sum(isinstance(call.function, GraphBreak) for call in self.calls)
 
     def run(self, flat: Sequence[Any], sizes: Mapping[Any, int], *, checks: bool) -> list[Any]:
         """What the graph puts out for these arguments; with `checks`, shapes are compared with what was traced."""
@@ -75,12 +79,12 @@ class Program:
                 del values[node]
         return [values[one] if isinstance(one, fx.Node) else one for one in self.graph.outputs]
 
-    def _called(self, part: BrokenCall, values: Mapping[fx.Node, Any]) -> Any:
+    def _called(self, part: MarkedCall, values: Mapping[fx.Node, Any]) -> Any:
         args = map_arg(tuple(part.args), values.__getitem__)
         kwargs: dict[str, Any] = map_arg(dict(part.node.kwargs), values.__getitem__)
         return part.function(*args, **kwargs)
 
-    def _check(self, part: Piece | BrokenCall, values: Mapping[fx.Node, Any], sizes: Mapping[Any, int]) -> None:
+    def _check(self, part: Piece | MarkedCall, values: Mapping[fx.Node, Any], sizes: Mapping[Any, int]) -> None:
         for node in part.outputs if isinstance(part, Piece) else (part.node,):
             wanted, found = self.graph.shape_of(node, sizes), values[node]
             if wanted is None and not isinstance(found, torch.Tensor):
@@ -90,9 +94,10 @@ class Program:
                 continue
             described = f"{found.dtype}{list(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
             said = "no tensor" if wanted is None else f"{node.meta['example_value'].dtype}{list(wanted)}"
-            if isinstance(part, BrokenCall):
+            if isinstance(part, MarkedCall):
                 name = part.mark.name if part.mark is not None else str(part.node.target)
-                raise BreakError(f"gap {name} returned {described}, its fake= says {said}. Correct fake=.")
+                what = "gap" if part.mark is None or part.mark.breaks else "opaque call"
+                raise BreakError(f"{what} {name} returned {described}, its fake= says {said}. Correct fake=.")
             raise CaptureError(
                 f"a compiled piece gave {described} for {node.name}, the trace says {said}",
                 "Use backend='breakable' for this body",
@@ -101,7 +106,7 @@ class Program:
 
 def program_of(graph: TracedGraph, break_ops: Collection[str], owners: Owners, compile_piece: Compile) -> Program:
     """Cut a graph at marked calls and named ops, and compile what is between."""
-    runs: list[list[fx.Node] | BrokenCall] = []
+    runs: list[list[fx.Node] | MarkedCall] = []
     broken: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
@@ -115,7 +120,7 @@ def program_of(graph: TracedGraph, break_ops: Collection[str], owners: Owners, c
         else:
             runs.append([node])
     _check_named(graph, break_ops)
-    parts = [run if isinstance(run, BrokenCall) else _piece(graph.module, run, compile_piece) for run in runs]
+    parts = [run if isinstance(run, MarkedCall) else _piece(graph.module, run, compile_piece) for run in runs]
     return Program(graph, parts, _last_uses(graph, parts))
 
 
@@ -126,16 +131,17 @@ def name_of_op(target: Any) -> str:
 
 def _broken_call(
     node: fx.Node, break_ops: Collection[str], owners: Owners, broken: Collection[fx.Node]
-) -> BrokenCall | None:
+) -> MarkedCall | None:
     if node.op == "call_function" and node.target is traced_call:
         number, owner, *args = node.args
         mark = marked(int(number))  # type: ignore[arg-type]
-        return BrokenCall(node, GraphBreak(_method(mark, int(owner), owners), mark), args, mark)  # type: ignore[arg-type]
+        function = _method(mark, int(owner), owners)  # type: ignore[arg-type]
+        return MarkedCall(node, GraphBreak(function, mark) if mark.breaks else function, args, mark)
     if node.op == "call_function" and node.target is operator.getitem and node.args[0] in broken:
-        return BrokenCall(node, operator.getitem, node.args)
+        return MarkedCall(node, operator.getitem, node.args)
     if node.op in ("call_function", "call_method") and name_of_op(node.target) in break_ops:
         function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-        return BrokenCall(node, GraphBreak(_named(function, name_of_op(node.target))), node.args)
+        return MarkedCall(node, GraphBreak(_named(function, name_of_op(node.target))), node.args)
     return None
 
 
@@ -193,7 +199,7 @@ def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], compile_piece: Comp
     return Piece(compile_piece(piece), inputs, outputs, piece)
 
 
-def _last_uses(graph: TracedGraph, parts: Sequence[Piece | BrokenCall]) -> dict[int, list[fx.Node]]:
+def _last_uses(graph: TracedGraph, parts: Sequence[Piece | MarkedCall]) -> dict[int, list[fx.Node]]:
     """By part, what can be dropped after it, so that the memory is used again."""
     kept = {one for one in graph.outputs if isinstance(one, fx.Node)} | set(graph.placeholders)
     last: dict[fx.Node, int] = {}

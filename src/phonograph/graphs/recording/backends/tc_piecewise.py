@@ -132,13 +132,18 @@ class TcPiecewiseBackend:
     @property
     def num_programs(self) -> int:
         """How often the body was compiled."""
-        return sum(len(group.tracers) for group in self._programs.values())
+        return len(self.programs)
+
+    @property
+    def programs(self) -> list[Program]:
+        """What runs in the place of the body."""
+        return [tracer.program for group in self._programs.values() for tracer in group.tracers]
 
     @property
     def notes(self) -> Sequence[str]:
         if not self._programs:
             return ()
-        programs = [program for group in self._programs.values() for program in _of(group)]
+        programs = self.programs
         pieces, breaks = sum(len(one.pieces) for one in programs), sum(one.num_breaks for one in programs)
         made = f"{len(programs)} programs of {pieces} pieces, cut at {breaks} breaks"
         said = [f"compiled by {self._options.compiler} in {self._seconds:.2f} s: {made}"]
@@ -213,7 +218,3 @@ class TcPiecewiseBackend:
 
     def _now(self, view: BodyView) -> Current:
         return Current(view.key.phase, self.name, Stage.COMPILING, view.batch)
-
-
-def _of(group: _Programs) -> list[Program]:
-    return [tracer.program for tracer in group.tracers if tracer.program is not None]

@@ -269,5 +269,6 @@ def _as_capture_error(error: BaseException) -> CaptureError:
 def _frame_of(error: BaseException) -> Frame | None:
     """The innermost line of the user's in what was traced."""
     stack = getattr(error, "real_stack", None) or ()
-    frames = [Frame(one.filename, one.lineno or 0, one.name) for one in stack if is_users(one.filename)]
-    return frames[-1] if frames else None
+    frames = [Frame(one.filename, one.lineno or 0, one.name) for one in stack]
+    users = [frame for frame in frames if is_users(frame.file)]
+    return users[-1] if users else frames[-1] if frames else None
