@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -454,6 +456,12 @@ def test_a_model_that_is_known_not_to_be_traceable_is_not_compiled() -> None:
     assert resolve([], facts, PHASES)["prefill.backend"].value == "breakable"
 
 
+def test_a_script_is_not_compiled() -> None:
+    script = torch.jit.trace(torch.nn.Linear(4, 4), torch.zeros(1, 4))
+    with pytest.raises(PlanError, match=r"tc-untraceable.*TorchScript"):
+        pieced(script, slots=[Slot("input", ("seqs", 4), torch.float32)])
+
+
 def test_debug_compiles_nothing() -> None:
     debug = ask("debug", True, origin="there")
     plan = resolve([PIECES, debug], EVERYTHING, PHASES)
@@ -479,3 +487,82 @@ def test_what_deterministic_mode_is_comes_from_torch() -> None:
         assert facts_of(device).deterministic
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_names_of_torch_that_are_not_public() -> None:
+    """What tracing and compiling use of torch besides its public names."""
+    dynamo = importlib.import_module("torch._dynamo")
+    shapes = importlib.import_module("torch.fx.experimental._config")
+    symbolic = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    inductor = importlib.import_module("torch._inductor")
+    assert callable(dynamo.maybe_mark_dynamic)
+    with dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
+        pass
+    with shapes.patch(use_duck_shape=False, backed_size_oblivious=True):
+        assert shapes.backed_size_oblivious
+    assert {"expr", "sloc"} <= set(symbolic.ShapeGuard.__annotations__)
+    assert callable(symbolic.ShapeEnv.replace)
+    assert {"guards", "var_to_range"} <= vars(symbolic.ShapeEnv()).keys()
+    wanted = inspect.signature(inductor.standalone_compile).parameters
+    assert "dynamic_shapes" in wanted
+    assert callable(torch.compiler.allow_in_graph)
+    assert torch.compiler.is_dynamo_compiling() is False
+
+
+def test_an_inner_module_of_a_larger_model() -> None:
+    class Model(torch.nn.Module):
+        """A causal LM or a pooling model: its outer forward reads from the host and looks at the live batch."""
+
+        def __init__(self, *, pools: bool) -> None:
+            super().__init__()
+            self.embed, self.layers = torch.nn.Embedding(16, 4), Layers()
+            self.head, self.pools = torch.nn.Linear(4, 16), pools
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            hidden = self.layers(self.embed(ids))["y"]
+            return hidden.mean(0) if self.pools else self.head(hidden).argmax(-1).tolist()
+
+    for pools in (False, True):
+        model = Model(pools=pools).eval()
+        run = pieced(model.layers)
+        run.capture()
+        ids = torch.tensor([3, 1, 4, 1, 5])
+        wanted = model(ids)
+        with torch.no_grad(), run.installed():
+            found = model(ids)
+            assert isinstance(run.runner.last, Replay)
+        torch.testing.assert_close(found, wanted)
+        before = run.stats.replays.total()
+        with pytest.raises(ZeroDivisionError), run.installed():
+            raise ZeroDivisionError
+        model(ids)
+        assert run.stats.replays.total() == before
+
+
+def test_a_live_argument_reaches_gaps_through_the_batch_only() -> None:
+    @graph_break(fake=like)
+    def shifted(q: torch.Tensor) -> torch.Tensor:
+        return q + current().batch["shift"]
+
+    @graph_break(fake=like)
+    def passed(q: torch.Tensor, shift: Any) -> torch.Tensor:
+        return q + shift
+
+    def by_batch(x: torch.Tensor, shift: float) -> torch.Tensor:
+        return shifted(x * 2)
+
+    def by_argument(x: torch.Tensor, shift: float) -> torch.Tensor:
+        return passed(x * 2, shift)
+
+    def sample(extent: Any, seed: int) -> dict[str, Any]:
+        return {"x": torch.randn(extent.used["seqs"], 4), "shift": 0.5}
+
+    run = pieced(by_batch, live=["shift"], sample=sample)
+    assert not run.capture().failures
+    x = torch.randn(3, 4)
+    for shift in (1.0, 7.0):
+        torch.testing.assert_close(run(x=x, shift=shift), x * 2 + shift)
+        assert isinstance(run.runner.last, Replay)
+    refused = pieced(by_argument, live=["shift"], sample=sample)
+    assert len(refused.capture().failures) == len(SIZES)
+    torch.testing.assert_close(refused(x=x, shift=3.0), x * 2 + 3.0)

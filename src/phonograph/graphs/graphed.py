@@ -236,8 +236,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     `RunnerOptions`, where each is explained.
     """
     slots, live = _all_of(Slot, slots, "slots"), _all_of(str, live, "live")
-    on, buckets = open_device(device if device is not None else _device_of(function)), _as_buckets(buckets)
-    _say_once_if_emulated(on, asked=device is not None)
+    on, buckets = _opened(device, function), _as_buckets(buckets)
     call = ModuleCall(function) if isinstance(function, torch.nn.Module) else function
     asked = {
         f"{phase}.backend": ("backend", backend),
@@ -250,7 +249,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         "debug": ("debug", debug or None),
         "gc": ("collect_garbage", collect_garbage or None),
     }
-    resolved = resolve(_asks(phase, buckets, asked), facts_of(on), [KNOWN_PHASES[phase]])
+    resolved = resolve(_asks(phase, buckets, asked), facts_of(on, function), [KNOWN_PHASES[phase]])
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
     others = OtherArguments(signature, slots, lives := _lives(signature, slots, live, _name_of(function)))
@@ -385,6 +384,9 @@ def _warn_emulated() -> None:
     )
 
 
-def _say_once_if_emulated(device: Device, *, asked: bool) -> None:
-    if device.name == "emulated" and not asked:
+def _opened(device: str | torch.device | Device | None, function: Callable[..., Any]) -> Device:
+    """The device that is named, or the function's own; says once if graphs are emulated and nobody asked for it."""
+    found = open_device(device if device is not None else _device_of(function))
+    if found.name == "emulated" and device is None:
         _warn_emulated()
+    return found

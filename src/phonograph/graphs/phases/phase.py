@@ -150,7 +150,8 @@ class Phase:
 
     def forward(self, batch: Any, kwargs: Mapping[str, Any]) -> Any:
         """The part of the pass that is recorded."""
-        is_recorded = bool(self.live) and current().stage is not Stage.EAGER
+        # A trace can't look at placeholders: those of a view that is traced are there already.
+        is_recorded = bool(self.live) and current().stage not in (Stage.EAGER, Stage.COMPILING)
         if is_recorded:
             batch = hidden(batch, self.live)
         outputs = self.body(batch, **kwargs)

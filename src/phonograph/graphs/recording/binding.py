@@ -15,6 +15,7 @@ from phonograph.graphs.inputs.fields import fetch, fields_of
 from phonograph.graphs.inputs.registry import LoadMode, Registry, View
 from phonograph.graphs.phases.context import Current, Stage
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.phases.live_arguments import hidden
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.recording.backends import Backend, Bind, Body, BodyView, SizedAxis
 from phonograph.graphs.recording.guarding import Drawn
@@ -103,7 +104,8 @@ class Binder:
             if isinstance(tensor, torch.Tensor):
                 axes = enumerate(slot.shape)
                 found += [SizedAxis(tensor, axis, str(dim)) for axis, dim in axes if dim in self._varying[key]]
-        return BodyView(key, view.batch, view.kwargs, found)
+        batch = hidden(view.batch, self.phase.live) if self.phase.live else view.batch
+        return BodyView(key, batch, view.kwargs, found)
 
     def _dims_that_vary(self, key: ShapeKey, keys: Sequence[ShapeKey]) -> frozenset[str]:
         sizes = [self.phase.padded(one.size) for one in keys if one.group == key.group]

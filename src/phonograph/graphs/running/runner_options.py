@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -92,12 +92,14 @@ def buckets_for(plan: PhasePlan, bucketed: str) -> Buckets | None:
     return Buckets(ladder(plan.limit).sizes, plan.exact)
 
 
-def facts_of(device: Device) -> DeviceFacts:
-    """What rules may know about a device and this build."""
+def facts_of(device: Device, function: Callable[..., Any] | None = None) -> DeviceFacts:
+    """What rules may know about a device and this build, and about the function that is to be recorded."""
+    is_script = isinstance(function, torch.jit.ScriptModule | torch.jit.ScriptFunction)
     return DeviceFacts(
         device.name,
         device.capabilities.backends,
         built=frozenset(BACKENDS),
         compilers=device.capabilities.compilers,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        untraceable="it is TorchScript, which torch.compile does not trace" if is_script else "",
     )

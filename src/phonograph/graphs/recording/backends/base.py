@@ -107,6 +107,11 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     @property
+    def is_exact(self) -> bool:
+        """Whether replays compute, bit by bit, what the body does on the same view."""
+        ...
+
+    @property
     def notes(self) -> Sequence[str]:
         """Sentences on what it made of the body, for `explain`."""
         ...

@@ -212,6 +212,7 @@ class BreakableBackend:
     """Records graphs between breaks; without a break it is `full`."""
 
     name = "breakable"
+    is_exact = True
     notes: Sequence[str] = ()
 
     def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:

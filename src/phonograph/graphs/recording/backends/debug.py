@@ -25,6 +25,8 @@ class DebugBackend:
         self._inner = inner
         self.name = inner.name
 
+    is_exact = True
+
     @property
     def notes(self) -> Sequence[str]:
         return self._inner.notes

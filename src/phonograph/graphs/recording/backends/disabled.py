@@ -24,6 +24,7 @@ class DisabledBackend:
     """Warms the body up and refuses to record it."""
 
     name = "disabled"
+    is_exact = True
     notes: Sequence[str] = ()
 
     def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:

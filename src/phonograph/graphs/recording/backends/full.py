@@ -23,6 +23,7 @@ class FullBackend:
     """Records the whole body as one graph; breaks inside it are inert."""
 
     name = "full"
+    is_exact = True
     notes: Sequence[str] = ()
 
     def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:

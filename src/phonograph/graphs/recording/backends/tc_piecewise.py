@@ -130,6 +130,10 @@ class TcPiecewiseBackend:
         self._seconds = 0.0
 
     @property
+    def is_exact(self) -> bool:
+        return self._options.compiler == "eager"
+
+    @property
     def num_programs(self) -> int:
         """How often the body was compiled."""
         return len(self.programs)
