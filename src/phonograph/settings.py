@@ -13,6 +13,13 @@ def cache_folder() -> Path:
     return (Path(named) if named else Path.home() / ".cache") / "phonograph"
 
 
+def use_compile_cache(torch_version: str) -> Path:
+    """Have torch's compiler keep what it compiles in our folder, one for each version of torch; a folder that the
+    user's own variable names prevails. What lies there is found by its content: ops, options and chip."""
+    folder = cache_folder() / "compiled" / f"torch-{torch_version}"
+    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)))
+
+
 def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's variables, and the added ones: for a child process, or to look for names."""
     return {**os.environ, **(added or {})}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, ask
 from phonograph.graphs.recording.backends import BACKENDS, BackendOptions
 from phonograph.graphs.recording.backends.tc_piecewise import MAX_PROGRAMS, TcPiecewiseBackend
 from phonograph.graphs.running.runner_options import facts_of
+from phonograph.settings import use_compile_cache
 
 SLOTS = [Slot("x", ("seqs", 4), torch.float32)]
 SIZES = (1, 2, 4, 8)
@@ -566,3 +568,14 @@ def test_a_live_argument_reaches_gaps_through_the_batch_only() -> None:
     refused = pieced(by_argument, live=["shift"], sample=sample)
     assert len(refused.capture().failures) == len(SIZES)
     torch.testing.assert_close(refused(x=x, shift=3.0), x * 2 + 3.0)
+
+
+def test_compiled_code_is_kept_by_version_where_the_user_names_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    assert use_compile_cache("2.13.0") == Path("mine")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert use_compile_cache("2.13.0") == tmp_path / "phonograph" / "compiled" / "torch-2.13.0"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "phonograph" / "compiled" / "torch-2.13.0")

@@ -9,6 +9,7 @@ import torch
 
 from phonograph import LLM, EmulatedDevice, SamplingParams, verify
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.models import decoder
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.planning.settings import ask
@@ -86,3 +87,12 @@ def test_the_recordings_are_right(compiled: LLM) -> None:
     for runner in compiled.executor.runners.values():
         report = verify(runner, batches=1)
         assert report.ok, report
+
+
+def test_one_program_also_where_long_steps_are_cut(eager: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "PIECE", 8)
+    monkeypatch.setattr(decoder, "_STEP", 4)
+    llm = make(decode="full", prefill="tc_piecewise")
+    assert backend_of(llm, "prefill").num_programs == 1
+    found, wanted = (one.generate(PROMPTS, GREEDY) for one in (llm, eager))
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]

@@ -6,7 +6,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
+
+from phonograph.settings import use_compile_cache
 
 Compile = Callable[[fx.GraphModule], Callable[..., Sequence[Any]]]
 """Takes the ops of a piece; what runs them, for all sizes that they were traced for."""
@@ -18,6 +21,7 @@ def _eager(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
 
 
 def _inductor(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+    use_compile_cache(torch.__version__)
     inductor = importlib.import_module("torch._inductor")
     examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
     compiled: Callable[..., Sequence[Any]] = inductor.standalone_compile(module, examples, dynamic_shapes="from_graph")
