@@ -76,6 +76,7 @@ PUBLIC = [
     "current",
     "graph_break",
     "graphed",
+    "opaque",
     "open_device",
     "resolve",
     "verify",

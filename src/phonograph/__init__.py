@@ -34,6 +34,7 @@ from phonograph.graphs.phases.breaks import break_graph, graph_break
 from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.phases.context import Stage, current
 from phonograph.graphs.phases.decisions import Reason, Replay, RunEagerly, ShapeKey
+from phonograph.graphs.phases.opaque import opaque
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.planning.resolve import PhasePlan, Plan, resolve
 from phonograph.graphs.recording.capture_report import CaptureReport
@@ -98,6 +99,7 @@ __all__ = [
     "current",
     "graph_break",
     "graphed",
+    "opaque",
     "open_device",
     "resolve",
     "verify",

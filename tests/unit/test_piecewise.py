@@ -31,6 +31,7 @@ from phonograph import (
     current,
     graph_break,
     graphed,
+    opaque,
 )
 from phonograph.devices import EmulatedDevice
 from phonograph.graphs.planning.resolve import resolve
@@ -188,25 +189,25 @@ def test_an_accidental_break_names_the_line() -> None:
 
 def test_a_break_without_fake_says_what_to_write() -> None:
     @graph_break
-    def opaque(q: torch.Tensor) -> torch.Tensor:
+    def hidden(q: torch.Tensor) -> torch.Tensor:
         return q * 2
 
-    run = pieced(lambda x: opaque(x) + 1)
+    run = pieced(lambda x: hidden(x) + 1)
     error = run.capture().failures[0].error
     assert error is not None
     assert "does not look into" in str(error)
     assert "fake=" in str(error)
-    assert "opaque" in str(error)
+    assert "hidden" in str(error)
     with pytest.raises(CoverageError):
-        pieced(lambda x: opaque(x) + 1, strict=True).capture()
+        pieced(lambda x: hidden(x) + 1, strict=True).capture()
 
 
 def test_a_fake_that_is_wrong_is_found() -> None:
     @graph_break(fake=lambda q: q.new_empty(q.shape[0], 3))
-    def opaque(q: torch.Tensor) -> torch.Tensor:
+    def hidden(q: torch.Tensor) -> torch.Tensor:
         return q * 2
 
-    error = pieced(lambda x: opaque(x) + 0).capture().failures[0].error
+    error = pieced(lambda x: hidden(x) + 0).capture().failures[0].error
     assert "its fake= says torch.float32[8, 3]" in str(error)
 
 
@@ -217,21 +218,21 @@ def test_an_argument_that_no_graph_holds_is_refused() -> None:
     config = Config()
 
     @graph_break(fake=like)
-    def opaque(q: torch.Tensor, config: Config) -> torch.Tensor:
+    def hidden(q: torch.Tensor, config: Config) -> torch.Tensor:
         return q * config.scale
 
-    error = pieced(lambda x: opaque(x, config) + 1).capture().failures[0].error
+    error = pieced(lambda x: hidden(x, config) + 1).capture().failures[0].error
     assert error is not None
     assert "torch.compile can't trace this" in str(error)
 
 
 def test_a_body_that_cannot_be_traced_falls_back_only_where_the_plan_allows_it() -> None:
     @graph_break
-    def opaque(q: torch.Tensor) -> torch.Tensor:
+    def hidden(q: torch.Tensor) -> torch.Tensor:
         return q * float(q.shape[0] > 0)
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        return opaque(x) + 1
+        return hidden(x) + 1
 
     assert len(pieced(body).capture().failures) == len(SIZES)
     run = pieced(body, tc_fallback=True)
@@ -359,6 +360,35 @@ def test_state_that_gaps_and_pieces_write_is_that_of_eager() -> None:
         x, rows = torch.randn(num, 4), torch.randperm(8)[:num] + 1
         torch.testing.assert_close(run(x=x, rows=rows), eager(x, rows))
         torch.testing.assert_close(cache[1:], expected[1:])
+
+
+def test_an_opaque_call_is_recorded_and_not_traced() -> None:
+    def normed(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not torch.compiler.is_compiling()
+        return q / q.norm(dim=-1, keepdim=True), q.sum(-1) * scale
+
+    kernel = opaque(normed, fake=lambda q, scale: (torch.empty_like(q), q.new_empty(q.shape[0])))
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        unit, total = kernel(x + 1, 2.0)
+        return unit * total[:, None] + x
+
+    run = pieced(body)
+    report = run.capture(verify=True)
+    assert {row.num_graphs for row in report.rows} == {1}
+    check_all(run, body)
+    assert "2 pieces, cut at 0 breaks" in run.explain()
+    for backend in ("full", "breakable", "disabled"):
+        other = pieced(body, backend=backend)
+        other.capture()
+        torch.testing.assert_close(other(x=torch.ones(2, 4)), body(torch.ones(2, 4)))
+
+
+def test_an_opaque_call_with_a_wrong_fake_is_found() -> None:
+    kernel = opaque(lambda q: q * 2, fake=lambda q: q.new_empty(q.shape, dtype=torch.float64))
+    error = pieced(lambda x: kernel(x) + 1).capture().failures[0].error
+    assert "opaque call" in str(error)
+    assert "its fake= says torch.float64[8, 4]" in str(error)
 
 
 def test_mutates_names_arguments() -> None:

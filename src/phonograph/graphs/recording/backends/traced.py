@@ -167,7 +167,7 @@ class Tracer:
         finally:
             self._view = None
         assert self._noted is not None
-        program, flat, stand_ins = self._noted
+        (program, flat, stand_ins), self._noted = self._noted, None
         return Call(program, flat, stand_ins, result)
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
