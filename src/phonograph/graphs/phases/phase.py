@@ -151,7 +151,7 @@ class Phase:
     def forward(self, batch: Any, kwargs: Mapping[str, Any]) -> Any:
         """The part of the pass that is recorded."""
         # A trace can't look at placeholders: those of a view that is traced are there already.
-        is_recorded = bool(self.live) and current().stage not in (Stage.EAGER, Stage.COMPILING)
+        is_recorded = len(self.live) > 0 and current().stage not in (Stage.EAGER, Stage.COMPILING)
         if is_recorded:
             batch = hidden(batch, self.live)
         outputs = self.body(batch, **kwargs)

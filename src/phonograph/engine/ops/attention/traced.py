@@ -21,12 +21,12 @@ class TracedAttention:
         self.name = inner.name
         self.attend = opaque(self._attend, fake=_like_queries)
         self._places: tuple[torch.Tensor, ...] = ()
-        self._steps: dict[tuple[int, int], StepAttention] = {}
-        """For a step whose tokens stand there, by keys and query heads."""
+        self._steps: dict[tuple[int, int], tuple[StepAttention, int]] = {}
+        """For a step whose tokens stand there, by keys and query heads; and the layer that it served last."""
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         if current().stage is not Stage.COMPILING:
-            return self._inner.prepare(cache, queries, num_heads)
+            return _AttendOnly(self._inner.prepare(cache, queries, num_heads))
         return _TracedStep(self, cache, queries)
 
     def _attend(
@@ -39,15 +39,25 @@ class TracedAttention:
         q: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
-        # Every run of a recorded body has views of its own, so the same tensors are those of the same step.
         if len(self._places) != len(places) or any(a is not b for a, b in zip(self._places, places, strict=True)):
             self._places, self._steps = tuple(places), {}
-        found = self._steps.get((id(kept[0]), q.shape[1]))
-        if found is None:
+        name = id(kept[0]), q.shape[1]
+        step, last = self._steps.get(name, (None, layer))
+        if step is None or layer <= last:  # a layer that is not the next one begins another run
             queries = Queries(*places, tokens_per_row=tokens_per_row, by_row=by_row)
-            found = self._inner.prepare(PagedCache(*kept), queries, q.shape[1])
-            self._steps[id(kept[0]), q.shape[1]] = found
-        return found.attend(layer, q, window)
+            step = self._inner.prepare(PagedCache(*kept), queries, q.shape[1])
+        self._steps[name] = step, layer
+        return step.attend(layer, q, window)
+
+
+@dataclass(frozen=True)
+class _AttendOnly:
+    """A step that rotates nothing, whatever its attention could do: eager passes then compute what a trace does."""
+
+    inner: StepAttention
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner.attend(layer, q, window, out)
 
 
 @dataclass(frozen=True)
