@@ -446,6 +446,15 @@ def test_backends_are_made_with_a_compiler_that_the_device_has() -> None:
         TcPiecewiseBackend(device, device.new_pool(), BackendOptions("inductor"))
 
 
+def test_a_compiler_that_is_disabled_is_told() -> None:
+    dynamo = importlib.import_module("torch._dynamo")
+    run = pieced(lambda x: x + 1)
+    with dynamo.config.patch(disable=True):
+        assert "torch.compile" in str(run.capture().failures[0].error)
+    assert not run.capture().failures
+    assert run.runner.captured
+
+
 def test_a_failed_trace_leaves_nothing_behind() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         return x * x.sum().item()
@@ -473,6 +482,7 @@ def test_inductor_is_the_default_compiler_where_the_device_takes_it() -> None:
     assert plan["prefill.backend"].value == "tc_piecewise"
     only_eager = dataclasses.replace(EVERYTHING, compilers=frozenset({"eager"}))
     assert "rule 'device-lacks-compiler'" in resolve([PIECES], only_eager, PHASES)["tc_compiler"].reason
+    assert resolve([], only_eager, PHASES)["tc_compiler"].source == "default"
     with pytest.raises(PlanError, match="can't be ignored"):
         resolve([ask("ignore_rules", ["device-lacks-compiler"], origin="here")], only_eager, PHASES)
 

@@ -65,6 +65,7 @@ def test_one_program_for_all_buckets_of_a_product(compiled: LLM) -> None:
     decode = compiled.executor.runners["decode"]
     assert {len(decode.recording(key).graphs) for key in decode.captured} == {1}
     assert "compiled by eager" in compiled.explain()
+    assert "compiled: decode, prefill: layers in torch ops" in compiled.explain()
 
 
 def test_no_piece_sees_the_cache_or_the_tables(compiled: LLM) -> None:

@@ -212,6 +212,11 @@ class LLM:
         )
         kernels = f"precision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
+        compiled = [name for name in self.plan.phases if self.plan.phase(name).backend == "tc_piecewise"]
+        if compiled:
+            kernels += (
+                f"\ncompiled: {', '.join(compiled)}: layers in torch ops; attention, page writes and sampling as ever"
+            )
         context = f"context: {self.limits.context}"
         about = [self.plan.explain(), kernels, cache, str(self.prefix_sharing), context, described(self.sampling)]
         return "\n".join([*about, runners, *self.executor.coverage_lines()])

@@ -31,9 +31,10 @@ class GraphBreak(Generic[P, R]):
         if is_traced():
             stand_in: R = traced_call(self._number, 0, *args, **kwargs)
             return stand_in
-        breaker, stage = current().breaker, current().stage
+        now = current()
+        breaker, stage = now.breaker, now.stage
         if breaker is None:
-            if current().backend in BREAKING:  # inside another gap, or in a run of the whole body at once
+            if now.backend in BREAKING:  # inside another gap, or in a run of the whole body at once
                 if stage is not Stage.EAGER:
                     args, kwargs = shown((args, kwargs))
             elif stage is Stage.CAPTURING:

@@ -89,22 +89,27 @@ def _traced_phases(values: ResolvedValues) -> list[str]:
     return [f"{phase}.backend" for phase in phases_of(values) if values[f"{phase}.backend"].value == "tc_piecewise"]
 
 
+def _as_written(facts: DeviceFacts) -> str:
+    """The backend that records a body as it is, with its breaks if it can be."""
+    return next((name for name in ("breakable", "full") if facts.can(name)), "disabled")
+
+
 def _device_lacks_compiler(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
     compiler = str(values["tc_compiler"].value)
-    if facts.compilers and compiler not in facts.compilers:
+    if facts.compilers and compiler not in facts.compilers and _traced_phases(values):
         because = f"the device {facts.device} can't record what {compiler} compiles"
         yield Change("tc_compiler", min(facts.compilers), because)
 
 
 def _untraceable(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
     for name in _traced_phases(values) if facts.untraceable else ():
-        yield Change(name, "breakable", facts.untraceable)
+        yield Change(name, _as_written(facts), facts.untraceable)
 
 
-def _debug_runs_the_body(_facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+def _debug_runs_the_body(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
     for name in _traced_phases(values) if values["debug"].value else ():
         because = f"{stated('debug', values)} runs the body itself in the place of every replay"
-        yield Change(name, "breakable", because, "debug")
+        yield Change(name, _as_written(facts), because, "debug")
 
 
 def _deterministic(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:

@@ -166,7 +166,11 @@ class Tracer:
             raise _as_capture_error(error) from None
         finally:
             self._view = None
-        assert self._noted is not None
+        if self._noted is None:
+            raise CaptureError(
+                "torch.compile gave no graph: it is disabled (TORCH_COMPILE_DISABLE), or the body computes nothing",
+                "Enable it, or use backend='breakable'",
+            )
         (program, flat, stand_ins), self._noted = self._noted, None
         return Call(program, flat, stand_ins, result)
 
