@@ -21,10 +21,14 @@ from phonograph import (
     CoverageError,
     DeclarationError,
     Dim,
+    Extent,
     Graphed,
     Pad,
+    Phase,
+    PhasePlan,
     PlanError,
     Replay,
+    Runner,
     Slot,
     Stage,
     break_graph,
@@ -37,6 +41,7 @@ from phonograph.devices import EmulatedDevice
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, ask
+from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.backends import BACKENDS, BackendOptions
 from phonograph.graphs.recording.backends.tc_piecewise import MAX_PROGRAMS, TcPiecewiseBackend
 from phonograph.graphs.running.runner_options import facts_of
@@ -432,6 +437,49 @@ def test_two_dims_that_vary_and_meet_in_size() -> None:
     torch.testing.assert_close(run(x=x, pages=pages), body(x, pages))
 
 
+@dataclass
+class Numbered:
+    x: torch.Tensor
+    num_rows: int
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_a_size_that_the_batch_carries_as_a_number_is_one_program(as_dict: bool) -> None:
+    def body(batch: Any) -> torch.Tensor:
+        x, num = (batch["x"], batch["num_rows"]) if as_dict else (batch.x, batch.num_rows)
+        return scaled_by_sum(x.view(num, 2, 2).transpose(1, 2).reshape(num, 4)) + 1
+
+    def sample(extent: Extent, seed: int) -> Any:
+        num = extent.used["seqs"]
+        x = torch.randn(num, 4, generator=torch.Generator().manual_seed(seed))
+        return {"x": x, "num_rows": num} if as_dict else Numbered(x, num)
+
+    phase = Phase(
+        name="numbered", slots=SLOTS, bucketed="seqs", body=body, sample=sample, dims=[Dim("seqs", field="num_rows")]
+    )
+    plan = PhasePlan(backend="tc_piecewise", buckets=(1, 2, 3, 4, 6, 8))
+    runner = Runner(phase, EmulatedDevice(poison=True), plan)
+    report = runner.capture(silent)
+    assert not report.failures, report
+    assert isinstance(runner.backend, TcPiecewiseBackend)
+    assert runner.backend.num_programs == 1
+    for num in (1, 3, 5, 8):
+        x = torch.randn(num, 4)
+        batch = {"x": x, "num_rows": num} if as_dict else Numbered(x, num)
+        torch.testing.assert_close(runner.run(batch), body(batch))
+        assert isinstance(runner.last, Replay)
+
+
+def test_attention_of_a_library_is_broken_by_its_name() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        q = x.view(-1, 1, 2, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, q + 1, q * 2).flatten(1) + x
+
+    run = pieced(body, break_ops=["scaled_dot_product_attention"])
+    assert {row.num_graphs for row in run.capture(verify=True).rows} == {2}
+    check_all(run, body)
+
+
 def test_rules_and_compilers() -> None:
     assert "device-lacks-compiler" in pieced(lambda x: x + 1).explain()
     with pytest.raises(PlanError, match="can't record what inductor compiles"):
@@ -548,6 +596,8 @@ def test_names_of_torch_that_are_not_public() -> None:
     wanted = inspect.signature(inductor.standalone_compile).parameters
     assert "dynamic_shapes" in wanted
     assert callable(torch.compiler.allow_in_graph)
+    with importlib.import_module("torch.compiler.config").patch(dynamic_sources="L['batch'].num"):
+        pass
     assert torch.compiler.is_dynamo_compiling() is False
 
 

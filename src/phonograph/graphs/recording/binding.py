@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from phonograph.graphs.inputs.extent import Extent
-from phonograph.graphs.inputs.fields import fetch, fields_of
+from phonograph.graphs.inputs.fields import fetch, fields_of, path_of
 from phonograph.graphs.inputs.registry import LoadMode, Registry, View
 from phonograph.graphs.phases.context import Current, Stage
 from phonograph.graphs.phases.decisions import ShapeKey
@@ -105,7 +105,9 @@ class Binder:
                 axes = enumerate(slot.shape)
                 found += [SizedAxis(tensor, axis, str(dim)) for axis, dim in axes if dim in self._varying[key]]
         batch = hidden(view.batch, self.phase.live) if self.phase.live else view.batch
-        return BodyView(key, batch, view.kwargs, found)
+        fields = {name: dim.field for name, dim in self.phase.all_dims.items() if dim.field is not None}
+        varying = [path_of(field) for name, field in fields.items() if name in self._varying[key]]
+        return BodyView(key, batch, view.kwargs, found, varying)
 
     def _dims_that_vary(self, key: ShapeKey, keys: Sequence[ShapeKey]) -> frozenset[str]:
         sizes = [self.phase.padded(one.size) for one in keys if one.group == key.group]

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from phonograph.devices import DeviceGraph
+from phonograph.graphs.inputs.fields import Path
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.recording.weight_caches import weights_uncached
 
@@ -39,6 +40,8 @@ class BodyView:
     kwargs: Mapping[str, Any]
     sizes: Sequence[SizedAxis] = ()
     """The axes whose size is another one in other recordings of the group."""
+    size_fields: Sequence[Path] = ()
+    """The fields of the batch, or keyword arguments, that are such a size."""
 
 
 Views = Mapping[ShapeKey, Callable[[], AbstractContextManager[BodyView]]]

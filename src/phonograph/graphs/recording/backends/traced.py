@@ -18,6 +18,7 @@ from torch import fx
 
 from phonograph.devices.trace import is_users
 from phonograph.errors import CaptureError, Frame
+from phonograph.graphs.inputs.fields import Path, fetch
 from phonograph.graphs.phases.marks import traced_call
 from phonograph.graphs.recording.backends.base import BodyView, ViewBody
 
@@ -160,7 +161,7 @@ class Tracer:
                 torch._dynamo.maybe_mark_dynamic(sized.tensor, sized.axis)
         self._view, self._noted = view, None
         try:
-            with _tracing_options():
+            with _tracing_options(_size_sources(view)):
                 result = self._function(self.body, view.batch, view.kwargs)
         except Exception as error:
             raise _as_capture_error(error) from None
@@ -210,16 +211,33 @@ def without_modes(module: fx.GraphModule) -> None:
 
 
 @contextmanager
-def _tracing_options() -> Iterator[None]:
+def _tracing_options(dynamic: str) -> Iterator[None]:
     dynamo = importlib.import_module("torch._dynamo")
     shapes = importlib.import_module("torch.fx.experimental._config")
+    compiler = importlib.import_module("torch.compiler.config")
     with ExitStack() as stack:
         # Two dims of one size are two dims, and one row is a size like any other.
         stack.enter_context(shapes.patch(use_duck_shape=False, backed_size_oblivious=True))
         stack.enter_context(dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True))
+        stack.enter_context(compiler.patch(dynamic_sources=dynamic))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("default"))
         yield
+
+
+def _size_sources(view: BodyView) -> str:
+    """The numbers of a view that are sizes, as Dynamo names where it found them."""
+    return ",".join(_source(view, path) for path in view.size_fields)
+
+
+def _source(view: BodyView, path: Path) -> str:
+    in_kwargs = path[0] in view.kwargs
+    holder: Any = view.kwargs if in_kwargs else view.batch
+    name = "L['kwargs']" if in_kwargs else "L['batch']"
+    for part in path:
+        name += f"['{part}']" if isinstance(holder, Mapping) else f".{part}"
+        holder = fetch(holder, {}, (part,))
+    return name
 
 
 def _without_shapes(guards: Sequence[Any]) -> list[bool]:
