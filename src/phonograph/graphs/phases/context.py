@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -65,6 +66,7 @@ class _Tracing:
 
 
 _tracing = _Tracing()
+_one_trace = threading.RLock()
 
 
 def current() -> Current:
@@ -84,12 +86,12 @@ def is_traced() -> bool:
 @contextmanager
 def tracing(now: Current) -> Iterator[None]:
     """Code that is traced inside sees `now` as current."""
-    before, _tracing.now = _tracing.now, now
-    try:
-        with entering(now):
+    with _one_trace, entering(now):
+        before, _tracing.now = _tracing.now, now
+        try:
             yield
-    finally:
-        _tracing.now = before
+        finally:
+            _tracing.now = before
 
 
 @contextmanager

@@ -24,7 +24,11 @@ def _inductor(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
     use_compile_cache(torch.__version__)
     inductor = importlib.import_module("torch._inductor")
     examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
-    compiled: Callable[..., Sequence[Any]] = inductor.standalone_compile(module, examples, dynamic_shapes="from_graph")
+    # Random ops draw what they would without a compiler.
+    with importlib.import_module("torch._inductor.config").patch(fallback_random=True):
+        compiled: Callable[..., Sequence[Any]] = inductor.standalone_compile(
+            module, examples, dynamic_shapes="from_graph"
+        )
     return compiled
 
 

@@ -66,7 +66,7 @@ class Program:
 
     def run(self, flat: Sequence[Any], sizes: Mapping[Any, int], *, checks: bool) -> list[Any]:
         """What the graph puts out for these arguments; with `checks`, shapes are compared with what was traced."""
-        values: dict[fx.Node, Any] = dict(zip(self.graph.placeholders, flat, strict=True))
+        values: dict[fx.Node, Any] = dict(zip(self.graph.placeholders, flat, strict=True)) | self.graph.constants
         for index, part in enumerate(self.parts):
             if isinstance(part, Piece):
                 found = part.run(*(values[node] for node in part.inputs))

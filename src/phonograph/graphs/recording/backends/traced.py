@@ -7,6 +7,7 @@ once for each view, and then never again. Names of torch's own are pinned by tes
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,12 @@ class TracedGraph:
     @property
     def placeholders(self) -> list[fx.Node]:
         return [node for node in self.nodes if node.op == "placeholder"]
+
+    @property
+    def constants(self) -> dict[fx.Node, Any]:
+        """Tensors that the trace holds itself."""
+        nodes = [node for node in self.nodes if node.op == "get_attr"]
+        return {node: operator.attrgetter(str(node.target))(self.module) for node in nodes}
 
     @property
     def outputs(self) -> list[Any]:
