@@ -147,7 +147,7 @@ class Checks:
                 result = trial.rounded(way, around)
                 return {**_outputs(result), **_state(result)}
 
-            self._roundings[way] = Rounding(run, trial.runner.device.torch_device)
+            self._roundings[way] = Rounding(run)
         return self._roundings[way].allowed
 
 
