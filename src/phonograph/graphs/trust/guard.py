@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from phonograph.devices.nodes import NodeList, keeping_nodes, node_difference, nodes_of
+from phonograph.devices.nodes import NodeList, joined, keeping_nodes, node_difference, nodes_of, steady
 from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import VerifyError
 from phonograph.graphs.phases.context import Current, Stage, entering
@@ -171,12 +170,22 @@ class _Runs:
 
     def node_difference(self, key: ShapeKey) -> tuple[Difference | None, tuple[str, ...]]:
         """How the graphs of two samples differ, and what could not be read of them."""
-        recordings = [self._recorded(key, drawn_for(self.runner.phase, key, seed)) for seed in (0, 1)]
+        # Kept to the end: no memory of one is given to another, whose address would then be the same.
+        drawn = [drawn_for(self.runner.phase, key, seed) for seed in (0, 1)]
+        recordings: list[Recording] = []
+
+        def nodes(sample: int) -> NodeList:
+            recordings.append(self._recorded(key, drawn[sample]))
+            return joined([nodes_of(graph) for graph in recordings[-1].graphs])
+
         try:
-            one, other = ([nodes_of(graph) for graph in recording.graphs] for recording in recordings)
-            pairs = zip_longest(one, other, fillvalue=NodeList(()))
-            found = next((text for ours, theirs in pairs if (text := node_difference(ours, theirs))), "")
-            unseen = tuple(text for part in (*one, *other) for text in part.unseen)
+            one, other = nodes(0), nodes(1)
+            found = node_difference(one, other)
+            if found:
+                # In the other order: what merely alternates from capture to capture is no difference either.
+                other, one = steady(other, nodes(1)), steady(one, nodes(0))
+                found = node_difference(one, other)
+            unseen = tuple(dict.fromkeys((*one.unseen, *other.unseen)))
             return (Difference("", None, found) if found else None), unseen
         finally:
             for recording in recordings:
@@ -188,8 +197,13 @@ class _Runs:
         backend = BACKENDS[self.runner.plan.backend](device, device.new_pool())
         with self._bound(drawn, Stage.WARMING) as (body, now), entering(now):
             backend.prepare(key, body, WarmUp.REHEARSAL)
-        with self._bound(drawn, Stage.CAPTURING) as (body, now), entering(now), keeping_nodes(device):
-            return backend.capture(key, body)
+        with self._bound(drawn, Stage.CAPTURING) as (body, now), keeping_nodes(device):
+            with entering(replace(now, stage=Stage.WARMING)):
+                # Once more after the load: addresses of the sample, left on the stack, are not in the capture's
+                # parameters by accident.
+                backend.prepare(key, body, WarmUp.REHEARSAL)
+            with entering(now):
+                return backend.capture(key, body)
 
     @contextmanager
     def _bound(self, drawn: Drawn, stage: Stage) -> Iterator[tuple[Callable[[], Any], Current]]:
