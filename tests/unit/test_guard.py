@@ -440,8 +440,10 @@ def test_the_nodes_of_two_captures_agree_unless_a_number_is_frozen(device: Devic
         runs = _Runs(runner)
         with torch.no_grad(), runs.restored():
             difference, unseen = runs.node_difference(runner.captured[0])
-        assert (difference is not None) == (body in FAULTS), (body, difference)
-        assert unseen == ()
+        assert (difference is not None) == (body in FAULTS), (body, difference, unseen)
+        # Kernels of a GPU have bytes that nobody sets, and that may differ from capture to capture.
+        is_emulated = device.torch_device.type == "cpu"
+        assert unseen == () if is_emulated else not any("nodes unseen" in text for text in unseen), unseen
 
 
 def test_nodes_of_graphs_between_gaps_agree_too(device: Device) -> None:

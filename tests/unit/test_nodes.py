@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phonograph import EmulatedDevice, Extent, RunnerOptions
+from phonograph import EmulatedDevice, Extent, RunnerOptions, Stage, current
 from phonograph.devices.base import DeviceGraph
 from phonograph.devices.cuda_nodes import words_of
 from phonograph.devices.nodes import Node, NodeList, Unsteady, joined, node_difference, nodes_of, steady
@@ -93,6 +95,21 @@ def test_a_guard_looks_again_before_it_says_that_nodes_differ(noise: Any, monkey
         difference, _ = runs.node_difference(wrong.captured[0])
     assert difference is not None
     assert "gets 1.0 with one sample and 0.5 with another" in str(difference)
+
+
+def test_no_garbage_is_collected_while_graphs_are_recorded() -> None:
+    seen = Mock()  # what a body notes in its own objects is undone
+
+    def body(batch: dict[str, Any]) -> Any:
+        seen(current().stage, gc.isenabled())
+        return batch["x"] * 2
+
+    runner = make_runner(body, EmulatedDevice(), sample=sample, sizes=(4,))
+    seen.reset_mock()
+    assert guard(runner, nodes=True).ok
+    assert (Stage.CAPTURING, False) in {call.args for call in seen.call_args_list}
+    assert (Stage.CAPTURING, True) not in {call.args for call in seen.call_args_list}
+    assert gc.isenabled()
 
 
 # -- a kernel's parameters ----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.recording.backends import BACKENDS, Backend, Recording, WarmUp
 from phonograph.graphs.recording.frozen_values import Difference
+from phonograph.graphs.recording.garbage import gc_frozen
 from phonograph.graphs.recording.guarding import (
     Drawn,
     Finding,
@@ -97,7 +98,8 @@ def guard(
             looking.findings.append(Finding(key, difference))
 
     trims = runner.buckets is not None and not runner.buckets.exact
-    with torch.no_grad(), runner.pool.using(f"guarding {runner.phase.name}"), runs.restored():
+    busy = runner.pool.using(f"guarding {runner.phase.name}")
+    with torch.no_grad(), gc_frozen(collect=not nodes), busy, runs.restored():
         looking.look(asked, GuardOptions(), attempt, trims=trims)
         known = {finding.key for finding in looking.findings}
         for key in asked if nodes else ():
