@@ -112,6 +112,24 @@ def test_no_garbage_is_collected_while_graphs_are_recorded() -> None:
     assert gc.isenabled()
 
 
+def test_every_run_has_a_plan_of_its_own() -> None:
+    """A plan that its run uses up."""
+    plans: list[int] = []
+
+    def host_plan(batch: dict[str, Any], extent: Extent) -> None:
+        plans[:] = [extent.used["seqs"]]
+
+    def body(batch: dict[str, Any]) -> Any:
+        plans.pop()
+        return batch["x"] * 2
+
+    unguarded = RunnerOptions(guard="off")
+    runner = make_runner(body, EmulatedDevice(), sample=sample, sizes=(4,), host_plan=host_plan, options=unguarded)
+    report = guard(runner, nodes=True)
+    assert runner.captured
+    assert report.ok, str(report)
+
+
 # -- a kernel's parameters ----------------------------------------------------------------------------------------
 
 

@@ -204,6 +204,7 @@ class _Runs:
                 # Once more after the load: addresses of the sample, left on the stack, are not in the capture's
                 # parameters by accident.
                 backend.prepare(key, body, WarmUp.REHEARSAL)
+            self._plan(now.batch, drawn)  # a plan is for one run
             with entering(now):
                 return backend.capture(key, body)
 
@@ -215,8 +216,7 @@ class _Runs:
             view = registry.load(sample.batch, drawn.extent, kwargs=sample.kwargs, without=phase.without, anew=True)
             for name, tensor in phase.inputs(view.batch, view.kwargs, phase.without).items():
                 self.slots.setdefault(tensor.untyped_storage()._cdata, f"slot {name}")
-            if phase.host_plan is not None:
-                phase.host_plan(view.batch, drawn.extent)
+            self._plan(view.batch, drawn)
 
             def body() -> Any:
                 with weights_uncached():
@@ -225,3 +225,8 @@ class _Runs:
             watched = self._state.watching() if stage is Stage.WARMING else nullcontext()
             with phase.preserve(sample.batch) if phase.preserve is not None else watched:
                 yield body, Current(phase.name, self._backend.name, stage, view.batch)
+
+    def _plan(self, batch: Any, drawn: Drawn) -> None:
+        host_plan = self.runner.phase.host_plan
+        if host_plan is not None:
+            host_plan(batch, drawn.extent)
