@@ -2,39 +2,105 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph import Extent, RunnerOptions, open_device
-from phonograph.graphs.trust.guard import guard
+from phonograph import Extent, Runner, RunnerOptions, open_device
+from phonograph.devices.nodes import joined, keeping_nodes, nodes_of
+from phonograph.graphs.trust.guard import _Runs, guard
 from runners import WIDTH, make_runner, rows
 
 pytestmark = pytest.mark.gpu
+
+Body = Callable[[dict[str, Any]], Any]
 
 
 def sample(extent: Extent, seed: int) -> dict[str, Any]:
     numbers = torch.Generator().manual_seed(seed)
     x = torch.randn(extent.used["seqs"], WIDTH, generator=numbers).cuda()
-    return {"x": x, "scale": 1 / (1 + seed)}
+    return {"x": x, "scale": 1 / (1 + seed), "mask": torch.ones(WIDTH, device="cuda")}
 
 
-def test_a_frozen_number_is_in_the_nodes_and_correct_ones_agree() -> None:
-    device = open_device("cuda")
-    weight = torch.randn(WIDTH, WIDTH, device="cuda")
+def captured(body: Body, **options: Any) -> Runner:
+    return make_runner(body, open_device("cuda"), sample=sample, sizes=(4, 8), **options)
 
-    def right(batch: dict[str, Any]) -> Any:
-        return (batch["x"] @ weight).relu() + torch.rand_like(batch["x"])
 
-    def wrong(batch: dict[str, Any]) -> Any:
-        return batch["x"] * batch["scale"]
+@functools.cache
+def weight() -> torch.Tensor:
+    return torch.randn(WIDTH, WIDTH, device="cuda")
 
-    good = make_runner(right, device, sample=sample, sizes=(4, 8))
-    report = guard(good, nodes=True)
-    assert report.ok, report
-    assert not any("nodes unseen" in text for text in report.unseen), report
-    assert good.run({"x": rows(device, 3), "scale": 1.0}).shape == (3, WIDTH)
 
-    bad = make_runner(wrong, device, sample=sample, sizes=(4,), options=RunnerOptions(guard="off"))
+def right(batch: dict[str, Any]) -> Any:
+    return (batch["x"] @ weight()).relu() + torch.rand_like(batch["x"])
+
+
+def reduced(batch: dict[str, Any]) -> Any:
+    """Structs with members that nobody sets."""
+    x = batch["x"]
+    return x.softmax(-1) + x.mean(0) + x.amax(-1, keepdim=True) + x.cumsum(0) + x.sort(-1).values
+
+
+def halved(batch: dict[str, Any]) -> Any:
+    x = batch["x"].half().repeat(1, 64)
+    return (x @ x.T @ x).float() + torch.nn.functional.dropout(x, 0.5)
+
+
+def gathered(batch: dict[str, Any]) -> Any:
+    return batch["x"][batch["x"].argsort(0)[:, 0]].index_add(0, torch.arange(2, device="cuda"), batch["x"][:2])
+
+
+@pytest.mark.parametrize("body", [right, reduced, halved, gathered], ids=lambda body: body.__name__)
+def test_the_nodes_of_correct_bodies_agree(body: Body) -> None:
+    good = captured(body)
+    for _ in range(3):
+        report = guard(good, nodes=True)
+        assert report.ok, str(report)
+        assert not any("nodes unseen" in text for text in report.unseen), str(report)
+    assert good.run({"x": rows(good.device, 3), "scale": 1.0}).shape == (3, *body(sample(_of(3), 0)).shape[1:])
+
+
+def scaled(batch: dict[str, Any]) -> Any:
+    return batch["x"] * batch["scale"]
+
+
+def own_mask(batch: dict[str, Any]) -> Any:
+    return batch["x"] + batch["mask"]
+
+
+def other_way(batch: dict[str, Any]) -> Any:
+    return batch["x"].exp() if batch["scale"] == 1 else batch["x"].log1p()
+
+
+@pytest.mark.parametrize("body", [scaled, own_mask, other_way], ids=lambda body: body.__name__)
+def test_what_a_sample_froze_is_in_the_nodes(body: Body) -> None:
+    """Ops are not compared here: the nodes alone must show it."""
+    bad = captured(body, options=RunnerOptions(guard="off"))
+    runs = _Runs(bad)
+    with torch.no_grad(), runs.restored():
+        difference, unseen = runs.node_difference(bad.captured[0])
+    assert difference is not None, unseen
     assert not guard(bad, nodes=True).ok
+
+
+def test_addresses_of_a_graphs_own_memory_are_known_as_such() -> None:
+    """Else everything that the graph itself makes would be another number in every capture."""
+    device = open_device("cuda")
+    x = torch.ones(1024, device="cuda")
+    with keeping_nodes(device), device.recorder(device.new_pool()) as recorder:
+        recorder.begin()
+        kept = x * 2 + 1
+        graph = recorder.end()
+    found = joined([nodes_of(graph)])
+    places = [value for node in found.nodes for _, value in node.arguments if "own memory" in str(value)]
+    assert len(places) >= 3, found
+    assert found.unseen == ()
+    assert kept.shape == (1024,)
+    graph.release()
+
+
+def _of(count: int) -> Extent:
+    return Extent({"seqs": count}, {"seqs": count})

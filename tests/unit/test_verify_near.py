@@ -15,14 +15,18 @@ from phonograph.graphs.trust.comparison import mismatch
 from phonograph.graphs.trust.rounding import Rounding, _noise
 from runners import WIDTH, make_runner
 
-LARGE = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)) * 1e6
+
+def large(device: Device) -> torch.Tensor:
+    return (torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)) * 1e6).to(device.torch_device)
 
 
-@pytest.mark.parametrize("scaled", [lambda x: x * 1e6, lambda x: x @ LARGE.to(x)])
+@pytest.mark.parametrize("scaled", [lambda x, weight: x * 1e6, lambda x, weight: x @ weight])
 def test_a_leak_beside_large_numbers_in_its_row_is_found(device: Device, scaled: Any) -> None:
+    weight = large(device)
+
     def body(batch: Any) -> torch.Tensor:
         x = batch["x"]
-        return torch.cat([scaled(x), x - x.mean(0)], 1)
+        return torch.cat([scaled(x, weight), x - x.mean(0)], 1)
 
     report = verify(make_runner(body, device))
     assert {check.name for check in report.failures} == {"unpadded"}
@@ -198,11 +202,12 @@ def test_what_is_not_finite_must_be_the_same(wrong: float) -> None:
 
 def test_what_is_masked_with_infinity_is_still_judged_by_element(device: Device) -> None:
     """A mask of -inf stays what it is when rounding is tried."""
+    weight = large(device)
 
     def body(batch: Any) -> torch.Tensor:
         x = batch["x"]
         mask = torch.full((WIDTH,), -torch.inf, device=x.device)
         mask[:2] = 0.0
-        return torch.cat([(x @ LARGE.to(x)), (x + mask).softmax(-1) * 1e-3], 1)
+        return torch.cat([x @ weight, (x + mask).softmax(-1) * 1e-3], 1)
 
     assert verify(make_runner(body, device, sizes=(3, 8, 33)), batches=3)

@@ -15,14 +15,14 @@ from phonograph.devices import Device
 from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
-from phonograph.graphs.inputs.fields import fields_of
 from phonograph.graphs.inputs.registry import LoadMode, Registry, View
 from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
-from phonograph.graphs.recording.backends import Backend, Body, Recording, WarmUp
+from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
+from phonograph.graphs.recording.bound import Bound
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
 from phonograph.graphs.recording.garbage import gc_frozen
@@ -39,23 +39,6 @@ log = logging.getLogger("phonograph")
 
 _CAPTURE_SEED = 0
 _MAX_STATE_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """A body on the buffers' views, what is current while it runs, and the sample that was loaded."""
-
-    body: Body
-    now: Current
-    batch: Any
-    inputs: dict[str, torch.Tensor]
-    """What was loaded for each slot that the batch fills."""
-    kwargs: Mapping[str, Any]
-
-    @property
-    def others(self) -> list[Any]:
-        """The body's arguments, without the batch itself, which is new for every call."""
-        return [*fields_of(self.now.batch), *self.kwargs.values()]
 
 
 @dataclass(eq=False)
@@ -149,7 +132,7 @@ class Capture:
                     f"{self._state.skipped_bytes:,}",
                 )
 
-    def _bind(self, key: ShapeKey, stage: Stage, drawn: Drawn | None = None) -> _Bound:
+    def _bind(self, key: ShapeKey, stage: Stage, drawn: Drawn | None = None) -> Bound:
         """Load a sample for the key."""
         padded = self.phase.padded(key.size)
         extent = Extent(padded, padded) if drawn is None else drawn.extent
@@ -159,7 +142,7 @@ class Capture:
             self.phase.host_plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
         inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
-        return _Bound(lambda: self._forward(view), now, sample.batch, inputs, view.kwargs)
+        return Bound(lambda: self._forward(view), now, sample.batch, inputs, view.kwargs)
 
     def _forward(self, view: View) -> Any:
         with weights_uncached():
@@ -383,8 +366,27 @@ class Capture:
 
     def _capture(self, key: ShapeKey) -> Recording | None:
         recordings: list[Recording] = []
-        self._attempt(key, lambda key: recordings.append(self._recorded(key)))
+
+        def record(key: ShapeKey) -> None:
+            try:
+                recordings.append(self._recorded(key))
+            except Exception as error:
+                raise self._named(key, error) from None
+
+        self._attempt(key, record)
         return recordings[0] if recordings else None
+
+    def _named(self, key: ShapeKey, error: Exception) -> Exception:
+        """In the place of a device's error, what names op and line.
+
+        A body that catches what a rehearsal refuses goes on; the device says only later that the capture is spoilt.
+        """
+        if self.barrier is None and not isinstance(error, CaptureError):
+            try:
+                self._run_warm_up(key, WarmUp.DIAGNOSIS)
+            except Exception as second:  # the device may be in no state to tell more
+                return second if isinstance(second, CaptureError) else error
+        return error
 
     def _recorded(self, key: ShapeKey) -> Recording:
         with self._kept(key):

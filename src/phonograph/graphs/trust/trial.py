@@ -25,6 +25,8 @@ from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.left_out import ReadsOfLeftOut
 
 _MAX_STATE_BYTES = 1 << 30
+_FAR_SEED = 1_000_003
+"""Between the seeds of batches that are to be unlike: from neighbours, generators draw first numbers that are alike."""
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 State = Mapping[str, torch.Tensor]
@@ -135,10 +137,10 @@ class Trial:
         within = {path: value for path, value in values.items() if path not in aside}
         return Sample(expose(sample.batch, within), expose(dict(sample.kwargs), aside))
 
-    def full_sample(self) -> Sample:
-        """A batch that fills the bucket."""
+    def full_sample(self, turn: int = 0) -> Sample:
+        """A batch that fills the bucket; another one for every turn."""
         padded = self.extent.padded
-        return self.runner.phase.sample_for(self.served, Extent(padded, padded), self.seed)
+        return self.runner.phase.sample_for(self.served, Extent(padded, padded), self.seed + turn * _FAR_SEED)
 
     @property
     def untouched_draw(self) -> torch.Tensor:
