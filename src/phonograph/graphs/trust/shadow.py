@@ -11,7 +11,7 @@ import torch
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import expose, fetch
 from phonograph.graphs.inputs.tree import TreePath
-from phonograph.graphs.phases.context import Current, Stage, entering, unbroken
+from phonograph.graphs.phases.context import Breaker, Current, Stage, entering, unbroken
 from phonograph.graphs.phases.decisions import Replay, ShapeKey
 from phonograph.graphs.phases.live_arguments import shown
 from phonograph.graphs.running.runner import Runner
@@ -62,7 +62,8 @@ def shadowed(runner: Runner, batch: Any, state: Sequence[StatePart]) -> tuple[An
     found, found_state = runner.parts(result), [part.read() for part in state]
     for part, values in zip(state, before, strict=True):
         part.write(values)
-    wanted = runner.parts(_eager(runner, decision.key, batch))
+    gaps = LiveGaps() if runner.recording(decision.key).has_gaps else None
+    wanted = runner.parts(run_eagerly(runner, decision.key, batch, gaps))
     wanted_state = [part.read() for part in state]
     detail = _difference(found, wanted) or _state_difference(state, found_state, wanted_state)
     if not detail:
@@ -72,8 +73,8 @@ def shadowed(runner: Runner, batch: Any, state: Sequence[StatePart]) -> tuple[An
     return None, Mismatch(decision.key, detail)
 
 
-def _eager(runner: Runner, key: ShapeKey, batch: Any) -> Any:
-    """The body on the view that the recording had, then the tail; nothing is counted."""
+def run_eagerly(runner: Runner, key: ShapeKey, batch: Any, breaker: Breaker | None, *, with_tail: bool = True) -> Any:
+    """The body on the view that the recording had, then the tail; nothing is counted. The breaker calls the gaps."""
     phase, registry = runner.phase, runner.registry
     with torch.no_grad(), runner.pool.using(f"shadowing {phase.name}"):
         extent = Extent(registry.measure(batch, {}), phase.padded(key.size))
@@ -84,18 +85,17 @@ def _eager(runner: Runner, key: ShapeKey, batch: Any) -> Any:
         # As in a warm-up: what the host alone knows of a batch is frozen in the recording, and is its sample's.
         sample = phase.sample_for(key, Extent(extent.padded, extent.padded), 0)
         slots = {slot.path: fetch(view.batch, {}, slot.path) for slot in phase.slots if slot.name not in phase.without}
-        gaps = _Gaps() if runner.recording(key).has_gaps else None
-        now = Current(phase.name, runner.plan.backend, Stage.WARMING, live, gaps)
+        now = Current(phase.name, runner.plan.backend, Stage.WARMING, live, breaker)
         with entering(now):
             outputs = phase.forward(expose(sample.batch, slots), sample.kwargs)
         outputs = runner.trim(key, outputs, extent.used)
-        if phase.tail is None or phase.tail_captured:
+        if phase.tail is None or phase.tail_captured or not with_tail:
             return outputs
         with entering(replace(now, stage=Stage.REPLAYING, breaker=None)):
             return phase.tail(outputs, live)
 
 
-class _Gaps:
+class LiveGaps:
     """Calls the gaps of a body where they stand, with the live batch, as a replay does."""
 
     def gap(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,20 +106,20 @@ class _Gaps:
 
 def _difference(found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any]) -> str:
     for path, value in wanted.items():
-        if isinstance(value, torch.Tensor) and (words := _other_bits(found.get(path), value)):
+        if isinstance(value, torch.Tensor) and (words := other_bits(found.get(path), value)):
             return f"output {path or '(the only one)'} {words}, eagerly"
     return ""
 
 
 def _state_difference(state: Sequence[StatePart], found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
     for part, one, other in zip(state, found, wanted, strict=True):
-        if words := _other_bits(one, other):
+        if words := other_bits(one, other):
             first = int((~same_bits(one, other)).nonzero()[0, 0])  # of keys and values, the layer
             return f"{part.name}{f'[{first}]' if part.dim else ''} after it {words}, eagerly"
     return ""
 
 
-def _other_bits(found: Any, wanted: torch.Tensor) -> str:
+def other_bits(found: Any, wanted: torch.Tensor) -> str:
     """In words, how a replay's result differs from the eager one; empty where all bits are equal."""
     if not isinstance(found, torch.Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
         return mismatch(found, wanted)
