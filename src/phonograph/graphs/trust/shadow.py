@@ -42,7 +42,16 @@ class Mismatch:
     """A replay that is not what the eager path gives."""
 
     key: ShapeKey
-    detail: str
+    where: str
+    """The output, or the state after it, that differs first."""
+    words: str
+    """How it differs, with values."""
+    of_integers: bool = False
+    """Whether these values are whole numbers."""
+
+    @property
+    def detail(self) -> str:
+        return f"{self.where} {self.words}, eagerly"
 
     def __str__(self) -> str:
         return f"{self.key}: {self.detail}"
@@ -65,12 +74,12 @@ def shadowed(runner: Runner, batch: Any, state: Sequence[StatePart]) -> tuple[An
     gaps = LiveGaps() if runner.recording(decision.key).has_gaps else None
     wanted = runner.parts(run_eagerly(runner, decision.key, batch, gaps))
     wanted_state = [part.read() for part in state]
-    detail = _difference(found, wanted) or _state_difference(state, found_state, wanted_state)
-    if not detail:
+    difference = _difference(found, wanted) or _state_difference(state, found_state, wanted_state)
+    if difference is None:
         return result, None
     for part, values in zip(state, before, strict=True):
         part.write(values)
-    return None, Mismatch(decision.key, detail)
+    return None, Mismatch(decision.key, *difference)
 
 
 def run_eagerly(runner: Runner, key: ShapeKey, batch: Any, breaker: Breaker | None, *, with_tail: bool = True) -> Any:
@@ -104,22 +113,28 @@ class LiveGaps:
             return function(*given, **named)
 
 
-def _difference(found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any]) -> str:
+_Difference = tuple[str, str, bool]
+
+
+def _difference(found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any]) -> _Difference | None:
     for path, value in wanted.items():
-        if isinstance(value, torch.Tensor) and (words := other_bits(found.get(path), value)):
-            return f"output {path or '(the only one)'} {words}, eagerly"
-    return ""
+        if isinstance(value, torch.Tensor) and (words := _other_bits(found.get(path), value)):
+            return f"output {path or '(the only one)'}", words, not value.is_floating_point()
+    return None
 
 
-def _state_difference(state: Sequence[StatePart], found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
+def _state_difference(
+    state: Sequence[StatePart], found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
+) -> _Difference | None:
     for part, one, other in zip(state, found, wanted, strict=True):
-        if words := other_bits(one, other):
+        if words := _other_bits(one, other):
             first = int((~same_bits(one, other)).nonzero()[0, 0])  # of keys and values, the layer
-            return f"{part.name}{f'[{first}]' if part.dim else ''} after it {words}, eagerly"
-    return ""
+            where = f"{part.name}{f'[{first}]' if part.dim else ''} after it"
+            return where, words, not other.is_floating_point()
+    return None
 
 
-def other_bits(found: Any, wanted: torch.Tensor) -> str:
+def _other_bits(found: Any, wanted: torch.Tensor) -> str:
     """In words, how a replay's result differs from the eager one; empty where all bits are equal."""
     if not isinstance(found, torch.Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
         return mismatch(found, wanted)
