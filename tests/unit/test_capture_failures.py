@@ -1,4 +1,4 @@
-"""Capture failures of every kind in one bucket of many: the others serve, that one runs eagerly, and all of it is told."""
+"""Capture failures of every kind in one bucket of many: the others serve, that one runs eagerly and is named."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_bucket_that_fails_eagerly_too_is_no_reason_not_to_start(
 def test_a_replay_that_verify_finds_wrong_in_one_bucket_refuses_to_start_and_names_it(
     right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = PrefillBody.__call__
+    body: Any = PrefillBody.__call__
 
     def planted(self: Any, batch: Any) -> Any:
         found = body(self, batch)

@@ -33,7 +33,7 @@ NUM_LAYERS = 3
 SHAPE = replace(SHAPES["tiny"], num_layers=NUM_LAYERS)
 
 
-def opened(backend: str = "full", shape: Any = SHAPE, **options: Any) -> LLM:
+def opened(backend: str = "full", shape: Any = SHAPE, buckets: tuple[int, ...] = (16,), **options: Any) -> LLM:
     usual: dict[str, Any] = {
         "max_seqs": 4,
         "max_tokens": 16,
@@ -43,7 +43,7 @@ def opened(backend: str = "full", shape: Any = SHAPE, **options: Any) -> LLM:
         "max_ahead": 2,
     }
     asked = [ask(f"{phase}.backend", backend, origin="test") for phase in ("decode", "prefill")]
-    asked += [ask("decode.buckets", (4,), origin="test"), ask("prefill.buckets", (16,), origin="test")]
+    asked += [ask("decode.buckets", (4,), origin="test"), ask("prefill.buckets", buckets, origin="test")]
     made = EngineOptions(**(usual | {"dtype": torch.float32, "verify": "off"} | options))
     return LLM(RandomCheckpoint(shape), device="emulated", options=made, asked=asked)
 
@@ -90,7 +90,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         plant(monkeypatch, 1, with_padding)
         llm = opened(shadow_verify=1.0, shadow_dir=folder)
         generated(llm)
-    return {phase: next(folder.glob(f"{phase}-*.pt")) for phase in ("decode", "prefill")}
+    return {phase: sorted(folder.glob(f"{phase}-*.pt"))[0] for phase in ("decode", "prefill")}
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +141,13 @@ def test_where_nothing_differs_it_says_so(files: dict[str, Path], backend: str) 
         assert str(found) == "replay and eager give the same bits here"
 
 
+def test_a_recording_of_another_size_is_named(files: dict[str, Path]) -> None:
+    llm = opened(buckets=(1, 2, 3, 4, 8))
+    found = rerun(llm.executor, files["prefill"])
+    assert found.mismatch is None
+    assert re.search(r"the same bits here \(by prefill\[tokens=\d\]; the file is of prefill\[tokens=16\]: ", str(found))
+
+
 def test_a_fault_of_one_recording_alone_is_told_from_one_of_the_pass(files: dict[str, Path]) -> None:
     llm = opened()
     runner = llm.executor.runners["decode"]
@@ -169,7 +176,7 @@ def test_the_command_says_the_segment_and_its_status_tells_the_three_ends_apart(
     with monkeypatch.context() as patching:
         plant(patching, 1)
         generated(opened(shape=SHAPES["tiny"], shadow_verify=1.0, shadow_dir=tmp_path, page_size=16))
-        found = next(tmp_path.glob("decode-*.pt"))
+        found = sorted(tmp_path.glob("decode-*.pt"))[0]
         assert main(["verify", *FLAGS, "--replay", str(found)]) == 1
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert first.startswith(f"{found}: reproduced: decode[seqs=4")

@@ -12,7 +12,7 @@ from phonograph.engine.execution.reproducer import Reproducer
 from phonograph.engine.execution.shadow import Shadow, Shadowing
 from phonograph.engine.ops.attention.layer_marks import LayerMarks
 from phonograph.errors import VerifyError
-from phonograph.graphs.phases.decisions import Replay
+from phonograph.graphs.phases.decisions import Replay, ShapeKey
 from phonograph.graphs.progress import silent
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.bisection import Bisected, bisect
@@ -28,11 +28,13 @@ class Rerun:
     bisected: Bisected | None = None
     recorded_again: bool = False
     """Whether that is of a second recording, with a segment for each layer: the first is one graph."""
+    served_by: str = ""
+    """The recording that serves the batch here, where it is not of the size that was wrong, and what to do."""
 
     def __str__(self) -> str:
         if self.mismatch is None:
-            return "replay and eager give the same bits here"
-        said = f"reproduced: {self.mismatch}"
+            return f"replay and eager give the same bits here{self.served_by}"
+        said = f"reproduced: {self.mismatch}{self.served_by}"
         if self.bisected is None:
             return said
         if not self.recorded_again:
@@ -56,19 +58,27 @@ def rerun(executor: Executor, path: Path) -> Rerun:
     decision = runner.decide(batch)
     if not isinstance(decision, Replay):
         raise VerifyError(f"{path}: no recording serves its batch here ({decision}). Capture it.")
-    shadow = Shadow(Shadowing(0), executor.state)
+    shadow, served_by = Shadow(Shadowing(0), executor.state), _served_by(found, decision.key)
     with found.placed(executor.state):
         state = shadow.state(*chosen.written(batch))
         mismatch = shadowed(runner, batch, state)[1]
         if mismatch is None:
-            return Rerun(None)
+            return Rerun(None, served_by=served_by)
         if runner.recording(decision.key).gaps:
-            return Rerun(mismatch, bisect(runner, batch, state))
+            return Rerun(mismatch, bisect(runner, batch, state), served_by=served_by)
         marked = _in_segments(executor, runner, decision.key.size)
         again = found.batch(marked) if marked.captured else None
         if again is None or not isinstance(marked.decide(again), Replay):
-            return Rerun(mismatch)
-        return Rerun(mismatch, bisect(marked, again, state), recorded_again=True)
+            return Rerun(mismatch, served_by=served_by)
+        return Rerun(mismatch, bisect(marked, again, state), recorded_again=True, served_by=served_by)
+
+
+def _served_by(found: Reproducer, key: ShapeKey) -> str:
+    size = found.content["size"]
+    if key.size == size:
+        return ""
+    wrong = replace(key, size=size)
+    return f" (by {key}; the file is of {wrong}: to try that one, record {size} and no smaller size that fits)"
 
 
 def _in_segments(executor: Executor, runner: Runner, size: int) -> Runner:
