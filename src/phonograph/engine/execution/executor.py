@@ -7,13 +7,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from phonograph.devices import Device, Fence
 from phonograph.engine.cache.groups import CacheGroup
-from phonograph.engine.execution.reproducer import Reproducer
+from phonograph.engine.execution.reproducer_files import EngineState
 from phonograph.engine.execution.shadow import Shadow, Shadowing
 from phonograph.engine.execution.step_builder import StepTables
 from phonograph.engine.models.interface import Model
@@ -28,7 +27,7 @@ from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
 from phonograph.engine.state.updates import TableUpdates
-from phonograph.errors import DeclarationError, PlanError, VerifyError, allocating
+from phonograph.errors import DeclarationError, PlanError, allocating
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.phases.phase import Phase
@@ -38,7 +37,6 @@ from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.running.runner import Runner, RunnerOptions, buckets_for
 from phonograph.graphs.trust.coverage import Coverage, coverage
-from phonograph.graphs.trust.shadow import Mismatch, shadowed
 
 log = logging.getLogger("phonograph")
 
@@ -91,8 +89,8 @@ class Executor:
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
         plans = {one.name: _within(plan.phase(one.name), one.limit(limits)) for one in passes}
-        parts = PassParts(model, sampler, self.tables, self.cache, beside, limits)
-        self.passes = {one.name: one.make(parts, plans[one.name].backend) for one in passes}
+        self.parts = PassParts(model, sampler, self.tables, self.cache, beside, limits)
+        self.passes = {one.name: one.make(self.parts, plans[one.name].backend) for one in passes}
         for one in self.passes.values():
             _check(one, limits)
             if one.picks_in_recording and plans[one.name].backend != "disabled":
@@ -107,8 +105,8 @@ class Executor:
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
-        self._caches = (self.cache, *beside.values())
-        self.shadow = Shadow(shadow, self.tables, self._caches) if shadow is not None else None
+        self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config)
+        self.shadow = Shadow(shadow, self.state) if shadow is not None else None
         self._is_trial = largest_only
         self.coverage: dict[str, Coverage] = {}
         """By pass that serves requests, which batches have a graph; known after capture."""
@@ -187,18 +185,6 @@ class Executor:
     def put_back(self, updates: TableUpdates) -> None:
         """Undo what a step that raised has written to the tables."""
         self.tables.apply(updates)
-
-    @torch.inference_mode()
-    def reproduce(self, path: Path) -> Mismatch | None:
-        """Run the batch of a reproducer again, by replay and eagerly; None where both give the same bits."""
-        found = Reproducer.read(path)
-        runner, chosen = self.runners[found.phase], self.passes[found.phase]
-        shadow = self.shadow if self.shadow is not None else Shadow(Shadowing(0), self.tables, self._caches)
-        batch = found.batch(runner)
-        if chosen.written is None or not isinstance(runner.decide(batch), Replay):
-            raise VerifyError(f"{path}: no recording serves its batch here ({runner.decide(batch)}). Capture it.")
-        with found.placed(self.tables, self._caches):
-            return shadowed(runner, batch, shadow.state(*chosen.written(batch)))[1]
 
     def collect(self, launched: Launched) -> Sampled:
         """What a step sampled; waits for the device."""

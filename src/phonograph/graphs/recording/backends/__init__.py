@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phonograph.devices import Device, MemoryPool
-from phonograph.graphs.recording.backends.base import Backend, Body, Recording, WarmUp
+from phonograph.graphs.recording.backends.base import Backend, Body, RecordedGap, Recording, WarmUp
 from phonograph.graphs.recording.backends.breakable import BreakableBackend
 from phonograph.graphs.recording.backends.debug import DebugBackend
 from phonograph.graphs.recording.backends.disabled import DisabledBackend
@@ -17,4 +17,4 @@ BACKENDS: dict[str, Callable[[Device, MemoryPool], Backend]] = {
     "disabled": DisabledBackend,
 }
 
-__all__ = ["BACKENDS", "Backend", "Body", "DebugBackend", "Recording", "WarmUp"]
+__all__ = ["BACKENDS", "Backend", "Body", "DebugBackend", "RecordedGap", "Recording", "WarmUp"]

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
 from phonograph.devices import DeviceGraph
+from phonograph.errors import Frame
 from phonograph.graphs.phases.decisions import ShapeKey
 
 Body = Callable[[], Any]
 ReplayStep = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class RecordedGap:
+    """A gap of a recording: whose call it is, and where the graphs around it leave and find their values."""
+
+    function: Callable[..., Any]
+    name: str
+    called: Frame | None
+    """The user's line that calls it; None for a call in our own code."""
+    arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    """What it is called with, now."""
+    outputs: Any
+    """Where the next graph reads what it returned."""
 
 
 @dataclass(eq=False)
@@ -22,12 +38,23 @@ class Recording:
     outputs: Any
     graphs: Sequence[DeviceGraph] = ()
     has_gaps: bool = False
+    gaps: Sequence[RecordedGap] = ()
+    """In order; graphs and gaps take turns among the steps where there are some."""
     holds: Sequence[Any] = ()
     """What the graphs read and perhaps nothing else keeps alive."""
     replay: ReplayStep = field(init=False)
 
     def __post_init__(self) -> None:
         self.replay = self.steps[0] if len(self.steps) == 1 else _all(self.steps)
+
+    @contextmanager
+    def replaying(self, replay: Callable[[Sequence[ReplayStep]], None]) -> Iterator[None]:
+        """Inside, a replay is left to a function, which gets the steps."""
+        usual, self.replay = self.replay, lambda: replay(self.steps)
+        try:
+            yield
+        finally:
+            self.replay = usual
 
     def release(self) -> None:
         """Give the graphs back; the recording can't be replayed any more."""

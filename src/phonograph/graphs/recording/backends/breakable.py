@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from phonograph.devices import Device, DeviceGraph, MemoryPool, Recorder
+from phonograph.devices.trace import user_frame
 from phonograph.errors import BreakError, OutputError
 from phonograph.graphs.inputs.tree import Marker, Noted, TreePath, leaves, map_leaves, reachable
 from phonograph.graphs.phases.context import current, entering, unbroken
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.live_arguments import shown
 from phonograph.graphs.recording.backends.arguments import Args, Arguments, Kwargs, argument_tensors, note_objects
-from phonograph.graphs.recording.backends.base import Body, Recording, ReplayStep, WarmUp
+from phonograph.graphs.recording.backends.base import Body, RecordedGap, Recording, ReplayStep, WarmUp
 from phonograph.graphs.recording.backends.gap_watch import GapWatch, Modes, is_unshared
 
 _ONLY = TreePath(())
@@ -89,6 +90,7 @@ class _Capturing:
         self._modes = Modes.of(device.torch_device)
         self.steps: list[ReplayStep] = []
         self.graphs: list[DeviceGraph] = []
+        self.gaps: list[RecordedGap] = []
 
     def gap(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         spec = self._next_spec(function)
@@ -110,6 +112,7 @@ class _Capturing:
         with unbroken():
             gap.run()
         self.steps.append(gap.run)
+        self.gaps.append(RecordedGap(function, spec.name, user_frame(), arguments.now, gap.outputs))
         self._recorder.begin()
         return outputs
 
@@ -230,7 +233,7 @@ class BreakableBackend:
                 outputs = body()
             breaker.close_segment()
         has_gaps = len(breaker.steps) > 1
-        return Recording(breaker.steps, outputs, breaker.graphs, has_gaps)
+        return Recording(breaker.steps, outputs, breaker.graphs, has_gaps, breaker.gaps)
 
 
 @contextmanager
