@@ -240,14 +240,12 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 @functools.cache
 def _composite(func: Any) -> Callable[..., Any] | None:
-    """What runs an op by its parts, or None for one that has none; cached, since every op of a warm-up is asked.
+    """The kernel that runs an op by its parts, or None for one that has none; cached, since every op is asked.
 
-    The kernel that eager calls run comes before a decomposition in Python, whose first call may import sympy, 2 s.
+    torch's decompositions in Python are other ops than a device runs, and import sympy, 2 s.
     """
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
-        return functools.partial(func._op_dk, _COMPOSITE)
-    found: Callable[..., Any] | None = func.py_kernels.get(_COMPOSITE)
-    return found
+    has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+    return functools.partial(func._op_dk, _COMPOSITE) if has_parts else None
 
 
 class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
