@@ -295,6 +295,19 @@ def test_gc_is_restored_as_it_was_found() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("by_caller", [True, False])
+def test_what_the_caller_froze_stays_frozen_and_nothing_else(by_caller: bool) -> None:
+    gc.unfreeze()
+    try:
+        if by_caller:
+            gc.freeze()
+        with gc_frozen(collect=False):
+            assert gc.get_freeze_count() > 0
+        assert (gc.get_freeze_count() > 0) == by_caller
+    finally:
+        gc.freeze()  # as conftest has it
+
+
 def test_the_models_state_is_what_it_was_before_capture(device: Device) -> None:
     """Warm-ups run for real; a counter on the device must not count them."""
     steps = torch.zeros(1, device=device.torch_device)
