@@ -215,7 +215,7 @@ class Executor:
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
         if self.shadow is not None and chosen.written is not None and self.shadow.is_due():
-            return _picked(self.shadow.run(runner, chosen.batch(step), chosen.written))
+            return _picked(self.shadow.run(runner, chosen.batch(step), chosen))
         if chosen.is_steady(step) and runner.can_repeat:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())

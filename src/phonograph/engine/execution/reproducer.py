@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +24,10 @@ from phonograph.graphs.trust.shadow import Mismatch
 
 _MAX_FILES = 8
 _MAX_BYTES = 1 << 30
-_TELLING = frozenset({"tokens", "last_token", "counts", "prompted", "bias_ids", "bias", "allowed"})
-"""Fields of batches and columns that tell which tokens a request has."""
 
 
 class Reproducers:
-    """Writes at most 8 files and 1 GiB to a folder; token ids only where that is allowed."""
+    """Writes at most 8 files and 1 GiB to a folder; where token ids are not allowed, only what is declared public."""
 
     def __init__(self, folder: Path, *, with_tokens: bool) -> None:
         self._folder = folder
@@ -39,17 +37,21 @@ class Reproducers:
         self,
         mismatch: Mismatch,
         batch: Any,
+        public: Collection[str],
         tables: RequestTables,
         caches: Sequence[CacheGroup],
         rows: torch.Tensor,
     ) -> str:
-        """Write what it takes to run a batch again; returns a sentence on where it is, or why it is nowhere."""
+        """Write what it takes to run a batch again; returns a sentence on where it is, or why it is nowhere.
+
+        `public` are the fields of the batch that tell nothing of tokens.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             held = [path.stat().st_size for path in self._folder.glob("*.pt")]
             if len(held) >= _MAX_FILES:
                 return f" No reproducer: {self._folder} has {len(held)} already."
-            found = self._content(mismatch, batch, tables, caches, rows)
+            found = self._content(mismatch, batch, public, tables, caches, rows)
             size = sum(value.numel() * value.itemsize for value in _tensors(found))
             if sum(held) + size > _MAX_BYTES:
                 return f" No reproducer: it would take {size:,} bytes, and {self._folder} may hold {_MAX_BYTES:,}."
@@ -65,6 +67,7 @@ class Reproducers:
         self,
         mismatch: Mismatch,
         batch: Any,
+        public: Collection[str],
         tables: RequestTables,
         caches: Sequence[CacheGroup],
         rows: torch.Tensor,
@@ -78,16 +81,23 @@ class Reproducers:
             "axes": [list(pair) for pair in mismatch.key.values],
             "detail": mismatch.detail,
             "with_tokens": self._with_tokens,
-            "batch": {name: self._told(name, value) for name, value in _plain_fields(batch).items()},
+            "batch": self._told(_plain_fields(batch), public),
             "rows": rows.cpu(),
-            "columns": {column.name: self._told(column.name, tables[column.name][rows].cpu()) for column in columns},
+            "columns": self._told(
+                {column.name: tables[column.name][rows].cpu() for column in columns},
+                {column.name for column in columns if column.is_public},
+            ),
             "pages": pages.cpu(),
             "cache": [tensor[:, pages].cpu() for group in caches for tensor in group.tensors],
         }
 
-    def _told(self, name: str, value: Any) -> Any:
-        hidden = name in _TELLING and not self._with_tokens and isinstance(value, torch.Tensor)
-        return torch.zeros_like(value) if hidden else value
+    def _told(self, found: dict[str, Any], public: Collection[str]) -> dict[str, Any]:
+        """What may be written: of a tensor that is not public its shape alone, of anything else nothing."""
+        if self._with_tokens:
+            return found
+        hidden = {name: value for name, value in found.items() if name not in public}
+        shapes = {name: torch.zeros_like(value) for name, value in hidden.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in found.items() if name in public} | shapes
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ import torch
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.execution.reproducer import Reproducers
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.base import Pass
 from phonograph.engine.state.column import Writer
 from phonograph.engine.state.tables import RequestTables
 from phonograph.errors import VerifyError
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.shadow import StatePart, shadowed
-
-Written = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
 
 
 class MistrustedStepError(VerifyError):
@@ -67,9 +66,10 @@ class Shadow:
         """Whether the next step is checked."""
         return self._numbers.random() < self._share
 
-    def run(self, runner: Runner, batch: Any, written: Written) -> Any:
-        """Serve a batch; raises where the replay is wrong."""
-        rows, positions = written(batch)
+    def run(self, runner: Runner, batch: Any, chosen: Pass) -> Any:
+        """Serve a batch of a pass that says what it writes; raises where the replay is wrong."""
+        assert chosen.written is not None
+        rows, positions = chosen.written(batch)
         state = self.state(rows, positions)
         outputs, mismatch = shadowed(runner, batch, state)
         self.num_checked += isinstance(runner.last, Replay)
@@ -78,7 +78,7 @@ class Shadow:
         self.num_wrong += 1
         kept = ""
         if self._files is not None:
-            kept = self._files.write(mismatch, batch, self._tables, self._caches, torch.unique(rows))
+            kept = self._files.write(mismatch, batch, chosen.public, self._tables, self._caches, torch.unique(rows))
         runner.mistrust(mismatch.key, mismatch.detail)
         raise MistrustedStepError(f"{mismatch}. The recording is given back, and such batches run eagerly.{kept}")
 

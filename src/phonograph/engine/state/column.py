@@ -167,6 +167,8 @@ class Column:
     trial: Callable[[TrialRows], torch.Tensor] | None = None
     """Values for trial runs, for the first places of each row; None leaves what is there."""
     group: Group = TABLES
+    is_public: bool = False
+    """Whether files may have it: it tells nothing of which tokens a request has."""
 
     @property
     def is_of_graph(self) -> bool:

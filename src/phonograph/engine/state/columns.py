@@ -58,6 +58,7 @@ PLACE = (
         value=lambda entry: entry.start,
         access=Access.BY_ROW,
         trial=lambda trial: trial.whole(trial.page_size, 2 * trial.page_size - trial.tokens_per_row + 1),
+        is_public=True,
     ),
     Column(
         "pages",
@@ -69,6 +70,7 @@ PLACE = (
         changes=lambda step: step.page_updates,
         access=Access.BY_ROW,
         trial=_trial_pages,
+        is_public=True,
     ),
 )
 """Where a sequence is: its last token, how many are computed, and the pages that they are in."""
@@ -79,12 +81,14 @@ SAMPLING = (
         torch.float32,
         value=lambda entry: entry.params.temperature,
         trial=lambda trial: trial.whole(0, 3) / 2,
+        is_public=True,
     ),
     Column(
         "top_k",
         torch.int32,
         value=lambda entry: min(entry.params.top_k or 0, _LARGEST),
         trial=lambda trial: trial.whole(0, 9),
+        is_public=True,
     ),
     Column(
         "top_p",
@@ -92,13 +96,21 @@ SAMPLING = (
         default=1,
         value=lambda entry: entry.params.top_p,
         trial=lambda trial: 0.5 + trial.whole(0, 6) / 10,
+        is_public=True,
     ),
-    Column("min_p", torch.float32, value=lambda entry: entry.params.min_p, trial=lambda trial: trial.whole(0, 2) / 20),
+    Column(
+        "min_p",
+        torch.float32,
+        value=lambda entry: entry.params.min_p,
+        trial=lambda trial: trial.whole(0, 2) / 20,
+        is_public=True,
+    ),
     Column(
         "seed",
         torch.int64,
         value=lambda entry: entry.sequence.noise_seed,
         trial=lambda trial: trial.whole(0, 1 << 40),
+        is_public=True,
     ),
 )
 """What the samplers of the engine read."""
@@ -145,6 +157,7 @@ PENALTIES = (
         value=lambda entry: entry.params.repetition_penalty,
         trial=lambda trial: 1 + trial.whole(0, 3) / 4,
         group=PENALISED,
+        is_public=True,
     ),
     Column(
         "presence",
@@ -152,6 +165,7 @@ PENALTIES = (
         value=lambda entry: entry.params.presence_penalty,
         trial=lambda trial: trial.whole(-2, 3) / 2,
         group=PENALISED,
+        is_public=True,
     ),
     Column(
         "frequency",
@@ -159,6 +173,7 @@ PENALTIES = (
         value=lambda entry: entry.params.frequency_penalty,
         trial=lambda trial: trial.whole(-2, 3) / 2,
         group=PENALISED,
+        is_public=True,
     ),
 )
 """What changes logits by what was said so far: as wide as the vocabulary, for requests that ask for it."""
