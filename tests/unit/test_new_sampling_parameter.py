@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import torch
 
-from phonograph import LLM, Device, EngineOptions, RequestError, SamplingParams, verify
+from phonograph import LLM, Device, EngineOptions, RequestError, SamplingParams, open_device, verify
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.process.messages import Add, ToCore
+from phonograph.engine.requests.parameter import Sampling, SamplingParameter
 from phonograph.engine.requests.request import GrammarSpec, Request
-from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.sampling.sampler import SamplingRows, TorchSampler
 from phonograph.engine.state.column import Column, RowSource
-from phonograph.engine.state.columns import SAMPLING
 from phonograph.graphs.planning.settings import ask
 
 
@@ -40,7 +40,16 @@ class Rows(SamplingRows):
 
 
 class LowestIdSampler(TorchSampler):
-    columns = (*SAMPLING, Column("lowest_id", torch.int32, value=lowest_id, trial=lambda trial: trial.whole(0, 9)))
+    columns = (
+        *TorchSampler.columns,
+        Column(
+            "lowest_id",
+            torch.int32,
+            value=lowest_id,
+            trial=lambda trial: trial.whole(0, 9),
+            parameter=SamplingParameter("lowest_id", Sampling.TRUNCATED, off=0, of=Params),
+        ),
+    )
     rows = Rows
 
     def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
@@ -79,8 +88,19 @@ def test_a_new_parameter_is_a_column_a_sampler_and_a_field(device: Device, monke
         if backend == "full":
             assert llm.executor.runners["decode"].stats.eager.total() == 0
             assert verify(llm.executor.runners["decode"], batches=1).ok
-        found[backend] = alone
+        (greedy,) = llm.generate([prompts[1]], Params(max_tokens=6, temperature=0.0, ignore_eos=True, lowest_id=240))
+        assert min(greedy.tokens) >= 240, "greedy too: the column says which recordings apply it"
+        found[backend] = alone, greedy.tokens
     assert found["disabled"] == found["full"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_sampler_that_does_not_honour_it_lets_no_request_set_it(device: str) -> None:
+    llm = make(open_device(device), "disabled")
+    with pytest.raises(RequestError, match="lowest_id is 200, and this engine's sampler does not honour it") as found:
+        llm.generate([[5, 9]], Params(max_tokens=2, lowest_id=200))
+    assert found.value.field == "lowest_id"
+    assert len(llm.generate([[5, 9]], Params(max_tokens=2, ignore_eos=True))[0].tokens) == 2, "it sets nothing"
 
 
 @dataclass(frozen=True)
@@ -102,7 +122,7 @@ class Renamed(SamplingParams):
     ],
 )
 def test_the_channel_to_the_core_takes_no_further_fields(params: SamplingParams, field: str) -> None:
-    with pytest.raises(RequestError, match="SamplingParams alone|GrammarSpec alone") as found:
+    with pytest.raises(RequestError, match=r"knows (SamplingParams|GrammarSpec) alone") as found:
         Add(Request("one", (1,), params))
     assert found.value.field == field
 

@@ -23,7 +23,7 @@ from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.step import Sampled
-from phonograph.engine.sampling.sampler import Sampler
+from phonograph.engine.sampling.sampler import Sampler, check_declared
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
@@ -76,6 +76,7 @@ class Executor:
         self.model = model
         self.vocab = model.config.vocab
         _check_state(model, limits)
+        check_declared(sampler)
         with allocating(
             f"a KV cache of {limits.capacity:,} tokens", "Lower cache_tokens, or max_seqs if it is not set."
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from phonograph.engine.requests.parameter import Sampling, SamplingParameter
 from phonograph.engine.requests.request import MAX_BIASED
 from phonograph.engine.state.column import Access, Array, Column, Form, Group, RowSource, TrialRows, Width, Writer
 
@@ -75,47 +76,53 @@ PLACE = (
 )
 """Where a sequence is: its last token, how many are computed, and the pages that they are in."""
 
-SAMPLING = (
-    Column(
-        "temperature",
-        torch.float32,
-        value=lambda entry: entry.params.temperature,
-        trial=lambda trial: trial.whole(0, 3) / 2,
-        is_public=True,
-    ),
-    Column(
-        "top_k",
-        torch.int32,
-        value=lambda entry: min(entry.params.top_k or 0, _LARGEST),
-        trial=lambda trial: trial.whole(0, 9),
-        is_public=True,
-    ),
-    Column(
-        "top_p",
-        torch.float32,
-        default=1,
-        value=lambda entry: entry.params.top_p,
-        trial=lambda trial: 0.5 + trial.whole(0, 6) / 10,
-        is_public=True,
-    ),
-    Column(
-        "min_p",
-        torch.float32,
-        value=lambda entry: entry.params.min_p,
-        trial=lambda trial: trial.whole(0, 2) / 20,
-        is_public=True,
-    ),
-    Column(
-        "seed",
-        torch.int64,
-        value=lambda entry: entry.sequence.noise_seed,
-        trial=lambda trial: trial.whole(0, 1 << 40),
-        is_public=True,
-    ),
+TEMPERATURE = Column(
+    "temperature",
+    torch.float32,
+    value=lambda entry: entry.params.temperature,
+    trial=lambda trial: trial.whole(0, 3) / 2,
+    parameter=SamplingParameter("temperature", Sampling.SAMPLED, off=0.0),
+    is_public=True,
 )
-"""What the samplers of the engine read."""
+TOP_K = Column(
+    "top_k",
+    torch.int32,
+    value=lambda entry: min(entry.params.top_k or 0, _LARGEST),
+    trial=lambda trial: trial.whole(0, 9),
+    parameter=SamplingParameter("top_k", Sampling.TRUNCATED, off=0, of_draws=True),
+    is_public=True,
+)
+TOP_P = Column(
+    "top_p",
+    torch.float32,
+    default=1,
+    value=lambda entry: entry.params.top_p,
+    trial=lambda trial: 0.5 + trial.whole(0, 6) / 10,
+    parameter=SamplingParameter("top_p", Sampling.TRUNCATED, off=1.0, of_draws=True),
+    is_public=True,
+)
+MIN_P = Column(
+    "min_p",
+    torch.float32,
+    value=lambda entry: entry.params.min_p,
+    trial=lambda trial: trial.whole(0, 2) / 20,
+    parameter=SamplingParameter("min_p", Sampling.TRUNCATED, off=0.0, of_draws=True),
+    is_public=True,
+)
+SEED = Column(
+    "seed",
+    torch.int64,
+    value=lambda entry: entry.sequence.noise_seed,
+    trial=lambda trial: trial.whole(0, 1 << 40),
+    parameter=SamplingParameter("seed", Sampling.SAMPLED, of_draws=True),
+    is_public=True,
+)
 
-PENALISED = Group("penalty tables", lambda sequence: sequence.request.params.is_penalised)
+_BIAS = SamplingParameter("logit_bias", Sampling.PENALISED, off={})
+_REPETITION = SamplingParameter("repetition_penalty", Sampling.PENALISED, off=1.0)
+_PRESENCE = SamplingParameter("presence_penalty", Sampling.PENALISED, off=0.0)
+_FREQUENCY = SamplingParameter("frequency_penalty", Sampling.PENALISED, off=0.0)
+PENALISED = Group.asked_by("penalty tables", _BIAS, _REPETITION, _PRESENCE, _FREQUENCY)
 PENALTIES = (
     Column(
         "counts",
@@ -140,6 +147,7 @@ PENALTIES = (
         width=MAX_BIASED,
         form=Form.PAIRS | Form.RESET,
         value=lambda entry: (range(len(entry.params.logit_bias)), list(entry.params.logit_bias)),
+        parameter=_BIAS,
         group=PENALISED,
     ),
     Column(
@@ -148,6 +156,7 @@ PENALTIES = (
         width=MAX_BIASED,
         form=Form.PAIRS | Form.RESET,
         value=lambda entry: (range(len(entry.params.logit_bias)), list(entry.params.logit_bias.values())),
+        parameter=_BIAS,
         group=PENALISED,
     ),
     Column(
@@ -156,6 +165,7 @@ PENALTIES = (
         default=1,
         value=lambda entry: entry.params.repetition_penalty,
         trial=lambda trial: 1 + trial.whole(0, 3) / 4,
+        parameter=_REPETITION,
         group=PENALISED,
         is_public=True,
     ),
@@ -164,6 +174,7 @@ PENALTIES = (
         torch.float32,
         value=lambda entry: entry.params.presence_penalty,
         trial=lambda trial: trial.whole(-2, 3) / 2,
+        parameter=_PRESENCE,
         group=PENALISED,
         is_public=True,
     ),
@@ -172,6 +183,7 @@ PENALTIES = (
         torch.float32,
         value=lambda entry: entry.params.frequency_penalty,
         trial=lambda trial: trial.whole(-2, 3) / 2,
+        parameter=_FREQUENCY,
         group=PENALISED,
         is_public=True,
     ),
