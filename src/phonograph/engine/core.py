@@ -69,6 +69,7 @@ class EngineCore(Generic[E]):
     def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
         """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
         refuse_unknown_tokens(request, self.executor.vocab)
+        self._steps.honoured.refuse_others(request)
         if constraints is None:
             constraints = self.constraints(request)
         sequences = self.scheduler.add(request)

@@ -22,7 +22,7 @@ from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.step import Sampled
-from phonograph.engine.sampling.sampler import Sampler
+from phonograph.engine.sampling.sampler import Sampler, check_declared
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
@@ -74,6 +74,7 @@ class Executor:
         self.model = model
         self.vocab = model.config.vocab
         _check_state(model, limits)
+        check_declared(sampler)
         with allocating(
             f"a KV cache of {limits.capacity:,} tokens", "Lower cache_tokens, or max_seqs if it is not set."
         ):
@@ -201,7 +202,7 @@ class Executor:
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
         if self.shadow is not None and chosen.written is not None and self.shadow.is_due():
-            return _picked(self.shadow.run(runner, chosen.batch(step), chosen.written))
+            return _picked(self.shadow.run(runner, chosen.batch(step), chosen))
         if chosen.is_steady(step) and runner.can_repeat:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,6 @@ _MAX_FILES = 8
 _MAX_BYTES = 1 << 30
 _OVERHEAD = 1 << 16
 """Bytes that a file has besides its tensors, at most."""
-_TELLING = frozenset({"tokens", "last_token", "counts", "prompted", "bias_ids", "bias", "allowed"})
-"""Fields of batches and columns that tell which tokens a request has."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,19 @@ def told(mismatch: Mismatch, *, with_tokens: bool) -> str:
 
 
 class Reproducers:
-    """Writes at most 8 files and 1 GiB to a folder; token ids only where that is allowed."""
+    """Writes at most 8 files and 1 GiB to a folder; where token ids are not allowed, only what is declared public."""
 
     def __init__(self, folder: Path, *, with_tokens: bool) -> None:
         self._folder = folder
         self._with_tokens = with_tokens
 
-    def write(self, mismatch: Mismatch, batch: Any, engine: EngineState, rows: torch.Tensor) -> str:
+    def write(
+        self, mismatch: Mismatch, batch: Any, public: Collection[str], engine: EngineState, rows: torch.Tensor
+    ) -> str:
         """Write what it takes to run a batch again; returns a sentence on where it is, or why it is nowhere.
 
-        It raises nothing: whoever calls it has a wrong step to undo.
+        `public` are the fields of the batch that tell nothing of tokens. It raises nothing: whoever calls it has a
+        wrong step to undo.
         """
         partial: Path | None = None
         try:
@@ -73,7 +74,7 @@ class Reproducers:
                 return f" No reproducer: it would take {size:,} bytes, and {self._folder} may hold {_MAX_BYTES:,}."
             path = self._folder / f"{mismatch.key.phase}-{mismatch.key.size}-{time.time_ns()}.pt"
             partial = path.with_suffix(".part")
-            content = self._content(mismatch, batch, engine, rows, pages)
+            content = self._content(mismatch, self._shown(_plain_fields(batch), public), engine, rows, pages)
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 torch.save(content, file)
             os.replace(partial, path)
@@ -85,10 +86,16 @@ class Reproducers:
         return f" Reproducer: {path}"
 
     def _content(
-        self, mismatch: Mismatch, batch: Any, engine: EngineState, rows: torch.Tensor, pages: torch.Tensor
+        self,
+        mismatch: Mismatch,
+        batch: dict[str, Any],
+        engine: EngineState,
+        rows: torch.Tensor,
+        pages: torch.Tensor,
     ) -> dict[str, Any]:
         tables = engine.tables
-        columns = [column.name for column in tables.columns if tables.is_made(column.group)]
+        columns = [column for column in tables.columns if tables.is_made(column.group)]
+        values = {column.name: tables[column.name][rows].cpu() for column in columns}
         return {
             "format": FORMAT,
             "model": described_model(engine.config),
@@ -97,16 +104,20 @@ class Reproducers:
             "axes": [list(pair) for pair in mismatch.key.values],
             "detail": told(mismatch, with_tokens=self._with_tokens),
             "with_tokens": self._with_tokens,
-            "batch": {name: self._hidden(name, value) for name, value in _plain_fields(batch).items()},
+            "batch": batch,
             "rows": rows.cpu(),
-            "columns": {name: self._hidden(name, tables[name][rows].cpu()) for name in columns},
+            "columns": self._shown(values, {column.name for column in columns if column.is_public}),
             "pages": pages.cpu(),
             "cache": [tensor[:, pages].cpu() for group in engine.caches for tensor in group.tensors],
         }
 
-    def _hidden(self, name: str, value: Any) -> Any:
-        hides = name in _TELLING and not self._with_tokens and isinstance(value, torch.Tensor)
-        return torch.zeros_like(value) if hides else value
+    def _shown(self, found: dict[str, Any], public: Collection[str]) -> dict[str, Any]:
+        """What may be written: of a tensor that is not public its shape alone, of anything else nothing."""
+        if self._with_tokens:
+            return found
+        hidden = {name: value for name, value in found.items() if name not in public}
+        shapes = {name: torch.zeros_like(value) for name, value in hidden.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in found.items() if name in public} | shapes
 
 
 def _num_bytes(batch: Any, engine: EngineState, num_rows: int, num_pages: int) -> int:

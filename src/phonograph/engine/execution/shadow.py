@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import torch
 
 from phonograph.engine.execution.reproducer_files import EngineState, Reproducers, told
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.base import Pass
 from phonograph.engine.state.column import Writer
 from phonograph.errors import VerifyError
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.shadow import StatePart, shadowed
-
-Written = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
 
 
 class MistrustedStepError(VerifyError):
@@ -64,9 +62,10 @@ class Shadow:
         """Whether the next step is checked."""
         return self._numbers.random() < self._asked.share
 
-    def run(self, runner: Runner, batch: Any, written: Written) -> Any:
-        """Serve a batch; raises where the replay is wrong."""
-        rows, positions = written(batch)
+    def run(self, runner: Runner, batch: Any, chosen: Pass) -> Any:
+        """Serve a batch of a pass that says what it writes; raises where the replay is wrong."""
+        assert chosen.written is not None
+        rows, positions = chosen.written(batch)
         state = self.state(rows, positions)
         outputs, mismatch = shadowed(runner, batch, state)
         self.num_checked += isinstance(runner.last, Replay)
@@ -75,7 +74,7 @@ class Shadow:
         self.num_wrong += 1
         kept = ""
         if self._files is not None:
-            kept = self._files.write(mismatch, batch, self._engine, torch.unique(rows))
+            kept = self._files.write(mismatch, batch, chosen.public, self._engine, torch.unique(rows))
         why = told(mismatch, with_tokens=self._asked.with_tokens)
         runner.mistrust(mismatch.key, why)
         raise MistrustedStepError(

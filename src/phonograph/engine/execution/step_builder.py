@@ -13,6 +13,7 @@ from phonograph.engine.passes.registry import PassDeclaration, StepPasses
 from phonograph.engine.passes.step import NO_ROWS, Decodes, PromptChunk, Step
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
+from phonograph.engine.sampling.honoured import HonouredParameters
 from phonograph.engine.sampling.needs import needs_of
 from phonograph.engine.state.column import Array, Column, TableSizes
 from phonograph.engine.state.updates import TableUpdates, UpdateBuilder
@@ -57,6 +58,7 @@ class StepBuilder:
     """Makes the steps of one executor; while the same sequences decode, little of one is new."""
 
     def __init__(self, tables: StepTables) -> None:
+        self.honoured = HonouredParameters(tables.columns)
         self._updates = UpdateBuilder(tables.columns, tables.sizes)
         self._unknown = [one.name for one in tables.columns if one.is_of_graph and one.restored is None]
         """Columns that nobody can put back."""
@@ -76,7 +78,7 @@ class StepBuilder:
             longest,
             lengths,
             tuple(PromptChunk(one.sequence.row, one.start, one.tokens, one.samples) for one in prefills),
-            needs_of(planned.sampling) if prefills else decodes.needs,
+            needs_of(planned.sampling, self.honoured) if prefills else decodes.needs,
             self._updates.build(planned),
         )
 
@@ -88,7 +90,7 @@ class StepBuilder:
         lengths = np.fromiter((one.num_computed for one in sequences), dtype=np.int64, count=len(sequences))
         if sequences is not self._sequences:
             rows = np.fromiter((one.row for one in sequences), dtype=np.int64, count=len(sequences))
-            self._decodes = Decodes(next(_VERSIONS), rows, needs_of(sequences))
+            self._decodes = Decodes(next(_VERSIONS), rows, needs_of(sequences, self.honoured))
             self._sequences = sequences
         self._longest = int(lengths.max())  # where rows have several tokens, a commit may have taken some back
         return self._decodes, self._longest, lengths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,6 +71,8 @@ class Pass:
     written: Callable[[Any], tuple[torch.Tensor, torch.Tensor]] | None = None
     """(rows, positions), on the device, whose keys and values a batch writes, rows that decode with all places of
     theirs. A pass that does not say is not checked in service."""
+    public: Collection[str] = ()
+    """Fields of its batches that tell nothing of which tokens a request has, so that files may have them."""
     is_steady: Callable[[Step], bool] = _never
     """Whether a step has the batch of the last one, but for what the tables hold: it is repeated then, not loaded."""
     dims: Sequence[Dim] = ()

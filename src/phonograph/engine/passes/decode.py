@@ -89,6 +89,7 @@ def decode_pass(parts: PassParts) -> Pass:
         slots=[rows_slot(parts.limits)],
         batch=batches.batch,
         written=written,
+        public=("rows", "width"),
         is_steady=batches.is_steady,
         body=DecodeBody(parts),
         sample=lambda extent, seed: sample_rows(parts, extent, seed),

@@ -232,6 +232,7 @@ def prefill_pass(
         dims=[Dim("sampled", limit=limits.max_seqs * limits.tokens_per_row)],
         batch=PrefillBatches(limits).batch,
         written=written,
+        public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from"),
         body=body,
         tail=body.tail if rounds is None else body.rounds_tail,
         sample=PrefillSample(parts, spans=backend == "breakable"),
