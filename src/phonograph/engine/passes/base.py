@@ -77,6 +77,9 @@ class Pass:
     tail: Callable[[Any, Any], Any] | None = None
     """Takes what the body returned and the batch; runs eagerly, after the recording."""
     axes: Sequence[Axis] = ()
+    free: Sequence[str] = ("width",)
+    """Fields of batches, besides slots, that recordings have a value of which serves every batch: as all pages that a
+    row can have."""
 
     @property
     def name(self) -> str:
@@ -98,5 +101,6 @@ class Pass:
             dims=self.dims,
             tail=self.tail,
             axes=self.axes,
+            free=self.free,
             preserve=self.preserve,
         )

@@ -51,6 +51,7 @@ def chained(declared: PassDeclaration, *links: Pass) -> Pass:
         dims=_together(declared, [link.dims for link in links]),
         axes=_together(declared, [link.axes for link in links]),
         body=_ChainBody(tuple(link.body for link in links)),
+        free=sorted({name for link in links for name in link.free}),
         tail=last.tail,
         is_steady=lambda step: all(link.is_steady(step) for link in links),
         written=None,  # what later passes write, the first does not know

@@ -233,6 +233,7 @@ def prefill_pass(
         batch=PrefillBatches(limits).batch,
         written=written,
         body=body,
+        free=("width", "spans_from"),
         tail=body.tail if rounds is None else body.rounds_tail,
         sample=PrefillSample(parts, spans=backend == "breakable"),
         preserve=parts.trials.running,
