@@ -41,6 +41,14 @@ class Batch:
 class Row(NamedTuple):
     x: Any
     scale: Any = 2.0
+    other: Any = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    x: Any
+    scale: Any = 2.0
+    other: Any = 0
 
 
 def x_of(count: int, seed: int = 1) -> torch.Tensor:
@@ -103,7 +111,33 @@ def test_a_value_that_was_read_is_compared(taken: Any, same: Any, other: Any) ->
     assert "the batch's 'scale' is" in runner.explain()
 
 
-@pytest.mark.parametrize("make", [dict, SimpleNamespace, Batch, Row])
+KINDS = [dict, SimpleNamespace, Batch, Row, Slotted]
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_of_every_kind_a_field_that_only_the_tail_reads_may_change(make: Any) -> None:
+    def field(batch: Any, name: str) -> Any:
+        return batch[name] if isinstance(batch, dict) else getattr(batch, name)
+
+    runner = runner_of(
+        lambda batch: field(batch, "x") * 2,
+        lambda x: make(x=x, scale=2.0, other=1),
+        tail=lambda found, batch: found * field(batch, "scale"),
+    )
+    for scale in (2.0, 3.0):
+        assert torch.equal(runner.run(make(x=x_of(3), scale=scale, other=7)), x_of(3) * 2 * scale)
+    assert counts(runner) == (2, 0)
+
+
+@pytest.mark.parametrize("body", [lambda batch: batch[0] * batch[1], lambda batch: multiplied(*batch[:2])])
+def test_places_of_a_tuple_are_read_as_all_of_it(body: Any) -> None:
+    runner = runner_of(body, Row)
+    assert torch.equal(runner.run(Row(x_of(3), 2.0)), x_of(3) * 2)
+    assert torch.equal(runner.run(Row(x_of(3), 3.0)), x_of(3) * 3)
+    assert counts(runner) == (1, 1)
+
+
+@pytest.mark.parametrize("make", KINDS)
 def test_batches_of_every_kind_are_looked_at(make: Any) -> None:
     def body(batch: Any) -> torch.Tensor:
         fields = batch if isinstance(batch, dict) else SimpleNamespace(x=batch.x, scale=batch.scale)
@@ -153,13 +187,21 @@ def test_a_field_that_the_sample_does_not_have_is_compared_if_it_was_looked_for(
 def test_what_the_recording_does_not_read_may_change() -> None:
     """A tail, a computed slot and an admission rule look at the live batch."""
     seen = list[Any]()
+
+    def look(batch: Batch, key: Any) -> None:
+        seen.append(batch.other)
+
+    def tail(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        seen.append(batch.scale)
+        return outputs
+
     total = Slot("total", (1,), torch.float32, compute=lambda batch, extent: [float(batch.other)])
     runner = runner_of(
         lambda batch: batch.x + batch.total,
         lambda x: Batch(x, "sample"),
         slots=(X, total),
-        tail=lambda outputs, batch: (seen.append(batch.scale), outputs)[1],
-        admission=[lambda batch, key: seen.append(batch.other)],
+        tail=tail,
+        admission=[look],
     )
     for number in range(3):
         assert torch.equal(runner.run(Batch(x_of(3), f"call {number}", number)), x_of(3) + number)

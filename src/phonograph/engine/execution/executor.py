@@ -19,6 +19,7 @@ from phonograph.engine.execution.step_builder import StepTables
 from phonograph.engine.execution.step_order import StepOrder
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.column_use import check_column_use
 from phonograph.engine.passes.readback import Pending, Picked, Readback
 from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
 from phonograph.engine.passes.step import Step, Undone
@@ -98,6 +99,8 @@ class Executor:
             _check(one, limits)
             if one.picks_in_recording and plans[one.name].backend != "disabled":
                 self.tables.make_all()
+        shared = {*(column.name for column in (*PLACE, *model.columns))}
+        check_column_use(self.passes.values(), self.tables.columns, shared)
         phases = {name: one.phase() for name, one in self.passes.items()}
         self.num_recordings = sum(_num_recordings(phases[name], plans[name]) for name in phases)
         if largest_only:

@@ -69,7 +69,7 @@ def _is_mapping(kind: type) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def is_only_dict(kind: Any) -> bool:
+def _is_only_dict(kind: Any) -> bool:
     """Whether an instance is its `__dict__` and nothing else, so that copying that copies it."""
     return (
         kind.__new__ is object.__new__
@@ -97,7 +97,7 @@ def _replaced(holder: Any, values: dict[str, Any]) -> Any:
 
 def _copied(holder: Any) -> Any:
     kind: Any = type(holder)
-    if not is_only_dict(kind):
+    if not _is_only_dict(kind):
         return copy.copy(holder)
     copied = object.__new__(kind)  # without __init__, which may do work or want arguments
     copied.__dict__.update(holder.__dict__)

@@ -8,11 +8,12 @@ the live batch is not frozen, and may change.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
-from phonograph.graphs.inputs.fields import Path, is_only_dict, path_of
+from phonograph.graphs.inputs.fields import Path, path_of
 from phonograph.graphs.inputs.snapshots import snapshot, snapshots_without
-from phonograph.graphs.inputs.tree import attributes
+from phonograph.graphs.inputs.tree import attributes, put_attribute
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
 
@@ -31,13 +32,9 @@ class FieldReads:
         """A copy that notes what is read of it; where none can be made the batch itself, all of it counted as read."""
         if type(batch) is dict:
             return _NotingDict(batch, self._note)
-        kind: Any = type(batch)
-        if not is_only_dict(kind):
-            self._all = True
-            return batch
-        made = object.__new__(_noting_kind(kind, self._note))
-        object.__getattribute__(made, "__dict__").update(batch.__dict__)
-        return made
+        made = _noting_object(batch, self._note)
+        self._all = self._all or made is None
+        return batch if made is None else made
 
     def of(self, batch: Any) -> set[str]:
         """The names that were read; those of a batch that has no such field among them."""
@@ -155,6 +152,22 @@ class _NotingDict(dict[Any, Any]):
         return other | self.copy()
 
 
+def _noting_object(batch: Any, note: Callable[[str | None], None]) -> Any:
+    """A copy that runs no code of the batch's class; None where that can't be."""
+    kind: Any = type(batch)
+    if isinstance(batch, Mapping) or hasattr(kind, "__copy__"):
+        return None
+    if isinstance(batch, tuple) and hasattr(kind, "_fields"):
+        return tuple.__new__(_noting_kind(kind, note), tuple.__iter__(batch))
+    base = next((one for one in (object, SimpleNamespace) if kind.__new__ is one.__new__), None)
+    if base is None:
+        return None
+    made: Any = base.__new__(_noting_kind(kind, note))
+    for name, value in attributes(batch):
+        put_attribute(made, str(name), value)
+    return made
+
+
 def _noting_kind(kind: Any, note: Callable[[str | None], None]) -> Any:
     """A class like another, of objects that note which attributes are read, be they fields or methods."""
 
@@ -165,4 +178,15 @@ def _noting_kind(kind: Any, note: Callable[[str | None], None]) -> Any:
             note(name)
         return kind.__getattribute__(self, name)
 
-    return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
+    def iterate(self: Any) -> Iterator[Any]:
+        note(None)
+        return tuple.__iter__(self)
+
+    def item(self: Any, place: Any) -> Any:
+        note(None)
+        return tuple.__getitem__(self, place)
+
+    added: dict[str, Any] = {"__getattribute__": read, "__module__": kind.__module__, "__slots__": ()}
+    if issubclass(kind, tuple):
+        added |= {"__iter__": iterate, "__getitem__": item}
+    return type(kind.__name__, (kind,), added)
