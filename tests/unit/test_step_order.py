@@ -23,6 +23,7 @@ from phonograph.engine.requests.request import Request
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.state.updates import TableUpdates
 from phonograph.errors import StepOrderError
+from phonograph.graphs.planning.settings import ask
 
 _GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -272,6 +273,15 @@ def test_a_core_does_not_go_on_where_another_has_begun(llm: LLM) -> None:
     assert again.outputs == []
     assert "StepOrderError" in again.error
     assert "make a new EngineCore" in again.error
+
+
+def test_the_engine_s_recordings_carry_nothing_that_a_step_must_compare() -> None:
+    options = EngineOptions(max_seqs=2, max_tokens=16, max_len=64, page_size=8, dtype=torch.float32, verify="off")
+    asked = [ask(f"{name}.backend", "full", origin="test") for name in ("decode", "prefill")]
+    runners = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked).executor.runners
+    for name in ("decode", "prefill"):
+        assert runners[name].captured
+        assert [runners[name].carried(key) for key in runners[name].captured] == [{}] * len(runners[name].captured)
 
 
 def test_a_commit_that_raises_collects_nothing_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
