@@ -69,6 +69,7 @@ PUBLIC = [
     "ShapeKey",
     "Slot",
     "Stage",
+    "StepOrderError",
     "UnavailableError",
     "VerifyError",
     "VerifyReport",

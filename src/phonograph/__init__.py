@@ -20,6 +20,7 @@ from phonograph.errors import (
     PhonographError,
     PlanError,
     RequestError,
+    StepOrderError,
     UnavailableError,
     VerifyError,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "ShapeKey",
     "Slot",
     "Stage",
+    "StepOrderError",
     "UnavailableError",
     "VerifyError",
     "VerifyReport",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph import Axis, CaptureError, Device, Dim, Extent, Pad, RunnerOptions, Slot, graph_break, graphed
+from phonograph import Axis, CaptureError, Device, Dim, Extent, Pad, Reason, RunnerOptions, Slot, graph_break, graphed
 from phonograph.devices.nodes import Node, NodeList, node_difference, nodes_of
 from phonograph.errors import DeclarationError, HostConstantError
 from phonograph.graphs.progress import silent
@@ -174,10 +174,15 @@ def test_a_value_of_the_host_is_named_by_op_line_and_both_values(body: Body, dev
 
 
 def test_the_wrong_recording_is_wrong_without_the_guard(device: Device) -> None:
-    """Else the tests above would show nothing."""
-    runner = captured(scaled, device, options=RunnerOptions(guard="off"))
-    x = rows(device, 8)
-    assert not torch.equal(runner.run({"x": x, "scale": 0.25}), x * 0.25)
+    """Else the tests above would show nothing; a runner that compares the field does not serve it, either."""
+    x, options = rows(device, 8), RunnerOptions(guard="off")
+    trusting, comparing = (
+        captured(scaled, device, options=options, free=("scale",)),
+        captured(scaled, device, options=options),
+    )
+    assert not torch.equal(trusting.run({"x": x, "scale": 0.25}), x * 0.25)
+    assert torch.equal(comparing.run({"x": x, "scale": 0.25}), x * 0.25)
+    assert comparing.stats.eager[Reason.STALE] == 1
 
 
 def test_what_is_refused_runs_eagerly_and_right(device: Device) -> None:

@@ -15,18 +15,19 @@ from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.execution.reproducer_files import EngineState
 from phonograph.engine.execution.shadow import Shadow, Shadowing
 from phonograph.engine.execution.step_builder import StepTables
+from phonograph.engine.execution.step_order import StepOrder
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.column_use import check_column_use
 from phonograph.engine.passes.readback import Pending, Picked, Readback
 from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
-from phonograph.engine.passes.step import Step
+from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.step import Sampled
 from phonograph.engine.sampling.sampler import Sampler, check_declared
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
-from phonograph.engine.state.updates import TableUpdates
 from phonograph.errors import DeclarationError, PlanError, allocating
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.phases.decisions import Replay
@@ -45,6 +46,7 @@ log = logging.getLogger("phonograph")
 class Launched:
     """A step on its way; its results come to the host meanwhile."""
 
+    step: Step
     phase: str
     path: str
     """`replay` or `eager`."""
@@ -96,6 +98,8 @@ class Executor:
             _check(one, limits)
             if one.picks_in_recording and plans[one.name].backend != "disabled":
                 self.tables.make_all()
+        shared = {*(column.name for column in (*PLACE, *model.columns))}
+        check_column_use(self.passes.values(), self.tables.columns, shared)
         phases = {name: one.phase() for name, one in self.passes.items()}
         self.num_recordings = sum(_num_recordings(phases[name], plans[name]) for name in phases)
         if largest_only:
@@ -106,6 +110,7 @@ class Executor:
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
+        self._order = StepOrder()
         self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config)
         self.shadow = Shadow(shadow, self.state) if shadow is not None else None
         self._is_trial = largest_only
@@ -171,7 +176,11 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Bring the tables up to date, start the forward pass, and the way back of what it samples."""
+        """Bring the tables up to date, start the forward pass, and the way back of what it samples.
+
+        Takes each step once, in the order in which they were built.
+        """
+        self._order.take(step)
         begun = self._begun[self._num_launched % len(self._begun)]
         self._num_launched += 1
         begun.record()
@@ -180,16 +189,21 @@ class Executor:
         runner = self.runners[step.pass_name]
         picked = self._run(runner, step)
         path = "replay" if isinstance(runner.last, Replay) else "eager"
-        return Launched(runner.phase.name, path, begun, self._readback.start(picked))
+        return Launched(step, runner.phase.name, path, begun, self._readback.start(picked))
 
     @torch.inference_mode()
-    def put_back(self, updates: TableUpdates) -> None:
+    def put_back(self, undone: Undone) -> None:
         """Undo what a step that raised has written to the tables."""
-        self.tables.apply(updates)
+        self._order.check_put_back(undone)
+        self.tables.apply(undone.updates)
 
     def collect(self, launched: Launched) -> Sampled:
-        """What a step sampled; waits for the device."""
+        """What a step sampled; waits for the device. Gives the results of each step once, in launch order."""
+        step, order = launched.step, self._order
+        if step.follows != order.collected:
+            order.check_collect(step)
         sampled = launched.pending.wait()
+        order.collected = step.serial
         self.device_seconds[launched.phase, launched.path] += launched.pending.fence.seconds_since(launched.begun)
         return sampled
 

@@ -79,6 +79,13 @@ class Pass:
     tail: Callable[[Any, Any], Any] | None = None
     """Takes what the body returned and the batch; runs eagerly, after the recording."""
     axes: Sequence[Axis] = ()
+    reads: Sequence[str] = ()
+    """Columns of passes that its body reads, by name; what every engine has need not be named."""
+    writes: Sequence[str] = ()
+    """Columns that its body or tail writes, by name."""
+    free: Sequence[str] = ("width",)
+    """Fields of batches, besides slots, that recordings have a value of which serves every batch: as all pages that a
+    row can have."""
 
     @property
     def name(self) -> str:
@@ -100,5 +107,6 @@ class Pass:
             dims=self.dims,
             tail=self.tail,
             axes=self.axes,
+            free=self.free,
             preserve=self.preserve,
         )

@@ -234,6 +234,7 @@ def prefill_pass(
         written=written,
         public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from"),
         body=body,
+        free=("width", "spans_from"),
         tail=body.tail if rounds is None else body.rounds_tail,
         sample=PrefillSample(parts, spans=backend == "breakable"),
         preserve=parts.trials.running,

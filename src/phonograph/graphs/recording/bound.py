@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,13 @@ import torch
 
 from phonograph.graphs.inputs.fields import fields_of
 from phonograph.graphs.phases.context import Current
-from phonograph.graphs.recording.backends import Body
 
 
 @dataclass(frozen=True)
 class Bound:
     """A body that can be run."""
 
-    body: Body
+    body: Callable[..., Any]
     now: Current
     batch: Any
     """The sample's."""

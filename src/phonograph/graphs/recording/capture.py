@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.registry import LoadMode, Registry, View
-from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
@@ -24,6 +24,7 @@ from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
 from phonograph.graphs.recording.bound import Bound
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
+from phonograph.graphs.recording.carried import FieldReads, carried_by
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
 from phonograph.graphs.recording.garbage import gc_frozen
 from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, following
@@ -47,7 +48,7 @@ class Captured:
 
     recordings: dict[ShapeKey, Recording]
     carried: dict[ShapeKey, dict[str, Any]]
-    """Snapshots of the fields that are not slots, of each recording's sample if that is a dict: replays keep them."""
+    """Snapshots of what each recording read of its sample besides slots: replays keep these values."""
     trimmings: dict[RecordingGroup, Trimming]
     report: CaptureReport
     facts: Settlement | None = None
@@ -142,11 +143,11 @@ class Capture:
             self.phase.host_plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
         inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
-        return Bound(lambda: self._forward(view), now, sample.batch, inputs, view.kwargs)
+        return Bound(partial(self._forward, view), now, sample.batch, inputs, view.kwargs)
 
-    def _forward(self, view: View) -> Any:
+    def _forward(self, view: View, noting: Callable[[Any], Any] | None = None) -> Any:
         with weights_uncached():
-            return self.phase.forward(view.batch, view.kwargs)
+            return self.phase.forward(view.batch, view.kwargs, noting)
 
     def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
         """New views for each run; kept, so that no later view gets their id()."""
@@ -390,11 +391,10 @@ class Capture:
 
     def _recorded(self, key: ShapeKey) -> Recording:
         with self._kept(key):
-            bound = self._bind(key, Stage.CAPTURING)
-            if isinstance(bound.batch, dict):
-                left_out = {slot.path for slot in self.phase.slots} | {one.path for one in self.phase.live}
-                self._carried[key] = snapshots_without(bound.batch, left_out)
+            bound, reads = self._bind(key, Stage.CAPTURING), FieldReads()
+            noting = None if self.phase.compares_others else reads.noting
             with entering(bound.now), self._preserved(bound.batch):
-                recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
+                recording = self.backend.capture(key, lambda: self.outputs.store(bound.body(noting)))
+            self._carried[key] = carried_by(self.phase, key, Sample(bound.batch, bound.kwargs), reads)
         recording.holds = self._settled.get(key, Settled()).holds
         return recording

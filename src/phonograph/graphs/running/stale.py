@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import reprlib
+from collections.abc import Mapping
+from typing import Any
 
-from phonograph.graphs.phases.decisions import Reason, RunEagerly
+from phonograph.graphs.phases.decisions import Reason, RunEagerly, ShapeKey
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.phases.selection import Selection
+from phonograph.graphs.recording.carried import changed_field, fields_by_name, left_out_of
 from phonograph.graphs.recording.fact import Fact
 from phonograph.graphs.recording.facts import FactRecorder, Settlement, WatchedFacts
 from phonograph.graphs.running.runner_options import RunnerOptions
@@ -24,6 +28,7 @@ class StaleWatch:
         self._fact: Fact | None = None
         self._refusal: RunEagerly | None = None
         self._warned: set[str] = set()
+        self._left_out = left_out_of(phase)
         self.is_on = False
         """Whether every call asks `refusal`."""
 
@@ -47,6 +52,23 @@ class StaleWatch:
     def find(self) -> Fact | None:
         """A fact that does not hold, by a look at all of them."""
         return self._settled.check.find() if self._settled is not None else None
+
+    def of_fields(
+        self, key: ShapeKey, carried: Mapping[str, Any], batch: Any, kwargs: Mapping[str, Any]
+    ) -> RunEagerly | None:
+        """Why a recording can't serve a batch: a field that it reads, and that is no slot, has another value."""
+        name = None if self._phase.compares_others else changed_field(carried, batch, kwargs, self._left_out)
+        if name is None:
+            return None
+        found = kwargs[name] if name in kwargs else fields_by_name(batch).get(name)
+        detail = (
+            f"the batch's {name!r} is {reprlib.repr(found)}, and {key} was captured with another value, which it has "
+            f"for good. Make it a slot or an axis, or name it in Phase(free=) if what the sample has serves every batch"
+        )
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning("%s runs eagerly: %s", self._phase.name, detail)
+        return RunEagerly(Reason.STALE, detail)
 
     def refusal(self) -> RunEagerly | None:
         """Why a recording can't serve now; None where all that it took for granted holds."""
