@@ -36,14 +36,14 @@ def weight(on: torch.device, seed: int = 9) -> Tensor:
     return rows(on, WIDTH, seed)
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def weight_reassigned(on: torch.device) -> Subject:
     """A parameter is replaced by a new one."""
     model = Net().to(on)
     return changed(model, on, lambda: setattr(model.linear, "weight", nn.Parameter(weight(on))))
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def weight_data_reassigned(on: torch.device) -> Subject:
     """`p.data = …`: the parameter stays the same object over other memory."""
     model = Net().to(on)
@@ -57,7 +57,7 @@ def buffer_replaced(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(model, "scale", torch.full((WIDTH,), 3.0, device=on)))
 
 
-@bug(ADDRESSES, names=r"linear\.(weight|bias)|scale", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.(weight|bias)|scale")
 def weights_assigned_by_load_state_dict(on: torch.device) -> Subject:
     """New weights are loaded with assign=True."""
     model = Net().to(on)
@@ -65,7 +65,7 @@ def weights_assigned_by_load_state_dict(on: torch.device) -> Subject:
     return changed(model, on, lambda: model.load_state_dict(other, assign=True))
 
 
-@bug(ADDRESSES, names=r"linear\.(weight|bias)", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.(weight|bias)")
 def moved_by_to(on: torch.device) -> Subject:
     """The model goes to another dtype and back, which moves its weights; later they are updated in place."""
     model = Net().to(on)
@@ -78,7 +78,7 @@ def moved_by_to(on: torch.device) -> Subject:
     return changed(model, on, change)
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def storage_replaced_by_set(on: torch.device) -> Subject:
     """`set_` puts a weight over other memory, as flat-parameter sharding does."""
     model = Net().to(on)
@@ -90,7 +90,7 @@ def _set(model: Net, on: torch.device) -> None:
         model.linear.weight.set_(weight(on).untyped_storage(), 0, (WIDTH, WIDTH), (WIDTH, 1))
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def weight_swapped(on: torch.device) -> Subject:
     """torch.utils.swap_tensors exchanges a weight with another."""
     model = Net().to(on)
@@ -98,7 +98,7 @@ def weight_swapped(on: torch.device) -> Subject:
     return changed(model, on, lambda: torch.utils.swap_tensors(model.linear.weight, other))
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def offloaded_and_woken(on: torch.device) -> Subject:
     """Sleep mode drops the weights' memory; waking allocates it elsewhere and loads other weights."""
     model = Net().to(on)
@@ -154,7 +154,7 @@ def parametrization_added(on: torch.device) -> Subject:
     return changed(model, on, lambda: parametrize.register_parametrization(model.linear, "weight", Negated()))
 
 
-@bug(ADDRESSES, names="cos", open=SILENT)
+@bug(ADDRESSES, names="cos")
 def rotary_table_rebuilt(on: torch.device) -> Subject:
     """Dynamic rotary scaling: a long context, served eagerly, replaces the table that recordings read."""
 
@@ -218,7 +218,7 @@ def functional_weights_replaced(on: torch.device) -> Subject:
     return changed(step, on, lambda: weights.update({name: value * 2 for name, value in weights.items()}))
 
 
-@bug(ADDRESSES, names="weight", open=SILENT)
+@bug(ADDRESSES, names="weight")
 def weight_behind_a_scripted_module(on: torch.device) -> Subject:
     """The weight of a TorchScript module is set through `.data`."""
     scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH).to(on))

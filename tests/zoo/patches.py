@@ -14,7 +14,6 @@ from zoo.judge import bug
 from zoo.python_values import Scaled, changed
 
 VALUES = Mechanism.VALUES
-CODE = "SILENT: the code that a body calls is not compared at the call"
 ABSENT = "SILENT: that something was absent at capture is no fact that is compared"
 
 
@@ -42,7 +41,7 @@ def forward_patched_on_the_class(on: torch.device) -> Subject:
     return changed(calling(norm), on, lambda: setattr(Norm, "forward", lambda self, x: x * 0.5))
 
 
-@bug(VALUES, names="class|Doubled", open=CODE)
+@bug(VALUES, names="class|Doubled")
 def class_of_a_layer_swapped(on: torch.device) -> Subject:
     """Quantisation swaps the class of a layer in place."""
 

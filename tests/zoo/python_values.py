@@ -228,7 +228,7 @@ def numpy_content_changed(on: torch.device) -> Subject:
     return changed(model, on, lambda: np.multiply(scales, 2, out=scales))
 
 
-@bug(VALUES, names="alpha|__defaults__|negative", open=SILENT)
+@bug(VALUES, names="alpha|__defaults__|negative")
 def default_argument_changed(on: torch.device) -> Subject:
     """The default of a helper's argument is patched."""
 

@@ -14,7 +14,9 @@ from torch.nn.modules import module as every_module
 from phonograph.errors import Frame
 from phonograph.graphs.recording.places import ABSENT, PLAIN, same
 
-FactKind = Literal["mode", "global", "closure", "attribute", "item", "items", "default", "hooks", "tensor", "address"]
+FactKind = Literal[
+    "mode", "global", "closure", "attribute", "item", "items", "default", "hooks", "class", "tensor", "address"
+]
 
 
 class Source(Protocol):
@@ -128,6 +130,20 @@ class OfFunction:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ClassOf:
+    """The class of an object, which can be exchanged for another."""
+
+    holder: Any
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("class", id(self.holder))
+
+    def get(self) -> Any:
+        return type(self.holder)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AddressOf:
     """Where the memory of a tensor begins, and how it is laid out."""
 
@@ -186,6 +202,8 @@ class Fact:
     """The expression that read it."""
     frame: Frame | None = None
     """Where it was read."""
+    short: str = ""
+    """A name without the path to it, by the class of its owner."""
 
     @property
     def differs(self) -> bool:
@@ -196,18 +214,24 @@ class Fact:
     def change(self) -> str:
         """In words, what it is now, and was."""
         where = f" ({self.frame.file}:{self.frame.line})" if self.frame is not None else ""
-        now, then = shown(self.source.get()), shown(self.value)
+        now, then = self._shown(self.source.get()), self._shown(self.value)
         if now == then:
             return f"{self.name} is another {now} than at capture{where}"
         return f"{self.name} is {now}, was {then} at capture{where}"
 
+    def _shown(self, value: Any) -> str:
+        if self.kind != "address" or value is None:
+            return shown(value)
+        pointer, shape, dtype = value
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} at {pointer:#x}"
+
     def is_named(self, patterns: Sequence[str]) -> bool:
         """Whether one of these dotted names means it: its whole name, or the end of it."""
-        return is_named(self.name, patterns) or is_named(self.read_as, patterns)
+        return any(is_named(one, patterns) for one in (self.name, self.read_as, self.short))
 
     def __str__(self) -> str:
         where = f"  {self.frame.file}:{self.frame.line}" if self.frame is not None else ""
-        return f"{self.kind:<9} {self.name} = {shown(self.value)}{where}"
+        return f"{self.kind:<9} {self.name} = {self._shown(self.value)}{where}"
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:

@@ -1,7 +1,8 @@
 """FactCheck: whether all facts still hold, in microseconds; and where one does not, which.
 
 Modes, values in dicts (by the dicts' versions), cells, slots and lists are looked at in every check. The addresses of
-tensors, and functions' code and defaults, take turns: a change is seen within `WINDOW` checks.
+tensors, classes of modules, and functions' code and defaults take turns: a change is seen within `WINDOW` checks, and
+at once where there are few.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from phonograph.graphs.recording import dict_versions, modes
 from phonograph.graphs.recording.fact import (
     AddressOf,
     AllItems,
+    ClassOf,
     Computed,
     Fact,
     HooksOf,
@@ -37,6 +39,8 @@ log = logging.getLogger("phonograph")
 
 WINDOW = 64
 """Within so many checks everything has been looked at."""
+_ALWAYS = 16
+"""So many that take turns are looked at in every check: of a small model, all."""
 _FEW = 80
 """So many values in dicts are looked at one by one faster than by the dicts' versions."""
 _MAX_STRIKES = 2
@@ -54,6 +58,8 @@ class FactCheck:
         """Whether objects in dicts take turns too, so that a check stays cheap."""
         self.stale: Fact | None = None
         """The fact that differed in the last check."""
+        self.others: tuple[str, ...] = ()
+        """What else differed when it was found, by name."""
         self._by_value = set(by_value)
         """Dicts that are stored into all the time, whatever a body reads: by identity."""
         self._strikes: Counter[int] = Counter()
@@ -93,7 +99,9 @@ class FactCheck:
 
     def find(self) -> Fact | None:
         """The same, and the next check is not made ready."""
-        self.stale = next((fact for fact in self.facts if fact.differs), None)
+        differing = [fact for fact in self.facts if fact.differs]
+        self.stale = differing[0] if differing else None
+        self.others = tuple(dict.fromkeys(one.name for one in differing if one.name != differing[0].name))
         return self.stale
 
     # -- what is looked at in every check -----------------------------------------------------------------
@@ -106,7 +114,7 @@ class FactCheck:
         rotating: list[Fact] = []
         for fact in self.facts:
             source = fact.source
-            if isinstance(source, AddressOf | OfFunction):
+            if isinstance(source, AddressOf | OfFunction | ClassOf):
                 rotating.append(fact)
             elif isinstance(source, HooksOf):
                 if self.uses_versions:
@@ -176,8 +184,8 @@ def _hook_dicts(source: HooksOf) -> Iterable[dict[Any, Any]]:
 
 def _chunks(facts: Sequence[Fact]) -> Iterable[Callable[[], bool]]:
     """Checks of some facts each, so few that all have their turn within the window."""
-    size = -(-len(facts) // WINDOW)
-    for begin in range(0, len(facts), size or 1):
+    size = max(-(-len(facts) // WINDOW), _ALWAYS)
+    for begin in range(0, len(facts), size):
         code = _Generated()
         for fact in facts[begin : begin + size]:
             code.add(fact)
@@ -261,6 +269,8 @@ def _place(source: Any, code: _Generated) -> str | None:
         return f"{code.name(source.slot)}.__get__({code.name(source.holder)})"
     if isinstance(source, InList) and type(source.holder) is list:
         return f"{code.name(source.holder)}[{source.index}]"
+    if isinstance(source, ClassOf):
+        return f"type({code.name(source.holder)})"
     if isinstance(source, OfFunction) and source.part != "__kwdefaults__":
         return f"{code.name(source.holder)}.{source.part}"
     return None
