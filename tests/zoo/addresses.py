@@ -206,7 +206,7 @@ def workspace_grown(on: torch.device) -> Subject:
     return Subject(Growing(), calls)
 
 
-@bug(ADDRESSES, names="weights|weight", open=SILENT)
+@bug(ADDRESSES, names="weights|weight")
 def functional_weights_replaced(on: torch.device) -> Subject:
     """functional_call takes its weights from a dict, whose entries are replaced."""
     model = Net().to(on)

@@ -272,6 +272,10 @@ def shown(value: Any) -> str:
     if isinstance(value, PLAIN) or value is ABSENT:
         text = repr(value)
         return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(shown, value)))}}}"
+    if isinstance(value, tuple) and value and isinstance(value[0], type):
+        value = value[1:]  # what a container holds, after its kind
     if isinstance(value, tuple | list):
         more = ", …" if len(value) > _MAX_ITEMS else ""
         return f"({', '.join(map(shown, value[:_MAX_ITEMS]))}{more})"

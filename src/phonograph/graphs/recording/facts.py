@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch.nn.modules.container import ModuleDict, ModuleList, Sequential
 
 from phonograph.errors import Frame
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.recording.contents import tensors_in
 from phonograph.graphs.recording.fact import (
     AddressOf,
     AllItems,
@@ -26,6 +26,7 @@ from phonograph.graphs.recording.fact import (
     FactKind,
     HooksOf,
     InDict,
+    InList,
     OfFunction,
     Source,
     address_of,
@@ -139,10 +140,12 @@ class FactRecorder:
         for fact in (*mode_facts(device), *read, *self._of_modules(), *self._of_functions()):
             found.setdefault(fact.source.identity, self._named(fact))
         for fact in list(found.values()):
-            if isinstance(fact.value, torch.Tensor) and (address := address_of(fact.value)) is not None:
-                source = AddressOf(fact.value)
-                found.setdefault(source.identity, replace(fact, kind="address", source=source, value=address))
-        kept = [fact for fact in found.values() if not fact.is_named(self.ignored)]
+            for tensor in tensors_in(fact.value):
+                if (address := address_of(tensor)) is not None:
+                    source = AddressOf(tensor)
+                    found.setdefault(source.identity, replace(fact, kind="address", source=source, value=address))
+        whole = {id(fact.source.holder) for fact in found.values() if isinstance(fact.source, AllItems)}
+        kept = [fact for fact in found.values() if not fact.is_named(self.ignored) and not _is_in(fact, whole)]
         unsteady += [fact.name for fact in kept if fact.differs]
         notes = [f"no values that the body reads: {self.problem}"] if self.problem else []
         if unsteady:
@@ -195,9 +198,10 @@ class FactRecorder:
     def _named(self, fact: Fact) -> Fact:
         """The same fact, named by the path to its module."""
         source = fact.source
-        if not isinstance(source, InDict) or id(source.holder) not in self._paths:
+        if not isinstance(source, InDict | AllItems) or id(source.holder) not in self._paths:
             return fact
-        return replace(fact, name=f"{self._paths[id(source.holder)]}.{source.key}", short=fact.name)
+        path = self._paths[id(source.holder)]
+        return replace(fact, name=f"{path}.{source.key}" if isinstance(source, InDict) else path, short=fact.name)
 
     def _of_functions(self) -> Iterator[Fact]:
         """Code and defaults of the functions that ran."""
@@ -227,6 +231,11 @@ class Settlement:
     @property
     def facts(self) -> WatchedFacts:
         return WatchedFacts(self.check.facts, self.check.method, self.notes, self.check.stale)
+
+
+def _is_in(fact: Fact, whole: set[int]) -> bool:
+    """Whether an item lies in one of the lists that are looked at as a whole."""
+    return isinstance(fact.source, InList) and id(fact.source.holder) in whole
 
 
 def _fact(kind: FactKind, name: str, source: Source, frame: Frame | None) -> Fact:

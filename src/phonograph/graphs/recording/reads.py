@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,13 @@ import torch
 
 from phonograph.errors import Frame
 from phonograph.graphs.recording.bytecode import Read
+from phonograph.graphs.recording.contents import InThread
+from phonograph.graphs.recording.evaluation import UNKNOWN, callee_of, value_of
 from phonograph.graphs.recording.fact import AllItems, Fact, FactKind, InCell, InDict, InList, InSlot, Source
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.lookup import Held, lookup
-from phonograph.graphs.recording.places import ABSENT
 from phonograph.graphs.recording.tracing import traced
-
-_UNKNOWN = object()
+from phonograph.graphs.recording.uses import uses_of
 
 
 class Reads:
@@ -92,21 +93,28 @@ class Reads:
         elif read.kind == "cell":
             for cell in self._functions.cells(frame, read.key):
                 self._note("closure", read.key, InCell(cell), read, frame)
-        elif read.base is not None:
-            base = self._value(read.base, frame)
-            if base is not _UNKNOWN and not is_closed(base):
-                self._note_inside(read, base, frame)
+        elif read.kind == "attribute":
+            self._note_inside(read, value_of(read.base, frame), read.key, frame)
+        elif read.kind == "items" and isinstance(base := value_of(read.base, frame), list):
+            self._note("items", f"{read.base}[…]", AllItems(base), read, frame)
+        else:
+            if read.kind == "call" and len(read.parts) >= 2:
+                self._note_by_name(read, frame)
+            for name, source in uses_of(read, frame, self._looks_into):
+                self._note("item" if isinstance(source, InDict | InList) else "items", name, source, read, frame)
 
-    def _note_inside(self, read: Read, base: Any, frame: FrameType) -> None:
-        if read.kind == "attribute":
-            self._note_attribute(read, base, frame)
-        elif read.kind == "items":
-            if isinstance(base, list | set):
-                self._note("items", f"{_owner(read, base)}[…]", AllItems(base), read, frame)
-        elif isinstance(base, dict):
-            self._note("item", f"{_owner(read, base)}[{read.key!r}]", InDict(base, read.key), read, frame)
-        elif isinstance(base, list) and isinstance(read.key, int):
-            self._note("item", f"{_owner(read, base)}[{read.key!r}]", InList(base, read.key), read, frame)
+    def _note_by_name(self, read: Read, frame: FrameType) -> None:
+        """`getattr(x, name)` and `hasattr(x, name)` read as `x.name` does."""
+        if callee_of(read.base, frame).function in (getattr, hasattr):
+            owner, name = value_of(read.parts[0], frame), value_of(read.parts[1], frame)
+            if isinstance(name, str):
+                self._note_inside(Read("attribute", name, read.parts[0]), owner, name, frame)
+
+    def _note_inside(self, read: Read, owner: Any, name: str, frame: FrameType) -> None:
+        if isinstance(owner, threading.local):
+            self._note("attribute", f"local.{name}", InThread(owner, name), read, frame)
+        elif owner is not UNKNOWN and not is_closed(owner):
+            self._note_attribute(read, owner, frame)
 
     def _note_attribute(self, read: Read, owner: Any, frame: FrameType) -> None:
         found = lookup(owner, read.key)
@@ -133,33 +141,6 @@ class Reads:
             for module in value.modules():
                 self._meet(module, frame)
 
-    def _value(self, read: Read, frame: FrameType) -> Any:
-        """What a read finds, without running code."""
-        if read.kind in ("local", "cell"):
-            return frame.f_locals.get(read.key, _UNKNOWN)
-        if read.kind == "global":
-            return frame.f_globals.get(read.key, _UNKNOWN)
-        base: Any = self._value(read.base, frame) if read.base is not None else _UNKNOWN
-        if base is _UNKNOWN or read.kind in ("items", "constant"):
-            return _UNKNOWN
-        if read.kind == "attribute":
-            return _plain_value(lookup(base, read.key))
-        try:
-            if isinstance(base, dict):
-                return dict.get(base, read.key, _UNKNOWN)
-            return base[read.key] if type(base) in (list, tuple) else _UNKNOWN
-        except (IndexError, TypeError):
-            return _UNKNOWN
-
-
-def _plain_value(found: list[Held]) -> Any:
-    """The value of an attribute, unless a descriptor makes it."""
-    if not found or found[-1].value is ABSENT:
-        return _UNKNOWN
-    value = found[-1].value
-    is_method = not found[-1].is_slot and hasattr(type(value), "__get__") and not isinstance(value, type)
-    return _UNKNOWN if is_method and len(found) > 1 else value
-
 
 def _source(held: Held) -> Source | None:
     if held.holder is None:
@@ -172,10 +153,6 @@ def _called(owner: Any) -> str:
     if isinstance(owner, types.ModuleType | type):
         return owner.__name__
     return owner.__qualname__ if isinstance(owner, types.FunctionType) else type(owner).__name__
-
-
-def _owner(read: Read, base: Any) -> str:
-    return str(read.base) if read.base is not None else type(base).__name__
 
 
 def _line(frame: FrameType) -> Frame:
