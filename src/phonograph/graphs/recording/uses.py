@@ -65,8 +65,8 @@ def _of_call(read: Read, frame: FrameType, looks_into: Any) -> Iterator[Use]:
         yield f"the context variable {owner.name}", InContext(owner)
     elif callee.name in _LOOKS_UP and arguments and isinstance(owner, dict | os._Environ):
         yield from _item(name, owner, arguments[0] if is_key(arguments[0]) else UNKNOWN)
-    elif callee.function is os.getenv and arguments:
-        yield from _item("os.environ", os.environ, arguments[0])
+    elif _is_getenv(callee.function) and arguments:
+        yield from _item(name, callee.function.__globals__["environ"], arguments[0])
     elif is_container(owner):
         if callee.name not in _WRITES:
             yield from _whole(name, owner)
@@ -74,6 +74,10 @@ def _of_call(read: Read, frame: FrameType, looks_into: Any) -> Iterator[Use]:
         for part, value in zip(read.parts, arguments, strict=True):
             if is_container(value) or is_record(value):
                 yield from _whole(str(part), value)
+
+
+def _is_getenv(function: Any) -> bool:
+    return isinstance(function, types.FunctionType) and (function.__module__, function.__name__) == ("os", "getenv")
 
 
 def _whole(name: str, value: Any) -> Iterator[Use]:
@@ -99,7 +103,7 @@ def _item(name: str, base: Any, key: Any) -> Iterator[Use]:
     """One entry; where the key is not known, all that are there."""
     if isinstance(base, os._Environ):
         if isinstance(key, str):
-            yield f"os.environ[{key!r}]", InDict(getattr(base, "_data", {}), base.encodekey(key))
+            yield f"environ[{key!r}]", InDict(getattr(base, "_data", {}), base.encodekey(key))
     elif isinstance(base, dict):
         if key is not UNKNOWN:
             yield f"{name}[{key!r}]", InDict(base, key)
