@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, Literal
 
@@ -39,6 +39,8 @@ class Read:
     base: Read | None = None
     parts: tuple[Read | None, ...] = ()
     """Operands, arguments, or a key that is no constant."""
+    offset: int = field(default=-1, compare=False)
+    """Where the instruction stands."""
 
     def __str__(self) -> str:
         if self.kind == "attribute":
@@ -124,6 +126,9 @@ class _Reading:
             key, base = self._pop_all(2)
             self._about(instruction, "contains", base, key)
             self.stack.append(None)
+        elif name == "BUILD_MAP":
+            self._pop_all(2 * arg)
+            self.stack.append(None)
         elif name in _TRUTHS:
             self._about(instruction, "truth", self._pop())
             self.stack += [None] * _TRUTHS[name]
@@ -138,8 +143,8 @@ class _Reading:
             self.stack[-depth], self.stack[-1] = self.stack[-1], self.stack[-depth]
 
     def _note(self, instruction: dis.Instruction, read: Read) -> Read:
-        self.reads[instruction.offset] = read
-        return read
+        found = self.reads[instruction.offset] = replace(read, offset=instruction.offset)
+        return found
 
     def _push_callable(self, found: Read | None, *, with_null: bool) -> None:
         if not with_null:
@@ -166,16 +171,14 @@ class _Reading:
         if base is not None and base.kind != "constant":
             is_constant = key is not None and key.kind == "constant" and isinstance(key.key, _KEYS)
             found = Read("item", key.key, base) if key is not None and is_constant else Read("item", None, base, (key,))
-            self._note(instruction, found)
+            found = self._note(instruction, found)
         self.stack.append(found)
 
     def _call(self, instruction: dis.Instruction, count: int) -> None:
         arguments, called = self._pop_all(count), self._pop_all(2)
         callee = next((one for one in called if one is not None), None)
         found = Read("call", None, callee, tuple(arguments)) if callee is not None else None
-        if found is not None:
-            self._note(instruction, found)
-        self.stack.append(found)
+        self.stack.append(self._note(instruction, found) if found is not None else None)
 
     def _compute(self, instruction: dis.Instruction, name: str, arg: int) -> None:
         """What two operands give, a text of parts, a tuple."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import types
-from collections.abc import Callable
+from collections import UserDict, UserList
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -36,6 +38,15 @@ _PURE = (str, int, float, bool, min, max, abs, round)
 _LONG = 10_000
 
 
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A frame at one of its instructions, and what functions returned to it."""
+
+    frame: FrameType
+    returned: Mapping[int, tuple[CodeType, Any]]
+    """By offset of the instruction that called: the code that ran, and what it returned."""
+
+
 @dataclass(frozen=True)
 class Callee:
     """What is called: a function, or the attribute of an owner."""
@@ -45,8 +56,9 @@ class Callee:
     name: str = ""
 
 
-def value_of(read: Read | None, frame: FrameType) -> Any:
+def value_of(read: Read | None, scene: Scene) -> Any:
     """What a read finds, or `UNKNOWN`."""
+    frame = scene.frame
     if read is None:
         return UNKNOWN
     if read.kind in ("local", "cell"):
@@ -55,19 +67,35 @@ def value_of(read: Read | None, frame: FrameType) -> Any:
         return frame.f_globals.get(read.key, frame.f_builtins.get(read.key, UNKNOWN))
     if read.kind == "constant":
         return read.key
-    if read.kind == "computed":
-        return _computed(read, frame)
-    if read.kind == "call":
-        return _called(read, frame)
-    base = value_of(read.base, frame)
+    if read.kind in ("computed", "call"):
+        return _computed(read, scene) if read.kind == "computed" else _called(read, scene)
+    return _inside(read, scene)
+
+
+def _inside(read: Read, scene: Scene) -> Any:
+    """An attribute or an item of what another read finds."""
+    base = value_of(read.base, scene)
     if base is UNKNOWN or read.kind not in ("attribute", "item"):
         return UNKNOWN
-    return attribute_of(base, read.key) if read.kind == "attribute" else item_of(base, key_of(read, frame))
+    is_attribute = read.kind == "attribute"
+    found = attribute_of(base, read.key) if is_attribute else item_of(base, key_of(read, scene))
+    if found is UNKNOWN and read.offset in scene.returned:
+        by = lookup(base, read.key if is_attribute else "__getitem__")
+        return _returned(read, by[-1].value if by else UNKNOWN, scene)
+    return found
 
 
-def key_of(read: Read, frame: FrameType) -> Any:
+def _returned(read: Read, function: Any, scene: Scene) -> Any:
+    """What this function returned to the read's instruction, if it is known."""
+    code, value = scene.returned.get(read.offset, (None, UNKNOWN))
+    for name in ("__func__", "fget", "func"):  # methods, properties, partials
+        function = getattr(function, name, function) if not isinstance(function, torch.nn.Module) else function
+    return value if code is not None and getattr(function, "__code__", None) is code else UNKNOWN
+
+
+def key_of(read: Read, scene: Scene) -> Any:
     """The key of an item: a constant, or what the frame has for it."""
-    found = value_of(read.parts[0], frame) if read.parts else read.key
+    found = value_of(read.parts[0], scene) if read.parts else read.key
     return found if found is UNKNOWN or is_key(found) else UNKNOWN
 
 
@@ -82,12 +110,24 @@ def attribute_of(base: Any, name: str) -> Any:
         return UNKNOWN if held is None else held
     if type(base) in _TENSORS and name in _OF_TENSORS:
         return getattr(base, name) if not torch._C._len_torch_function_stack() else UNKNOWN
-    return plain_value(lookup(base, name))
+    found = plain_value(lookup(base, name))
+    # A dict whose attributes are its keys.
+    return dict.get(base, name, UNKNOWN) if found is UNKNOWN and isinstance(base, dict) else found
+
+
+def unwrapped(value: Any) -> Any:
+    """What a container of the standard library keeps its items in."""
+    if isinstance(value, UserDict | UserList):
+        return value.data
+    if isinstance(value, types.MappingProxyType):
+        return next((one for one in gc.get_referents(value) if isinstance(one, dict)), value)
+    return value
 
 
 def item_of(base: Any, key: Any) -> Any:
     if key is UNKNOWN:
         return UNKNOWN
+    base = unwrapped(base)
     try:
         if isinstance(base, dict):
             return dict.get(base, key, UNKNOWN)
@@ -102,21 +142,21 @@ def plain_value(found: list[Held]) -> Any:
         return UNKNOWN
     value = found[-1].value
     is_method = not found[-1].is_slot and hasattr(type(value), "__get__") and not isinstance(value, type)
-    return UNKNOWN if is_method and len(found) > 1 else value
+    return UNKNOWN if isinstance(value, property) or (is_method and len(found) > 1) else value
 
 
-def callee_of(read: Read | None, frame: FrameType) -> Callee:
+def callee_of(read: Read | None, scene: Scene) -> Callee:
     """What a call calls. A method is told by its owner and name."""
     if read is None or read.kind != "attribute":
-        return Callee(value_of(read, frame))
-    owner = value_of(read.base, frame)
+        return Callee(value_of(read, scene))
+    owner = value_of(read.base, scene)
     found = lookup(owner, read.key) if owner is not UNKNOWN else []
     return Callee(found[-1].value if found else UNKNOWN, owner, read.key)
 
 
-def _computed(read: Read, frame: FrameType) -> Any:
+def _computed(read: Read, scene: Scene) -> Any:
     operation = _OPERATIONS.get(read.key)
-    parts = [value_of(part, frame) for part in read.parts]
+    parts = [value_of(part, scene) for part in read.parts]
     if operation is None or not all(map(is_key, parts)):
         return UNKNOWN
     return _applied(operation, parts)
@@ -132,12 +172,12 @@ def _applied(function: Callable[..., Any], parts: list[Any]) -> Any:
         return UNKNOWN
 
 
-def _called(read: Read, frame: FrameType) -> Any:
+def _called(read: Read, scene: Scene) -> Any:
     """What a call gives, of functions that only look something up."""
-    callee, arguments = callee_of(read.base, frame), [value_of(part, frame) for part in read.parts]
+    callee, arguments = callee_of(read.base, scene), [value_of(part, scene) for part in read.parts]
     function, owner = callee.function, callee.owner
     if function is globals and not arguments:
-        return frame.f_globals
+        return scene.frame.f_globals
     if function is vars and len(arguments) == 1 and arguments[0] is not UNKNOWN:
         owned = arguments[0]
         return vars(owned) if isinstance(owned, types.ModuleType) else attribute_of(owned, "__dict__")
@@ -145,6 +185,8 @@ def _called(read: Read, frame: FrameType) -> Any:
         return _or_default(attribute_of(arguments[0], arguments[1]), lookup(arguments[0], arguments[1]), arguments[2:])
     if isinstance(owner, dict) and callee.name == "get" and arguments and is_key(arguments[0]):
         return dict.get(owner, arguments[0], arguments[1] if len(arguments) > 1 else None)
+    if read.offset in scene.returned:
+        return _returned(read, function, scene)
     if type(owner) in _TENSORS and callee.name in ("size", "dim") and all(map(is_key, arguments)):
         return owner.size(*arguments) if callee.name == "size" else owner.dim()
     if function is len and len(arguments) == 1 and type(arguments[0]) in (list, dict, set, tuple, str):
