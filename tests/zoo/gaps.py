@@ -128,7 +128,7 @@ def gap_reads_the_variable_of_a_loop(on: torch.device) -> Subject:
     return broken(step, on)
 
 
-@bug(GAPS, names="hidden|state", open="UNNAMED: the refusal has no line")
+@bug(GAPS, names="hidden|state")
 def gap_replaces_state(on: torch.device) -> Subject:
     """A gap assigns a new tensor to the module, which the graph after it reads."""
     model = SimpleNamespace(hidden=torch.zeros(WIDTH, device=on))
@@ -181,7 +181,7 @@ class Batch:
     logits: Tensor | None = None
 
 
-@bug(OTHER, names="logits|result", open="UNNAMED: the refusal has no line")
+@bug(OTHER, names="logits|result")
 def output_left_in_the_batch(on: torch.device) -> Subject:
     """The body leaves its result in a field of the batch, and returns nothing that holds it."""
 

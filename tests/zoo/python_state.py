@@ -94,7 +94,7 @@ def python_generator(on: torch.device) -> Subject:
 _depth: ContextVar[int] = ContextVar("zoo_depth", default=1)
 
 
-@bug(STATE, names="zoo_depth|_depth", open=UNNAMED)
+@bug(STATE, names="zoo_depth|_depth")
 def context_variable_counted(on: torch.device) -> Subject:
     """The body counts up a context variable."""
     _depth.set(1)
@@ -109,7 +109,7 @@ def context_variable_counted(on: torch.device) -> Subject:
 _local = threading.local()
 
 
-@bug(STATE, names="count", open=UNNAMED)
+@bug(STATE, names="count")
 def thread_local_counted(on: torch.device) -> Subject:
     """The body counts in a threading.local."""
     _local.count = 0
@@ -147,7 +147,7 @@ def class_attribute_counted(on: torch.device) -> Subject:
     return repeated(Counting(), on, lambda: Counting.total)
 
 
-@bug(STATE, names="calls|weight", open=UNNAMED)
+@bug(STATE, names="calls|weight")
 def attribute_of_a_tensor(on: torch.device) -> Subject:
     """A counter is an attribute of a parameter, as quantisation libraries keep their scales."""
     weight: Any = torch.ones(WIDTH, device=on)
@@ -160,7 +160,7 @@ def attribute_of_a_tensor(on: torch.device) -> Subject:
     return repeated(step, on, lambda: weight.calls)
 
 
-@bug(STATE, names="_count|globals", open=UNNAMED)
+@bug(STATE, names="_count|globals")
 def counter_in_globals_by_name(on: torch.device) -> Subject:
     """The body counts in globals() under a name that no bytecode has."""
     globals()["_zoo_count"] = 0
