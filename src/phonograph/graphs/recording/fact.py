@@ -217,6 +217,7 @@ class Fact:
         now, then = self._shown(self.source.get()), self._shown(self.value)
         if now == then:
             return f"{self.name} is another {now} than at capture{where}"
+        now += _other_parameters(self.value, self.source.get())
         return f"{self.name} is {now}, was {then} at capture{where}"
 
     def _shown(self, value: Any) -> str:
@@ -232,6 +233,16 @@ class Fact:
     def __str__(self) -> str:
         where = f"  {self.frame.file}:{self.frame.line}" if self.frame is not None else ""
         return f"{self.kind:<9} {self.name} = {self._shown(self.value)}{where}"
+
+
+def _other_parameters(then: Any, now: Any) -> str:
+    """Which parameters of a module are others in the one that took its place."""
+    if not isinstance(then, torch.nn.Module) or not isinstance(now, torch.nn.Module):
+        return ""
+    known = dict(then.named_parameters())
+    other = [name for name, one in now.named_parameters() if known.get(name) is not one]
+    more = ", …" if len(other) > _MAX_ITEMS else ""
+    return f" with another {', '.join(other[:_MAX_ITEMS])}{more}" if other else ""
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:

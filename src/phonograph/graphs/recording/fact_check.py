@@ -35,6 +35,7 @@ from phonograph.graphs.recording.fact import (
     unchanged,
 )
 from phonograph.graphs.recording.places import ABSENT, PLAIN
+from phonograph.graphs.recording.rebinding import rebound
 
 log = logging.getLogger("phonograph")
 
@@ -104,6 +105,8 @@ class FactCheck:
     def find(self) -> Fact | None:
         """The same, and the next check is not made ready."""
         differing = [fact for fact in self.facts if fact.differs]
+        if differing and (equal := rebound(self.facts)) is not None:
+            self.facts, differing = tuple(equal), []
         self.stale = differing[0] if differing else None
         self.others = tuple(dict.fromkeys(one.name for one in differing if one.name != differing[0].name))
         return self.stale
