@@ -58,7 +58,7 @@ def first_call_returns_early(on: torch.device) -> Subject:
     return repeated(model, on, lambda: model.kept)
 
 
-@bug(STATE, names="sums", open="SILENT: one bucket's state serves all sizes that are padded to it")
+@bug(STATE, names="sums")
 def state_per_batch_size(on: torch.device) -> Subject:
     """Running sums are kept per batch size, which with padding is the bucket's."""
     sums = {size: torch.zeros(WIDTH, device=on) for size in range(1, 9)}

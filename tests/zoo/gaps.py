@@ -86,7 +86,7 @@ def gap_argument_read_from_the_module(on: torch.device) -> Subject:
     return Subject(step, calls, options={"backend": "breakable"})
 
 
-@bug(GAPS, names="attend|memo", open="SILENT: replays pass a gap the same tensor objects with other values")
+@bug(GAPS, names="attend|memo")
 def gap_remembers_by_identity(on: torch.device) -> Subject:
     """A gap remembers what it made of a tensor by `is`."""
     memo: dict[str, Any] = {"of": None, "made": None}
