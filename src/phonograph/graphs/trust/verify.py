@@ -130,7 +130,10 @@ class _Trials:
         return found
 
     def further(self, key: ShapeKey, tried: Sequence[int]) -> list[Check]:
-        """What else is tried of a recording without a failure, and told where it fails: sizes between, absent inputs, gaps after another batch."""
+        """What else is tried of a recording without a failure, and told where it fails.
+
+        Sizes between, absent inputs against None, gaps after another batch.
+        """
         between = list(range(min(tried) + 1, max(tried)))
         step = -(-len(between) // _MAX_BETWEEN) or 1
         phase, found = self.runner.phase, list[Check]()
