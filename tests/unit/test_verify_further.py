@@ -68,4 +68,5 @@ def test_state_that_only_its_own_start_shows_fails_with_the_line_that_writes_it(
 
     report = made(body).verify()
     assert not report.ok
-    assert "the state largest" in str(report) and "test_verify_further.py:" in str(report)
+    assert "the state largest" in str(report)
+    assert "test_verify_further.py:" in str(report)
