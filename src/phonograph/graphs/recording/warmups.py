@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from phonograph.errors import CaptureError, Frame
+from phonograph.errors import CaptureError, Frame, OutputError
 from phonograph.graphs.inputs.tree import leaves
-from phonograph.graphs.recording.fact import is_named
+from phonograph.graphs.recording.fact import address_of, is_named
 from phonograph.graphs.recording.outputs import is_near, own
 from phonograph.graphs.recording.places import Place, Whole
 from phonograph.graphs.recording.python_state import Moves, PythonState, line_of
@@ -252,8 +252,20 @@ class Warmups:
 
 def _constants(value: Any, second: MemoryRun) -> list[torch.Tensor]:
     """Copies of the tensors in a value that a run does not write."""
-    found = (leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
-    return [leaf.detach().clone() for leaf in found if leaf.untyped_storage()._cdata not in second.num_writes]
+    if isinstance(value, torch.nn.Module):
+        held: list[Any] = [*value.parameters(), *value.buffers()]
+    else:
+        try:
+            held = [leaf for _, leaf in leaves(value)]
+        except OutputError:  # something that no output may hold
+            held = []
+    found = [one for one in held if isinstance(one, torch.Tensor) and one.layout is torch.strided]
+    return [one.detach().clone() for one in found if _number(one) not in (None, *second.num_writes)]
+
+
+def _number(tensor: torch.Tensor) -> int | None:
+    """The identity of a tensor's memory; None where it has none of its own."""
+    return tensor.untyped_storage()._cdata if address_of(tensor) is not None else None
 
 
 def _are_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
