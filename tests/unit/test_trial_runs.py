@@ -655,3 +655,21 @@ def test_a_host_read_that_the_body_catches_is_no_way_out() -> None:
     assert "reads the device from the host" in str(report.failures[0].error)
     x = -torch.ones(3, WIDTH)
     torch.testing.assert_close(made(x), x.abs())
+
+
+def test_a_module_that_the_first_run_makes_is_a_constant() -> None:
+    class Lazy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner: Any = None
+            self.kept: Any = None
+
+        def forward(self, x: torch.Tensor) -> Any:
+            if self.inner is None:
+                self.inner, self.kept = torch.nn.Linear(4, 4, bias=False), {"module": torch, "of": torch.nn.ReLU()}
+                torch.nn.init.ones_(self.inner.weight)
+            return self.inner(x)
+
+    slots = [Slot("x", ("rows", 4), torch.float32)]
+    run = graphed(Lazy(), slots=slots, bucketed="rows", buckets=[4], device="emulated")
+    assert not run.capture().failures

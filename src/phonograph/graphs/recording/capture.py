@@ -27,7 +27,7 @@ from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow
 from phonograph.graphs.recording.carried import FieldReads, carried_by
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
 from phonograph.graphs.recording.garbage import gc_frozen
-from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, following
+from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
 from phonograph.graphs.recording.outputs import OutputBuffers, Run
 from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
@@ -38,7 +38,7 @@ from phonograph.graphs.recording.written_inputs import refusing_input_writes
 
 log = logging.getLogger("phonograph")
 
-_CAPTURE_SEED = 0
+_CAPTURE_SEED, _OTHER_SEED = 0, 1
 _MAX_STATE_BYTES = 1 << 30
 
 
@@ -229,11 +229,12 @@ class Capture:
 
     def _second_run(self, key: ShapeKey) -> None:
         assert self._warmups is not None
-        self._settled[key] = self._warmups.second(lambda: self._bind_freely(key))
+        other = partial(self._bind_freely, key, _OTHER_SEED)
+        self._settled[key] = self._warmups.second(lambda: self._bind_freely(key), other)
 
-    def _bind_freely(self, key: ShapeKey) -> Callable[[Moves | None], Any]:
+    def _bind_freely(self, key: ShapeKey, seed: int = _CAPTURE_SEED) -> Callable[[Moves | None], Any]:
         assert self._warmups is not None
-        bound = self._bind(key, Stage.WARMING)
+        bound = self._bind(key, Stage.WARMING, drawn_for(self.phase, key, seed))
         self._warmups.python.reach(bound.others)
 
         def run(moves: Moves | None) -> Any:
