@@ -20,6 +20,7 @@ from torch import nn
 
 from phonograph import Graphed, Slot, graph_break, graphed
 from phonograph.graphs.progress import silent
+from phonograph.graphs.trust.guard import guard
 from runners import WIDTH
 
 SIZES = (3, 2, 4, 7, 8, 5, 9, 1)
@@ -566,6 +567,28 @@ def test_state_of_every_shape_is_put_back() -> None:
     assert not made.capture(silent).failures
     made.verify()
     assert not any(bool(one.any()) for one in held.values())
+
+
+@pytest.mark.parametrize("used", [0, 2])
+def test_every_trial_run_begins_with_the_same_state(used: int) -> None:
+    """A cache with place for one token more: each run takes it, and leaves it to the next."""
+    cache, length = torch.zeros(3, WIDTH), torch.tensor(used)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        cache.index_copy_(0, length[None], x.sum(0, keepdim=True))
+        length.add_(1)
+        return x + cache.sum(0)
+
+    run = made_from(step)
+    assert not run.capture(silent).failures
+    assert guard(run.runner).ok
+    assert int(length) == used
+    x = torch.ones(4, WIDTH)
+    for index in range(3 - used):
+        torch.testing.assert_close(run(x), x + 4 * (index + 1))
+    with pytest.raises(IndexError):
+        run(x)
+    assert run.stats.replays.total() == 3 - used
 
 
 def test_constants_outlive_their_owner() -> None:

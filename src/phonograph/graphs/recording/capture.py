@@ -166,7 +166,8 @@ class Capture:
             return self.phase.forward(view.batch, view.kwargs)
 
     def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
-        """New views for each run; kept, so that no later view gets their id()."""
+        """New views for each run, which begins with the state of the first; kept, so that none gets another's id()."""
+        self._state.restore()
         without = self.phase.without
         view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
         self._views.append(view)
