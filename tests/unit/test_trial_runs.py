@@ -591,6 +591,67 @@ def test_every_trial_run_begins_with_the_same_state(used: int) -> None:
     assert run.stats.replays.total() == 3 - used
 
 
+class Lazily(nn.Module):
+    """Makes something at its first call, and reads it at all."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.make, self.kept = make, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = self.make(x)
+        kept: Any = self.kept["deep"][0] if isinstance(self.kept, dict) else self.kept
+        return x * kept
+
+
+OF_THE_BATCH: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda x: x.abs().amax(),
+    "number": lambda x: float(x.abs().amax()),
+    "in containers": lambda x: {"deep": [x.abs().amax()]},
+    "written in place": lambda x: torch.zeros(WIDTH).copy_(x[0]),
+}
+OF_NO_BATCH: dict[str, Callable[[torch.Tensor], Any]] = {
+    "table": lambda x: torch.arange(WIDTH) / WIDTH,
+    "number": lambda x: float(x.shape[1]),
+    "in containers": lambda x: {"deep": [torch.ones(WIDTH)], "size": x.shape[1]},
+    "not a number": lambda x: torch.tensor([float("nan"), 1.0]).repeat(WIDTH // 2),
+    "draws": lambda x: torch.rand(WIDTH),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_what_the_first_run_makes_of_its_batch_is_refused_until_a_call_has_made_it(name: str) -> None:
+    body = Lazily(OF_THE_BATCH[name])
+    made = made_from(body)
+    failures = made.capture(silent).failures
+    assert len(failures) == 4
+    assert all("Lazily.kept of its batch" in str(one.error) for one in failures)
+    assert all("test_trial_runs.py:" in str(one.error) for one in failures)
+    assert body.kept is None
+    x = torch.randn(4, WIDTH)
+    wanted = Lazily(OF_THE_BATCH[name])(x)
+    torch.testing.assert_close(made(x), wanted)
+    assert not made.capture(silent).failures
+    torch.testing.assert_close(made(x), wanted)
+    assert made.stats.replays.total() == 1
+
+
+@pytest.mark.parametrize("name", OF_NO_BATCH)
+def test_what_the_first_run_makes_of_no_batch_is_a_constant(name: str) -> None:
+    body = Lazily(OF_NO_BATCH[name])
+    made = made_from(body)
+    assert not made.capture(silent).failures
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(made(x), body(x), equal_nan=True)
+    assert made.stats.replays.total() == 1
+
+
+def test_what_the_first_run_makes_of_its_batch_may_be_ignored() -> None:
+    body = Lazily(OF_THE_BATCH["tensor"])
+    assert not made_from(body, ignore=["Lazily.kept"]).capture(silent).failures
+
+
 def test_constants_outlive_their_owner() -> None:
     """A recording reads the table of its shape, which the body replaces with that of another."""
     body = LastMemo()

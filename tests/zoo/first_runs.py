@@ -36,7 +36,7 @@ def lazily_made_state(on: torch.device) -> Subject:
     return repeated(model, on, lambda: model.kept)
 
 
-@bug(STATE, names="kept", open="SILENT: what the first run makes of its inputs is made of a sample, and stays")
+@bug(STATE, names="kept")
 def calibrated_on_the_first_batch(on: torch.device) -> Subject:
     """A quantisation scale is taken from the first batch, which capture makes a random sample."""
     model = Lazy(lambda x: x[0].abs().amax(), lambda kept, x: (x / kept * 7).round())

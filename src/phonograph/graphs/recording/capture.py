@@ -26,7 +26,7 @@ from phonograph.graphs.recording.backends import Backend, Body, Recording, WarmU
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
 from phonograph.graphs.recording.garbage import gc_frozen
-from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, following
+from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
 from phonograph.graphs.recording.outputs import OutputBuffers, Run
 from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
@@ -37,7 +37,7 @@ from phonograph.graphs.recording.written_inputs import refusing_input_writes
 
 log = logging.getLogger("phonograph")
 
-_CAPTURE_SEED = 0
+_CAPTURE_SEED, _OTHER_SEED = 0, 1
 _MAX_STATE_BYTES = 1 << 30
 
 
@@ -151,9 +151,8 @@ class Capture:
 
     def _bind(self, key: ShapeKey, stage: Stage, drawn: Drawn | None = None) -> _Bound:
         """Load a sample for the key."""
-        padded = self.phase.padded(key.size)
-        extent = Extent(padded, padded) if drawn is None else drawn.extent
-        sample = self.phase.sample_for(key, extent, _CAPTURE_SEED) if drawn is None else drawn.sample
+        drawn = drawn if drawn is not None else drawn_for(self.phase, key, _CAPTURE_SEED)
+        sample, extent = drawn.sample, drawn.extent
         view = self._load(sample, extent)
         if self.phase.host_plan is not None:
             self.phase.host_plan(view.batch, extent)
@@ -246,11 +245,13 @@ class Capture:
 
     def _second_run(self, key: ShapeKey) -> None:
         assert self._warmups is not None
-        self._settled[key] = self._warmups.second(lambda: self._bind_freely(key))
+        self._settled[key] = self._warmups.second(
+            lambda: self._bind_freely(key), lambda: self._bind_freely(key, drawn_for(self.phase, key, _OTHER_SEED))
+        )
 
-    def _bind_freely(self, key: ShapeKey) -> Callable[[Moves | None], Any]:
+    def _bind_freely(self, key: ShapeKey, drawn: Drawn | None = None) -> Callable[[Moves | None], Any]:
         assert self._warmups is not None
-        bound = self._bind(key, Stage.WARMING)
+        bound = self._bind(key, Stage.WARMING, drawn)
         self._warmups.python.reach(bound.others)
 
         def run(moves: Moves | None) -> Any:

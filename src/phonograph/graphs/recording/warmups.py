@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from phonograph.errors import CaptureError
 from phonograph.graphs.inputs.tree import leaves
 from phonograph.graphs.recording.fact import is_named
 from phonograph.graphs.recording.outputs import is_near, own
-from phonograph.graphs.recording.places import Place, Whole
+from phonograph.graphs.recording.places import ABSENT, PLAIN, Place, Whole, same
 from phonograph.graphs.recording.python_state import Moves, PythonState, line_of
 from phonograph.graphs.recording.reachable import Snapshot, StateChange
 from phonograph.graphs.recording.tensor_state import MemoryRun, SavedState
@@ -23,6 +23,7 @@ _ONLY_IN_GAPS = (
     "If only gaps read it, keep it in a tensor that they write in place, or save it and put it back with preserve=; "
     "else pass it in a slot"
 )
+_MADE_BEFORE = "Call the function once before capture(), with a batch that may make it, or make it outside of the body"
 
 TrialBody = Callable[[Moves | None], Any]
 """Runs the body once, and notes in `Moves` what its gaps change."""
@@ -81,8 +82,8 @@ class Warmups:
                 self.python.now = self.python.taken()
             self._first = _First(before, memory, made, own(result) if made else None)
 
-    def second(self, bind: Bind) -> Settled:
-        """The second run: what changes now changes always."""
+    def second(self, bind: Bind, bind_other: Bind) -> Settled:
+        """The second run: what changes now changes always. `bind_other` loads another sample."""
         first = self._first
         assert first is not None
         with self._undone_on_failure(first.before):
@@ -94,6 +95,7 @@ class Warmups:
                 self._refuse(moved, bind)
             if first.made and self.may_rerun:
                 self._compare(first, bind, list(moves.elsewhere.values()))
+                self._refuse_made_of_sample(first, memory, bind, bind_other)
             made = self._without(first, list(moves.elsewhere.values()))
             self._all_made += made
             return Settled(made, list(memory.uses.values()))
@@ -110,6 +112,31 @@ class Warmups:
             origins = {self._origin(first.before, change) for change in elsewhere}
             by_body = [change for change in first.made if _identity(change.place, change.key) not in origins]
             self._refuse_made(by_body or first.made, in_gaps=not by_body)
+
+    def _refuse_made_of_sample(self, first: _First, second: MemoryRun, bind: Bind, bind_other: Bind) -> None:
+        """Refuse if the first run makes something else of another sample: calls would keep that of a trial run."""
+        reads = second.uses.keys() - second.num_writes.keys()
+        with self.python.kept():
+            first.before.restore()
+            self._run(bind_other)
+            others = {_identity(change.place, change.key): change.now for change in first.before.changes()}
+        unlike = [
+            change
+            for change in first.made
+            if not is_named(change.name, self.ignored)
+            and _is_of_batch(change.now, others.get(_identity(change.place, change.key), ABSENT), reads)
+        ]
+        if not unlike:
+            return
+        change = min(unlike, key=lambda one: len(one.name))
+        self.state.restore()
+        with self.python.kept():
+            first.before.restore()
+            body = bind()
+            with self.state.watching():
+                frame = line_of(change, lambda: body(None))
+        problem = f"the first run makes {change.name} of its batch, a sample, and all later runs would keep that"
+        raise CaptureError(problem, _MADE_BEFORE, frame=frame)
 
     def _run(self, bind: Bind, moves: Moves | None = None) -> tuple[Any, MemoryRun]:
         body = bind()
@@ -195,6 +222,29 @@ class Warmups:
 
 def _identity(place: Place, key: Any) -> tuple[int, Any]:
     return id(place.holder), None if isinstance(place, Whole) else key
+
+
+def _is_of_batch(made: Any, other: Any, reads: Collection[int]) -> bool:
+    """Whether what a first run made, and later runs read, is another for another batch."""
+    if isinstance(made, PLAIN) and isinstance(other, PLAIN):
+        return not same(made, other)
+    ours, theirs = (_tensors_of(one) for one in (made, other))
+    if len(ours) != len(theirs):
+        return False  # what is made is of another form, and has no counterpart
+    read = [pair for pair in zip(ours, theirs, strict=True) if pair[0].untyped_storage()._cdata in reads]
+    return any(one.shape == like.shape and not _are_equal(one, like) for one, like in read)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have equal elements; NaN equals NaN."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors that can be reached from a value."""
+    snapshot = Snapshot()
+    snapshot.reach([value])
+    return [one for one in snapshot.tensors.values() if one.layout is torch.strided]
 
 
 def near(one: Any, other: Any) -> bool:
