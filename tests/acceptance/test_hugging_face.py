@@ -277,6 +277,8 @@ def test_a_decoder_that_serves_follows_every_change(name: str) -> None:
                 harmless(one)
             assert steps(both) == 2, harmless.__name__
         for change in UNDONE:
+            if change is attention_of_another_kind and both[0].model.config._attn_implementation == "eager":
+                continue  # the only kind that it has
             undo = [change(one) for one in both]
             assert steps(both) == 0, change.__name__
             for back in undo:
@@ -291,7 +293,7 @@ def test_a_decoder_of_another_dtype_is_eager_until_it_is_recorded_again(name: st
     assert both[1].run is not None
     steps(both)
     for one in both:
-        one.model.double()
+        one.model.half()
         one.cache = StaticCache(config=one.model.config, max_cache_len=60)
     assert steps(both) == 0
     assert not both[1].run.refresh(silent).failures
@@ -303,7 +305,7 @@ def test_a_conversion_with_an_old_cache_raises_as_it_does_eagerly(name: str) -> 
     """The cache is of another dtype than the keys: eager code says so, and no replay goes on with old weights."""
     one = Decoding(made(DECODERS[name]), 1, 60)
     one.generate(4, 2, record_at=0)
-    one.model.double()
+    one.model.half()
     with pytest.raises(RuntimeError, match="same dtype"), torch.no_grad():
         one.step(prompt(1, 1))
 

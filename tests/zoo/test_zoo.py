@@ -57,10 +57,8 @@ def test_every_bug_is_caught_and_named(animal: Animal, name: str) -> None:
 
 MOVED = {
     "attribute_of_a_tensor": "trial runs don't look at attributes of tensors",
-    "calibrated_on_the_first_batch": "what the first run makes is kept, though it is made of a sample",
     "context_variable_counted": "trial runs don't look at context variables",
     "counter_in_globals_by_name": "trial runs look only at globals that bytecode names",
-    "dict_cache_keyed_by_batch": "what the first run makes is kept, though it is made of a sample",
     "gradients_accumulated": "trial runs don't look at gradients",
     "lazily_made_state": "what the first run makes is kept, though later ones write it",
     "thread_local_counted": "trial runs don't look into a threading.local",
