@@ -626,7 +626,7 @@ def test_what_the_first_run_makes_of_its_batch_is_refused_until_a_call_has_made_
     made = made_from(body)
     failures = made.capture(silent).failures
     assert len(failures) == 4
-    assert all("Lazily.kept of its batch" in str(one.error) for one in failures)
+    assert all("Lazily.kept of its inputs" in str(one.error) for one in failures)
     assert all("test_trial_runs.py:" in str(one.error) for one in failures)
     assert body.kept is None
     x = torch.randn(4, WIDTH)

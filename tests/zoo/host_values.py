@@ -13,7 +13,7 @@ from torch.nn import functional
 from phonograph import Pad, Slot
 from zoo.animals import WIDTH, Mechanism, Run, Subject, X, ints, rows, sampled
 from zoo.judge import bug
-from zoo.python_state import UNNAMED, repeated
+from zoo.python_state import repeated
 
 GUARD, OPS = Mechanism.GUARD, Mechanism.OPS
 FIELD = "SILENT: a field that is no slot keeps the sample's value, and a runner does not compare it"
@@ -39,7 +39,7 @@ def phase(
     return Subject(body, calls, slots=slots, is_phase=True, options=options)
 
 
-@bug(GUARD, names="max_seqlen", open=UNNAMED)
+@bug(GUARD, names="max_seqlen")
 def baked_max_seqlen(on: torch.device) -> Subject:
     """Attention reads as many keys as `max_seqlen`, a Python int of the batch, said at capture."""
     keys = rows(on, KEYS, 5)
@@ -62,7 +62,7 @@ def baked_max_seqlen(on: torch.device) -> Subject:
     return phase(body, on, *batches, slots=(X, LENS), sample=drawn)
 
 
-@bug(GUARD, names="num_pages|pages", open=UNNAMED)
+@bug(GUARD, names="num_pages|pages")
 def page_table_one_column_too_narrow(on: torch.device) -> Subject:
     """The number of page-table columns comes from the capture batch's longest sequence, rounded down."""
     values = rows(on, 8, 5)
@@ -106,7 +106,7 @@ def temperature_of_the_batch(on: torch.device) -> Subject:
     )
 
 
-@bug(GUARD, names="counts", open=UNNAMED)
+@bug(GUARD, names="counts")
 def gathered_counts_left_out(on: torch.device) -> Subject:
     """The counts of other data-parallel ranks are a slot that graphs leave out, so the sample's are frozen."""
     counts = Slot("counts", (2,), torch.int64, place="host")

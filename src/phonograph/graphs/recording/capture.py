@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -245,13 +246,12 @@ class Capture:
 
     def _second_run(self, key: ShapeKey) -> None:
         assert self._warmups is not None
-        self._settled[key] = self._warmups.second(
-            lambda: self._bind_freely(key), lambda: self._bind_freely(key, drawn_for(self.phase, key, _OTHER_SEED))
-        )
+        other = partial(self._bind_freely, key, _OTHER_SEED)
+        self._settled[key] = self._warmups.second(lambda: self._bind_freely(key), other)
 
-    def _bind_freely(self, key: ShapeKey, drawn: Drawn | None = None) -> Callable[[Moves | None], Any]:
+    def _bind_freely(self, key: ShapeKey, seed: int = _CAPTURE_SEED) -> Callable[[Moves | None], Any]:
         assert self._warmups is not None
-        bound = self._bind(key, Stage.WARMING, drawn)
+        bound = self._bind(key, Stage.WARMING, drawn_for(self.phase, key, seed))
         self._warmups.python.reach(bound.others)
 
         def run(moves: Moves | None) -> Any:

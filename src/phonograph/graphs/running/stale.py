@@ -12,6 +12,7 @@ from phonograph.graphs.recording.facts import FactRecorder, Settlement, WatchedF
 from phonograph.graphs.running.runner_options import RunnerOptions
 
 log = logging.getLogger("phonograph")
+_MAX_OTHERS = 4
 
 
 class StaleWatch:
@@ -57,6 +58,9 @@ class StaleWatch:
         change = fact.change
         if fact is not self._fact or self._refusal is None or not self._refusal.detail.startswith(change):
             self._fact = fact
+            others = self._settled.check.others
+            named = ", ".join(others[:_MAX_OTHERS]) + (", …" if len(others) > _MAX_OTHERS else "")
+            change += f"; also changed: {named}" if others else ""
             self._refusal = RunEagerly(Reason.STALE, f"{change}. Put it back, or call refresh() to record again")
             if fact.name not in self._warned:
                 self._warned.add(fact.name)

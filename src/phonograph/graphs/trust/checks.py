@@ -11,7 +11,9 @@ import torch
 
 from phonograph.devices.trace import raising_frame
 from phonograph.errors import PhonographError
+from phonograph.graphs.inputs.slot import Slot
 from phonograph.graphs.trust.comparison import Allowed, differing, mismatch, same_bits
+from phonograph.graphs.trust.further_runs import in_a_row, line_of_write, with_none
 from phonograph.graphs.trust.padding_writes import PaddingWrites
 from phonograph.graphs.trust.rounding import Rounding
 from phonograph.graphs.trust.trial import Result, Trial, Way
@@ -45,6 +47,18 @@ class Checks:
         if self._has_raised:
             return [unpadded]  # the others need the same two runs
         return [unpadded, self._check("draws", self._draws), self._check("state", self._state)]
+
+    def unpadded(self) -> Check:
+        """The replay against a run without padding, in outputs alone."""
+        return self._check("unpadded", self._unpadded)
+
+    def absent(self, slot: Slot) -> Check:
+        """Whether the value that stands for an absent input is neutral."""
+        return self._check(f"absent {slot.name}", lambda: self._absent(slot))
+
+    def gaps(self) -> Check:
+        """Whether gaps give the same after another batch."""
+        return self._check("gaps", self._gaps)
 
     def stand_in(self) -> Check:
         """Whether the recording gives batches of a weaker product the bits that they get without it."""
@@ -123,9 +137,49 @@ class Checks:
                 allowed=lambda w, n=name: allowed(("state", n), w),  # type: ignore[misc]
             )
             if bool((apart & written).any()):
-                wrong.append(f"the state {name} {mismatch(found[written], wanted[written])} after the replay")
+                wrong.append(self._state_differs(name, found[written], wanted[written]))
             writes.note(name, ~same_bits(found, start) & ~written)
-        return "; ".join([*wrong, *writes.problems()])
+        return "; ".join([*(wrong or self._from_its_start() if noisy else wrong), *writes.problems()])
+
+    def _from_its_start(self) -> list[str]:
+        """The same for state as it is, which noise may hide: a maximum that padding alone raises."""
+        replayed, eager = self._trial.result(self._replay), self._trial.result(_UNPADDED)
+        allowed, wrong = self._allowed(_UNPADDED), list[str]()
+        for name, wanted in eager.state.items():
+            found, written = replayed.state[name], ~same_bits(wanted, eager.start[name])
+            apart = differing(
+                found,
+                wanted,
+                tolerance=self._tolerance,
+                allowed=lambda w, n=name: allowed(("state", n), w),  # type: ignore[misc]
+            )
+            if bool((apart & written).any()):
+                wrong.append(self._state_differs(name, found[written], wanted[written]))
+        return wrong
+
+    def _state_differs(self, name: str, found: torch.Tensor, wanted: torch.Tensor) -> str:
+        frame = line_of_write(self._trial, name)
+        where = f" ({frame})" if frame is not None else ""
+        return f"the state {name} {mismatch(found, wanted)} after the replay{where}"
+
+    def _gaps(self) -> str:
+        """After another batch, gaps give what they give eagerly after it; replays pass them the same tensors again."""
+        self._trial.discover()
+        replayed, eager = in_a_row(self._trial, self._replay), in_a_row(self._trial, _PADDED)
+        problem = _all_of(_named_outputs(replayed), _named_outputs(eager), self._tolerance or 0.0)
+        return (
+            f"after another batch {problem}. Does a gap remember what it was passed by `is` or id()?" if problem else ""
+        )
+
+    def _absent(self, slot: Slot) -> str:
+        """The value that stands for an absent input gives what None gives."""
+        self._trial.discover()
+        wanted = with_none(self._trial, slot)
+        if wanted is None:
+            return ""
+        eager = self._trial.result(_UNPADDED)
+        problem = _all_of(_outputs(eager), _named_outputs(wanted), self._tolerance, self._allowed(_UNPADDED))
+        return f"{problem} with absent={slot.absent} in the place of None" if problem else ""
 
     def _stands_in(self) -> str:
         trial = self._trial
@@ -155,7 +209,11 @@ class Checks:
 
 
 def _outputs(result: Result) -> dict[tuple[str, Any], Any]:
-    return {("output", path): value for path, value in result.outputs.items()}
+    return _named_outputs(result.outputs)
+
+
+def _named_outputs(outputs: Mapping[Any, Any]) -> dict[tuple[str, Any], Any]:
+    return {("output", path): value for path, value in outputs.items()}
 
 
 def _state(result: Result) -> dict[tuple[str, Any], Any]:
