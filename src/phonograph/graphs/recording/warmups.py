@@ -251,14 +251,19 @@ class Warmups:
         self._refuse_moved(problem, _ONLY_IN_GAPS if in_gaps else _AS_TENSOR, line(change))
 
 
+_WRITTEN = object()
+"""In the place of a tensor that later runs write: state, which begins as it was when it was made."""
+
+
 def _constants(value: Any, second: MemoryRun) -> list[Any]:
-    """The numbers and texts in a value, and copies of the tensors that a run does not write."""
+    """The numbers and texts in a value, and copies of the tensors that a run does not write; others are `_WRITTEN`."""
     found: list[Any] = []
     for _, leaf in leaves(value):
         if isinstance(leaf, PLAIN):
             found.append(leaf)
         elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            found += [leaf.detach().clone()] if leaf.untyped_storage()._cdata not in second.num_writes else []
+            is_state = leaf.untyped_storage()._cdata in second.num_writes
+            found.append(_WRITTEN if is_state else leaf.detach().clone())
     return found
 
 
@@ -269,7 +274,7 @@ def _are_equal(ours: list[Any], theirs: list[Any]) -> bool:
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
-    return same(one, other)
+    return one is _WRITTEN or same(one, other)
 
 
 def _identity(place: Place, key: Any) -> tuple[int, Any]:
