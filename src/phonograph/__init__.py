@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from phonograph.graphs.phases.phase import Phase, Sample
     from phonograph.graphs.planning.resolve import PhasePlan, Plan, resolve
     from phonograph.graphs.recording.capture_report import CaptureReport
-    from phonograph.graphs.running.runner import Runner, RunnerOptions
+    from phonograph.graphs.running.runner import Runner
+    from phonograph.graphs.running.runner_options import RunnerOptions
     from phonograph.graphs.trust.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
@@ -127,7 +128,7 @@ _MODULES = {
     "Replay": "phonograph.graphs.phases.decisions",
     "RunEagerly": "phonograph.graphs.phases.decisions",
     "Runner": "phonograph.graphs.running.runner",
-    "RunnerOptions": "phonograph.graphs.running.runner",
+    "RunnerOptions": "phonograph.graphs.running.runner_options",
     "Sample": "phonograph.graphs.phases.phase",
     "SamplingParams": "phonograph.engine.requests.request",
     "ShapeKey": "phonograph.graphs.phases.decisions",

@@ -319,6 +319,20 @@ def test_closure_cells_are_facts() -> None:
     assert_replays(run)
 
 
+@pytest.mark.parametrize("num_layers", [1, 3, 40])
+@pytest.mark.parametrize("num_calls", [0, 1, 7, WINDOW - 1])
+def test_a_module_that_moves_as_a_whole_is_seen_at_once(num_layers: int, num_calls: int) -> None:
+    """Without buffers nothing but the addresses of parameters tells that a module is of another dtype."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(num_layers)))
+    run = made(lambda x: model(x.to(model[0].weight.dtype)))
+    assert_replays(run, num_calls)
+    model.double()
+    found = decided(run)
+    assert isinstance(found, RunEagerly)
+    assert found.reason is Reason.STALE
+    assert run(X).dtype is torch.float64
+
+
 def test_refresh_records_again_only_what_is_stale() -> None:
     config = Config()
     run = made(lambda x: x * config.factor)

@@ -33,7 +33,8 @@ from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.modules import ModuleCall
 from phonograph.graphs.running.other_arguments import OtherArguments, unchanged_hooks
-from phonograph.graphs.running.runner import FactsOption, Outputs, Runner, RunnerOptions
+from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.running.runner_options import FactsOption, Outputs, RunnerOptions
 from phonograph.graphs.trust.verify import VerifyReport, verify
 
 log = logging.getLogger("phonograph")

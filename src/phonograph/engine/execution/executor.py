@@ -36,7 +36,8 @@ from phonograph.graphs.phases.selection import select
 from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.capture_report import CaptureReport
-from phonograph.graphs.running.runner import Runner, RunnerOptions, buckets_for
+from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.running.runner_options import RunnerOptions, buckets_for
 from phonograph.graphs.trust.coverage import Coverage, coverage
 
 log = logging.getLogger("phonograph")

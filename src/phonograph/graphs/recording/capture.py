@@ -24,8 +24,9 @@ from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
 from phonograph.graphs.recording.bound import Bound
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
+from phonograph.graphs.recording.captured import Captured
 from phonograph.graphs.recording.carried import FieldReads, carried_by
-from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
+from phonograph.graphs.recording.facts import AroundGap, FactRecorder
 from phonograph.graphs.recording.garbage import gc_frozen
 from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
 from phonograph.graphs.recording.outputs import OutputBuffers, Run
@@ -40,19 +41,6 @@ log = logging.getLogger("phonograph")
 
 _CAPTURE_SEED, _OTHER_SEED = 0, 1
 _MAX_STATE_BYTES = 1 << 30
-
-
-@dataclass(eq=False)
-class Captured:
-    """The recordings of a phase, and how to trim their outputs."""
-
-    recordings: dict[ShapeKey, Recording]
-    carried: dict[ShapeKey, dict[str, Any]]
-    """Snapshots of what each recording read of its sample besides slots: replays keep these values."""
-    trimmings: dict[RecordingGroup, Trimming]
-    report: CaptureReport
-    facts: Settlement | None = None
-    """What the recordings took for granted; None where nobody asked, or nothing is recorded."""
 
 
 @dataclass(eq=False)
@@ -135,9 +123,8 @@ class Capture:
 
     def _bind(self, key: ShapeKey, stage: Stage, drawn: Drawn | None = None) -> Bound:
         """Load a sample for the key."""
-        padded = self.phase.padded(key.size)
-        extent = Extent(padded, padded) if drawn is None else drawn.extent
-        sample = self.phase.sample_for(key, extent, _CAPTURE_SEED) if drawn is None else drawn.sample
+        drawn = drawn if drawn is not None else drawn_for(self.phase, key, _CAPTURE_SEED)
+        sample, extent = drawn.sample, drawn.extent
         view = self._load(sample, extent)
         if self.phase.host_plan is not None:
             self.phase.host_plan(view.batch, extent)
@@ -150,7 +137,8 @@ class Capture:
             return self.phase.forward(view.batch, view.kwargs, noting)
 
     def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
-        """New views for each run; kept, so that no later view gets their id()."""
+        """New views for each run, which begins with the state of the first; kept, so that none gets another's id()."""
+        self._state.restore()
         without = self.phase.without
         view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
         self._views.append(view)

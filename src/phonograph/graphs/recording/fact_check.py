@@ -2,7 +2,7 @@
 
 Modes, values in dicts (by the dicts' versions), cells, slots and lists are looked at in every check. The addresses of
 tensors, classes of modules, and functions' code and defaults take turns: a change is seen within `WINDOW` checks, and
-at once where there are few.
+at once where there are few, or where all parameters of a module move.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import itertools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.nn.modules import module as every_module
 from torch.utils.hooks import RemovableHandle
 
@@ -172,9 +173,9 @@ class FactCheck:
             code.call(dict_versions.unchanged_check(self._dicts))
         for fact in looked_at:
             code.add(fact)
-        chunks = list(_chunks(rotating))
-        if chunks:
-            code.terms.append(f"{code.name(itertools.cycle(chunks).__next__)}()()")
+        turns = list(_turns(rotating))
+        if turns:
+            code.terms.append(f"{code.name(itertools.cycle(turns).__next__)}()()")
         return code.compiled()
 
 
@@ -192,14 +193,26 @@ def _hook_dicts(source: HooksOf) -> Iterable[dict[Any, Any]]:
     return source.holder._forward_hooks, source.holder._forward_pre_hooks
 
 
-def _chunks(facts: Sequence[Fact]) -> Iterable[Callable[[], bool]]:
-    """Checks of some facts each, so few that all have their turn within the window."""
-    size = max(-(-len(facts) // WINDOW), _ALWAYS)
-    for begin in range(0, len(facts), size):
+def _turns(facts: Sequence[Fact]) -> Iterator[Callable[[], bool]]:
+    """Checks of some facts each, so few that all have their turn within the window.
+
+    Each has the address of a parameter, so that a module whose parameters all move (`half()`) is seen at once.
+    """
+    parameters = [fact for fact in facts if isinstance(_moving(fact), torch.nn.Parameter)]
+    others = [fact for fact in facts if not isinstance(_moving(fact), torch.nn.Parameter)]
+    num_turns = min(WINDOW, -(-len(facts) // _ALWAYS))
+    for turn in range(num_turns):
         code = _Generated()
-        for fact in facts[begin : begin + size]:
+        for fact in parameters[turn::num_turns] or parameters[turn % max(1, len(parameters)) :][:1]:
+            code.add(fact)
+        for fact in others[turn::num_turns]:
             code.add(fact)
         yield code.compiled()
+
+
+def _moving(fact: Fact) -> torch.Tensor | None:
+    """The tensor whose address a fact is about."""
+    return fact.source.holder if isinstance(fact.source, AddressOf) else None
 
 
 def _state_guard() -> Callable[[], bool] | None:

@@ -13,7 +13,7 @@ from phonograph.errors import CaptureError, Frame, OutputError
 from phonograph.graphs.inputs.tree import leaves
 from phonograph.graphs.recording.fact import address_of, is_named
 from phonograph.graphs.recording.outputs import is_near, own
-from phonograph.graphs.recording.places import Place, Whole
+from phonograph.graphs.recording.places import PLAIN, Place, Whole, same
 from phonograph.graphs.recording.python_state import Moves, PythonState, line_of
 from phonograph.graphs.recording.reachable import Snapshot, StateChange
 from phonograph.graphs.recording.tensor_state import MemoryRun, SavedState
@@ -130,7 +130,8 @@ class Warmups:
 
         What later runs write is state, which begins as it was when it was made.
         """
-        ours = {at: _constants(change.now, second) for at, change in enumerate(found.made)}
+        watched = [one for one in enumerate(found.made) if not is_named(one[1].name, self.ignored)]
+        ours = {at: _constants(change.now, second) for at, change in watched}
         if not any(ours.values()):
             return
         self.state.restore()
@@ -250,8 +251,12 @@ class Warmups:
         self._refuse_moved(problem, _ONLY_IN_GAPS if in_gaps else _AS_TENSOR, line(change))
 
 
-def _constants(value: Any, second: MemoryRun) -> list[torch.Tensor]:
-    """Copies of the tensors in a value that a run does not write."""
+_WRITTEN = object()
+"""In the place of a tensor that later runs write: state, which begins as it was when it was made."""
+
+
+def _constants(value: Any, second: MemoryRun) -> list[Any]:
+    """The numbers and texts in a value, and copies of the tensors that a run does not write; others are `_WRITTEN`."""
     if isinstance(value, torch.nn.Module):
         held: list[Any] = [*value.parameters(), *value.buffers()]
     else:
@@ -259,17 +264,24 @@ def _constants(value: Any, second: MemoryRun) -> list[torch.Tensor]:
             held = [leaf for _, leaf in leaves(value)]
         except OutputError:  # something that no output may hold
             held = []
-    found = [one for one in held if isinstance(one, torch.Tensor) and one.layout is torch.strided]
-    return [one.detach().clone() for one in found if _number(one) not in (None, *second.num_writes)]
+    found: list[Any] = []
+    for leaf in held:
+        if isinstance(leaf, PLAIN):
+            found.append(leaf)
+        elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and address_of(leaf) is not None:
+            is_state = leaf.untyped_storage()._cdata in second.num_writes
+            found.append(_WRITTEN if is_state else leaf.detach().clone())
+    return found
 
 
-def _number(tensor: torch.Tensor) -> int | None:
-    """The identity of a tensor's memory; None where it has none of its own."""
-    return tensor.untyped_storage()._cdata if address_of(tensor) is not None else None
+def _are_equal(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(_is_equal, ours, theirs))
 
 
-def _are_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is _WRITTEN or same(one, other)
 
 
 def _identity(place: Place, key: Any) -> tuple[int, Any]:

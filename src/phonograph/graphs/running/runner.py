@@ -23,8 +23,9 @@ from phonograph.graphs.phases.selection import Selection, select
 from phonograph.graphs.planning.resolve import PhasePlan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.backends import BACKENDS, DebugBackend, Recording
-from phonograph.graphs.recording.capture import Capture, Captured
+from phonograph.graphs.recording.capture import Capture
 from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.recording.captured import Captured
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.guarding import GuardOptions
 from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
@@ -33,10 +34,8 @@ from phonograph.graphs.running.eager_pass import EagerOptions, eager_pass, kept_
 from phonograph.graphs.running.entries import Loaded, RecordingEntry, Verified
 from phonograph.graphs.running.explained import explained
 from phonograph.graphs.running.routes import Routes
-from phonograph.graphs.running.runner_options import FactsOption, Outputs, RunnerOptions, buckets_for
+from phonograph.graphs.running.runner_options import RunnerOptions, buckets_for
 from phonograph.graphs.running.stale import StaleWatch
-
-__all__ = ["FactsOption", "Outputs", "Runner", "RunnerOptions", "buckets_for"]
 
 log = logging.getLogger("phonograph")
 

@@ -210,8 +210,9 @@ class _Runs:
 
     @contextmanager
     def _bound(self, drawn: Drawn, stage: Stage) -> Iterator[tuple[Callable[[], Any], Current]]:
-        """The body on a loaded sample, and what is current while it runs; what it writes is saved."""
+        """The body on a loaded sample, from the state of the first run, and what is current while it runs."""
         phase, registry, sample = self.runner.phase, self.runner.registry, drawn.sample
+        self._state.restore()
         with self._python.kept() if self._python is not None else nullcontext():
             view = registry.load(sample.batch, drawn.extent, kwargs=sample.kwargs, without=phase.without, anew=True)
             for name, tensor in phase.inputs(view.batch, view.kwargs, phase.without).items():
