@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from phonograph import Extent, Runner, RunnerOptions, open_device
 from phonograph.devices.nodes import joined, keeping_nodes, nodes_of
@@ -22,11 +24,16 @@ Body = Callable[[dict[str, Any]], Any]
 def sample(extent: Extent, seed: int) -> dict[str, Any]:
     numbers = torch.Generator().manual_seed(seed)
     x = torch.randn(extent.used["seqs"], WIDTH, generator=numbers).cuda()
-    return {"x": x, "scale": 1 / (1 + seed), "mask": torch.ones(WIDTH, device="cuda")}
+    return {"x": x, "scale": 1 / (2 + seed), "mask": torch.ones(8 * WIDTH, device="cuda")}
 
 
 def captured(body: Body, **options: Any) -> Runner:
     return make_runner(body, open_device("cuda"), sample=sample, sizes=(4, 8), **options)
+
+
+@functools.cache
+def ones() -> torch.Tensor:
+    return torch.ones(8 * WIDTH, device="cuda")
 
 
 @functools.cache
@@ -53,7 +60,40 @@ def gathered(batch: dict[str, Any]) -> Any:
     return batch["x"][batch["x"].argsort(0)[:, 0]].index_add(0, torch.arange(2, device="cuda"), batch["x"][:2])
 
 
-@pytest.mark.parametrize("body", [right, reduced, halved, gathered], ids=lambda body: body.__name__)
+def scaled(batch: dict[str, Any]) -> Any:
+    return batch["x"] * batch["scale"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_kernel(x_ptr, mask_ptr, out_ptr, scale, count: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, count)
+    tl.store(out_ptr + at, tl.load(x_ptr + at) * scale + tl.load(mask_ptr + at))
+
+
+def by_triton(x: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    """A launch that torch does not dispatch."""
+    out = torch.empty_like(x)
+    scale_kernel[(1,)](x, mask, out, scale, x.numel())
+    return out
+
+
+def scaled_by_triton(batch: dict[str, Any]) -> Any:
+    return by_triton(batch["x"], ones(), batch["scale"])
+
+
+def own_mask(batch: dict[str, Any]) -> Any:
+    return by_triton(batch["x"], batch["mask"], 2.0)
+
+
+def right_by_triton(batch: dict[str, Any]) -> Any:
+    return by_triton(batch["x"], ones(), 2.0)
+
+
+def other_way(batch: dict[str, Any]) -> Any:
+    return batch["x"].exp() if batch["scale"] == 0.5 else batch["x"].log1p()
+
+
+@pytest.mark.parametrize("body", [right, reduced, halved, gathered, right_by_triton], ids=lambda body: body.__name__)
 def test_the_nodes_of_correct_bodies_agree(body: Body) -> None:
     good = captured(body)
     for _ in range(3):
@@ -63,19 +103,7 @@ def test_the_nodes_of_correct_bodies_agree(body: Body) -> None:
     assert good.run({"x": rows(good.device, 3), "scale": 1.0}).shape == (3, *body(sample(_of(3), 0)).shape[1:])
 
 
-def scaled(batch: dict[str, Any]) -> Any:
-    return batch["x"] * batch["scale"]
-
-
-def own_mask(batch: dict[str, Any]) -> Any:
-    return batch["x"] + batch["mask"]
-
-
-def other_way(batch: dict[str, Any]) -> Any:
-    return batch["x"].exp() if batch["scale"] == 1 else batch["x"].log1p()
-
-
-@pytest.mark.parametrize("body", [scaled, own_mask, other_way], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [scaled, scaled_by_triton, own_mask, other_way], ids=lambda body: body.__name__)
 def test_what_a_sample_froze_is_in_the_nodes(body: Body) -> None:
     """Ops are not compared here: the nodes alone must show it."""
     bad = captured(body, options=RunnerOptions(guard="off"))

@@ -1,8 +1,10 @@
 """CUDA nodes: the nodes of a kept CUDA graph, read through libcuda.
 
-Of kernels: name, grid, block, shared memory, and the bytes of every parameter, four by four. Words that lie in memory
-of the graph's own pool become the offset there, since every capture has a pool of its own. Addresses of anything else
-must be the same in every capture: inputs, weights, the generator's seed and offset, workspaces of libraries.
+Of kernels: name, grid, block, shared memory, and every parameter of at most eight bytes: numbers and addresses. Larger
+ones are structs and descriptors, in which C++ leaves gaps that nobody sets; they are left out and listed as unseen. An
+address in memory of the graph's own pool becomes the offset there, since every capture has a pool of its own. Addresses
+of anything else must be the same in every capture: inputs, weights, the generator's seed and offset, workspaces of
+libraries.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phonograph.devices.nodes import Node, NodeList
+from phonograph.devices.nodes import Node, NodeList, Unsteady
 from phonograph.errors import DeviceError
 
 _KINDS = ("kernel", "memcpy", "memset", "host", "graph", "empty", "wait", "record")
@@ -62,7 +64,7 @@ class _Reader:
         if not params.parameters:
             self._skip(f"the parameters of {name}")
             return Node("kernel", name, launch)
-        return Node("kernel", name, launch, tuple(self._arguments(params)))
+        return Node("kernel", name, launch, tuple(self._arguments(params, name)))
 
     def _name(self, params: _KernelParams) -> str:
         found = ctypes.c_char_p()
@@ -70,13 +72,16 @@ class _Reader:
         self.call(asked[0], ctypes.byref(found), ctypes.c_void_p(asked[1]))
         return (found.value or b"?").decode(errors="replace")
 
-    def _arguments(self, params: _KernelParams) -> Iterator[tuple[str, Any]]:
+    def _arguments(self, params: _KernelParams, name: str) -> Iterator[tuple[str, Any]]:
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         asked, whose = ("cuFuncGetParamInfo", params.func) if params.func else ("cuKernelGetParamInfo", params.kernel)
         ask = getattr(self._driver, asked)
         for index in range(_MAX_PARAMETERS):
             if ask(ctypes.c_void_p(whose), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size)) != 0:
                 break  # there are no more
+            if size.value > _WORD:
+                self._skip(f"structs in the parameters of {name}")
+                continue
             for at, value in words_of(ctypes.string_at(params.parameters[index], size.value), self._own):
                 yield f"parameter {index}, byte {at}", value
 
@@ -84,19 +89,17 @@ class _Reader:
         self.unseen[what] = self.unseen.get(what, 0) + 1
 
 
-def words_of(parameter: bytes, own: Sequence[Segment]) -> Iterator[tuple[int, Any]]:
-    """Where in a kernel's parameter something stands, and what: a place in the graph's own memory, or a number."""
+def words_of(parameter: bytes, own: Sequence[Segment]) -> list[tuple[int, Any]]:
+    """Where in a kernel's parameter something stands, and what: a place in the graph's own memory, or numbers.
+
+    By halves, so that a number beside bytes that nobody sets is still compared; always as many for a size.
+    """
     if len(parameter) == 1 and parameter[0] > 1:
-        return  # no bool: an object without members, whose byte nobody sets
-    for start in range(0, len(parameter), _WORD):
-        word = parameter[start : start + _WORD]
-        place = _place(int.from_bytes(word, "little"), own) if len(word) == _WORD else None
-        if place is not None:
-            yield start, place
-            continue
-        for at in range(0, len(word), _HALF):
-            # By halves, so that a number beside bytes that nobody sets is still compared.
-            yield start + at, int.from_bytes(word[at : at + _HALF], "little")
+        return [(0, Unsteady.ARGUMENT)]  # no bool: an object without members, whose byte nobody sets
+    place = _place(int.from_bytes(parameter, "little"), own) if len(parameter) == _WORD else None
+    if place is not None:
+        return [(0, place), (_HALF, "")]
+    return [(at, int.from_bytes(parameter[at : at + _HALF], "little")) for at in range(0, len(parameter), _HALF)]
 
 
 def _place(word: int, own: Sequence[Segment]) -> str | None:
