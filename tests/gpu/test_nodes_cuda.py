@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from phonograph import Extent, Runner, RunnerOptions, open_device
 from phonograph.devices.nodes import joined, keeping_nodes, nodes_of
@@ -17,6 +15,7 @@ from phonograph.graphs.trust.guard import _Runs, guard
 from runners import WIDTH, make_runner, rows
 
 pytestmark = pytest.mark.gpu
+triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
 
 Body = Callable[[dict[str, Any]], Any]
 
@@ -65,7 +64,7 @@ def scaled(batch: dict[str, Any]) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scale_kernel(x_ptr, mask_ptr, out_ptr, scale, count: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_kernel(x_ptr, mask_ptr, out_ptr, scale, count: "tl.constexpr"):  # type: ignore[no-untyped-def,name-defined]
     at = tl.arange(0, count)
     tl.store(out_ptr + at, tl.load(x_ptr + at) * scale + tl.load(mask_ptr + at))
 

@@ -34,6 +34,7 @@ _ODD = (0x9E3779B97F4A7C1, -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644
 """Odd numbers that mix the bits of an integer (as SplitMix64 does, in torch's signed ones)."""
 _OVERLAPS = 1
 """What torch answers about a tensor that has one element in several places."""
+_MAX_WEIGHT_BYTES = 1 << 20
 _MAX_CHANGED_BYTES = 64 << 20
 """A larger tensor (a cache, an embedding) is left as it is: the other input of its op is changed."""
 
@@ -123,9 +124,9 @@ class _Changes:
         if _makes_views(func):
             return func(*args, **kwargs)
         written = list(written_tensors(func, args, kwargs))
-        ids = {id(tensor) for tensor in written}
+        left = {id(tensor) for tensor in (*written, *self._weights(args, kwargs))}
         args, kwargs = tree_map(
-            lambda leaf: leaf if id(leaf) in ids else self._changed(leaf),
+            lambda leaf: leaf if id(leaf) in left else self._changed(leaf),
             (args, kwargs),
             is_leaf=lambda leaf: isinstance(leaf, torch.Tensor),
         )
@@ -137,6 +138,12 @@ class _Changes:
         for address in made | {_address(tensor) for tensor in written}:
             self._content_at[address] = next(self._contents)
         return result
+
+    def _weights(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
+        """Large inputs of an op that the run has not made, where something else is changed: that will do."""
+        given = list(tensors_in((args, kwargs)))
+        others = [tensor for tensor in given if _address(tensor) not in self._made]
+        return [tensor for tensor in others if tensor.nbytes > _MAX_WEIGHT_BYTES] if len(others) < len(given) else []
 
     def add_launch(self, name: str, grid: Any, arguments: Mapping[str, object]) -> None:
         """A kernel's arguments, where the run has made them: as they are about to be read, or overwritten."""
