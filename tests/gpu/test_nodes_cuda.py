@@ -64,7 +64,7 @@ def scaled(batch: dict[str, Any]) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scale_kernel(x_ptr, mask_ptr, out_ptr, scale, count: "tl.constexpr"):  # type: ignore[no-untyped-def,name-defined]
+def scale_kernel(x_ptr, mask_ptr, out_ptr, scale, count: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]
     at = tl.arange(0, count)
     tl.store(out_ptr + at, tl.load(x_ptr + at) * scale + tl.load(mask_ptr + at))
 
