@@ -48,7 +48,7 @@ _MAX_SLOW = 2
 """So many containers of containers are looked at in every check; further ones take turns."""
 _OF_DICTS = (InDict, AllItems, HasKey, KeptEntries)
 _FEW = 80
-"""So many values in dicts are looked at one by one faster than by the dicts' versions."""
+"""So many values in dicts are looked at one by one faster than by versions, unless Python tells of stores."""
 _MAX_STRIKES = 2
 """After so many stores that changed no fact, a dict's facts are looked at one by one."""
 
@@ -59,7 +59,8 @@ class FactCheck:
     def __init__(self, facts: Sequence[Fact], by_value: Iterable[int] = ()) -> None:
         self.facts = tuple(facts)
         in_dicts = sum(isinstance(fact.source, _OF_DICTS) for fact in self.facts)
-        self.uses_versions = in_dicts > _FEW and dict_versions.are_reliable()
+        are_many = in_dicts > (0 if dict_versions.are_told() else _FEW)
+        self.uses_versions = are_many and dict_versions.are_reliable()
         self._has_turns = in_dicts > _FEW and not self.uses_versions
         """Whether objects in dicts take turns too, so that a check stays cheap."""
         self.stale: Fact | None = None

@@ -10,6 +10,7 @@ dispatch (Triton's) have what the body made for them changed where it is, before
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -30,8 +31,6 @@ _SHARE = 16
 """The inputs of an op are changed by this part of `NEAR`, and the moves of a result count as many times."""
 _LATER_SCALE = 4
 """The changes of later runs are larger: what is picked among near equals must flip in one of them."""
-_ODD = (0x9E3779B97F4A7C1, -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-"""Odd numbers that mix the bits of an integer (as SplitMix64 does, in torch's signed ones)."""
 _OVERLAPS = 1
 """What torch answers about a tensor that has one element in several places."""
 _MAX_WEIGHT_BYTES = 1 << 20
@@ -165,21 +164,26 @@ class _Changes:
             return None
         address = _address(tensor)
         content = self._content_at.setdefault(address, next(self._contents)) if address else next(self._contents)
-        noise = _noise(tensor, content).to(_factor_dtype(tensor.dtype))
-        return 1 + noise * (near_of(tensor.dtype) * self._share)
+        return _noise(tensor, content).mul_(near_of(tensor.dtype) * self._share).add_(1)
 
 
 def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Numbers of mean 0 and variance 1, by where each element lies in its memory: views of one place have the same."""
-    place = torch.full((), int(tensor.storage_offset()), dtype=torch.int64, device=tensor.device)
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        steps = torch.arange(size, device=tensor.device) * stride
-        place = place + steps.reshape(-1, *[1] * (tensor.dim() - dim - 1))
-    begin = seed * _ODD[0] % (1 << 62)
-    mixed = (place + begin) * _ODD[1]
-    for odd in _ODD[2:]:
-        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * odd
-    return (((mixed >> 40) & 0xFFFFFF).float() / (1 << 24) - 0.5) * 12**0.5
+    """Numbers of mean 0 and variance 1, by where each element lies in its memory: views of one place have the same.
+
+    A wave whose frequency grows with the place: few launches, since a pass of small kernels is changed thousands of
+    times.
+    """
+    numbers, on = random.Random(seed), tensor.device
+    begin = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        places = torch.arange(begin, begin + tensor.numel(), dtype=torch.float64, device=on).reshape(tensor.shape)
+    else:
+        places = torch.full((), begin, dtype=torch.float64, device=on)
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            steps = torch.arange(size, dtype=torch.float64, device=on) * stride
+            places = places + steps.reshape(-1, *[1] * (tensor.dim() - dim - 1))
+    phases = places.mul(numbers.uniform(1, 2)).add_(numbers.uniform(100, 200)).mul_(places).add_(numbers.uniform(0, 7))
+    return phases.sin_().mul_(2**0.5)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -188,11 +192,6 @@ def _address(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return 0
-
-
-def _factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What holds a factor that is nearly 1."""
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _makes_views(func: Any) -> bool:
