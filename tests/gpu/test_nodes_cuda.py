@@ -64,15 +64,17 @@ def scaled(batch: dict[str, Any]) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scale_kernel(x_ptr, mask_ptr, out_ptr, scale, count: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]
-    at = tl.arange(0, count)
-    tl.store(out_ptr + at, tl.load(x_ptr + at) * scale + tl.load(mask_ptr + at))
+def scale_kernel(x_ptr, mask_ptr, out_ptr, scale, count, size: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]
+    at = tl.arange(0, size)
+    x = tl.load(x_ptr + at, mask=at < count)
+    mask = tl.load(mask_ptr + at, mask=at < count)
+    tl.store(out_ptr + at, x * scale + mask, mask=at < count)
 
 
 def by_triton(x: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
     """A launch that torch does not dispatch."""
     out = torch.empty_like(x)
-    scale_kernel[(1,)](x, mask, out, scale, x.numel())
+    scale_kernel[(1,)](x, mask, out, scale, x.numel(), size=8 * WIDTH)
     return out
 
 
@@ -116,16 +118,17 @@ def test_what_a_sample_froze_is_in_the_nodes(body: Body) -> None:
 def test_addresses_of_a_graphs_own_memory_are_known_as_such() -> None:
     """Else everything that the graph itself makes would be another number in every capture."""
     device = open_device("cuda")
-    x = torch.ones(1024, device="cuda")
+    x = torch.ones(8 * WIDTH, device="cuda")
+    by_triton(x, x, 2.0)  # compiled before
     with keeping_nodes(device), device.recorder(device.new_pool()) as recorder:
         recorder.begin()
-        kept = x * 2 + 1
+        kept = by_triton(by_triton(x, x, 2.0), x, 3.0)
         graph = recorder.end()
     found = joined([nodes_of(graph)])
     places = [value for node in found.nodes for _, value in node.arguments if "own memory" in str(value)]
     assert len(places) >= 3, found
     assert found.unseen == ()
-    assert kept.shape == (1024,)
+    assert kept.shape == (8 * WIDTH,)
     graph.release()
 
 

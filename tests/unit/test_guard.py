@@ -440,14 +440,16 @@ def test_integer_slots_and_host_slots_are_no_difference(device: Device) -> None:
 
 def test_the_nodes_of_two_captures_agree_unless_a_number_is_frozen(device: Device) -> None:
     """Ops are not compared here: the tapes alone must show it."""
-    for body in (memoised, random_rows, on_device, constants, branch, scaled, constant, own_mask, longest):
+    is_emulated = device.torch_device.type == "cpu"
+    bodies = [memoised, random_rows, on_device, constants, branch, scaled, constant, longest]
+    # On a GPU the addresses that torch's kernels get are in structs, which are left out: ops show them.
+    for body in [*bodies, own_mask] if is_emulated else bodies:
         runner = captured(body, device, options=RunnerOptions(guard="off"))
         runs = _Runs(runner)
         with torch.no_grad(), runs.restored():
             difference, unseen = runs.node_difference(runner.captured[0])
         assert (difference is not None) == (body in FAULTS), (body, difference, unseen)
         # Kernels of a GPU have bytes that nobody sets, and that may differ from capture to capture.
-        is_emulated = device.torch_device.type == "cpu"
         assert unseen == () if is_emulated else not any("nodes unseen" in text for text in unseen), unseen
 
 
