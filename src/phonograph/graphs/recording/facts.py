@@ -88,7 +88,7 @@ class FactRecorder:
 
     roots: Sequence[Any]
     keys: Sequence[ShapeKey]
-    """All shapes, of which the largest and the smallest of each group are watched."""
+    """Of these shapes the largest and the smallest of each group are watched."""
     ignored: Sequence[str] = ()
     problem: str = ""
     """Why reads can't be recorded, or nothing."""
@@ -103,7 +103,8 @@ class FactRecorder:
     def watching(self, key: ShapeKey, around_gap: AroundGap = nullcontext) -> Iterator[AroundGap]:
         """Note what is read in here; comes out with what must be entered around every gap."""
         sizes = [one.size for one in self.keys if one.group == key.group]
-        if key.size not in (max(sizes), min(sizes)) or key in self._read or self.problem or not self._can_record():
+        is_asked = bool(sizes) and key.size in (max(sizes), min(sizes)) and key not in self._read
+        if not is_asked or self.problem or not self._can_record():
             yield around_gap
             return
         for root in self.roots:
