@@ -2,7 +2,7 @@
 
 Run: python bench/guard.py [--device cuda] [--shapes tiny qwen3-0.6b] [--verify off fast all] [--no-nodes]
 
-Engines are opened with guard=refuse, where a GPU's default is to report. A finding, a recording that is missing, or a
+Engines are opened with guard=refuse, the default. A finding, a recording that is missing, or a
 check of verify that fails is an error: the exit code is 1.
 """
 
