@@ -46,7 +46,8 @@ from phonograph.engine.ops.triton.layers import TritonKernels
 from phonograph.engine.ops.triton.measuring import Measurement, Trial, best, device_us, measure_all, tune
 from phonograph.engine.ops.triton.products import Products
 from phonograph.engine.ops.tuning import Choice, Product, Tuning
-from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.requests.parameter import Sampling
+from phonograph.engine.sampling.sampler import SamplingRows, TorchSampler
 from phonograph.engine.sampling.triton.sampler import TritonSampler
 from phonograph.graphs.progress import bar
 

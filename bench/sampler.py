@@ -16,7 +16,8 @@ from typing import Any
 import report
 import torch
 
-from phonograph.engine.sampling.sampler import Sampler, Sampling, SamplingRows, TorchSampler
+from phonograph.engine.requests.parameter import Sampling
+from phonograph.engine.sampling.sampler import Sampler, SamplingRows, TorchSampler
 
 LEAST_EXPECTED = 20
 """Draws that a cell of the chi-square test expects; rarer tokens share a cell."""

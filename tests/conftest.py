@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +25,19 @@ if HAS_GPU:
 def device(request: pytest.FixtureRequest) -> Device:
     """Every device present: a test that takes it runs once on each."""
     return _OPEN[request.param]()
+
+
+_MANY_IMPORTS = 50
+_frozen = {"modules": 0}
+
+
+@pytest.fixture(autouse=True)
+def _imports_frozen() -> None:
+    """Every capture collects garbage: all that tests have imported need not be walked over each time."""
+    if len(sys.modules) > _frozen["modules"] + _MANY_IMPORTS:
+        _frozen["modules"] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,8 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.step_builder import StepTables
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.passes.step import Step
+from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.step import Sampled
-from phonograph.engine.state.updates import TableUpdates
 
 
 def tiny(device: str) -> LLM:
@@ -56,8 +55,8 @@ class RemoteExecutor:
         assert isinstance(sampled, Sampled)
         return sampled
 
-    def put_back(self, updates: TableUpdates) -> None:
-        self._ask("put back", updates)
+    def put_back(self, undone: Undone) -> None:
+        self._ask("put back", undone)
 
     def heartbeat(self) -> None:
         self._ask("heartbeat", None)

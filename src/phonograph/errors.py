@@ -14,6 +14,7 @@ PhonographError
 ├── BreakError            a gap's outputs don't fit what the next graph reads
 ├── PlanError             the configuration asks for something that can't be
 ├── CoverageError         strict mode: a batch has no graph
+├── StepOrderError        a step, or what was launched for it, comes twice or out of its order
 ├── RequestError          a request that can't be served as it is
 ├── UnavailableError      the engine takes no request right now
 ├── CoreError             the process of the engine core could not be started, or is gone
@@ -69,6 +70,10 @@ class PlanError(PhonographError, ValueError):
 
 class CoverageError(PhonographError, RuntimeError):
     """Strict mode: a batch has no graph."""
+
+
+class StepOrderError(PhonographError, RuntimeError):
+    """A step, or what was launched for it, comes twice or out of its order."""
 
 
 class RequestError(PhonographError, ValueError):

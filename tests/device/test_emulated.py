@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from phonograph import Graphed, Slot, Stage, current, graph_break, graphed
 from phonograph.devices import DeviceGraph, EmulatedDevice, MemoryPool
+from phonograph.devices.op_trace import OpTrace
 from phonograph.devices.trace import raising_frame
 from phonograph.errors import CaptureError, DataDependentShapeError, HostConstantError, HostReadError
 from phonograph.graphs.progress import silent
@@ -393,6 +394,20 @@ def test_replay_is_what_eager_gives(emulated: EmulatedDevice, name: str, mode: M
         torch.testing.assert_close(held.state, eager.state, rtol=0, atol=0)
         torch.testing.assert_close(held.x, eager.x, rtol=0, atol=0)
         assert [t.data_ptr() for t in tensors(outputs)] == addresses
+
+
+@pytest.mark.parametrize("name", [*OPS, "upsampled"])
+def test_inference_mode_runs_the_ops_of_every_other_mode(name: str) -> None:
+    """Composite ops reach a watch whole there, and must be taken apart as torch itself does."""
+
+    def ops(mode: Mode) -> list[str]:
+        trace, held = OpTrace(), Inputs.draw(0)
+        body = OPS.get(name, lambda i: functional.interpolate(i.image, scale_factor=2.0))
+        with mode(), trace.following():
+            body(held)
+        return [op.name for op in trace.ops if op.name != "aten.detach"]  # autograd's own
+
+    assert ops(torch.inference_mode) == ops(torch.no_grad)
 
 
 def test_a_replay_runs_no_python() -> None:

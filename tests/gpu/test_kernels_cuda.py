@@ -12,7 +12,8 @@ from phonograph.engine.ops.kernels import Norm
 from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.tuning import Choice, Overlap, Product, Tuning
-from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.requests.parameter import Sampling
+from phonograph.engine.sampling.sampler import SamplingRows, TorchSampler
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu

@@ -2,39 +2,135 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph import Extent, RunnerOptions, open_device
-from phonograph.graphs.trust.guard import guard
+from phonograph import Extent, Runner, RunnerOptions, open_device
+from phonograph.devices.nodes import joined, keeping_nodes, nodes_of
+from phonograph.graphs.trust.guard import _Runs, guard
 from runners import WIDTH, make_runner, rows
 
 pytestmark = pytest.mark.gpu
+triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
+
+Body = Callable[[dict[str, Any]], Any]
 
 
 def sample(extent: Extent, seed: int) -> dict[str, Any]:
     numbers = torch.Generator().manual_seed(seed)
     x = torch.randn(extent.used["seqs"], WIDTH, generator=numbers).cuda()
-    return {"x": x, "scale": 1 / (1 + seed)}
+    return {"x": x, "scale": 1 / (2 + seed), "mask": torch.ones(8 * WIDTH, device="cuda")}
 
 
-def test_a_frozen_number_is_in_the_nodes_and_correct_ones_agree() -> None:
-    device = open_device("cuda")
-    weight = torch.randn(WIDTH, WIDTH, device="cuda")
+def captured(body: Body, **options: Any) -> Runner:
+    return make_runner(body, open_device("cuda"), sample=sample, sizes=(4, 8), **options)
 
-    def right(batch: dict[str, Any]) -> Any:
-        return (batch["x"] @ weight).relu() + torch.rand_like(batch["x"])
 
-    def wrong(batch: dict[str, Any]) -> Any:
-        return batch["x"] * batch["scale"]
+@functools.cache
+def ones() -> torch.Tensor:
+    return torch.ones(8 * WIDTH, device="cuda")
 
-    good = make_runner(right, device, sample=sample, sizes=(4, 8))
-    report = guard(good, nodes=True)
-    assert report.ok, report
-    assert not any("nodes unseen" in text for text in report.unseen), report
-    assert good.run({"x": rows(device, 3), "scale": 1.0}).shape == (3, WIDTH)
 
-    bad = make_runner(wrong, device, sample=sample, sizes=(4,), options=RunnerOptions(guard="off"))
+@functools.cache
+def weight() -> torch.Tensor:
+    return torch.randn(WIDTH, WIDTH, device="cuda")
+
+
+def right(batch: dict[str, Any]) -> Any:
+    return (batch["x"] @ weight()).relu() + torch.rand_like(batch["x"])
+
+
+def reduced(batch: dict[str, Any]) -> Any:
+    """Structs with members that nobody sets."""
+    x = batch["x"]
+    return x.softmax(-1) + x.mean(0) + x.amax(-1, keepdim=True) + x.cumsum(0) + x.sort(-1).values
+
+
+def halved(batch: dict[str, Any]) -> Any:
+    x = batch["x"].half().repeat(1, 64)
+    return (x @ x.T @ x).float() + torch.nn.functional.dropout(x, 0.5)
+
+
+def gathered(batch: dict[str, Any]) -> Any:
+    return batch["x"][batch["x"].argsort(0)[:, 0]].index_add(0, torch.arange(2, device="cuda"), batch["x"][:2])
+
+
+def scaled(batch: dict[str, Any]) -> Any:
+    return batch["x"] * batch["scale"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_kernel(x_ptr, mask_ptr, out_ptr, scale, count, size: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]
+    at = tl.arange(0, size)
+    x = tl.load(x_ptr + at, mask=at < count)
+    mask = tl.load(mask_ptr + at, mask=at < count)
+    tl.store(out_ptr + at, x * scale + mask, mask=at < count)
+
+
+def by_triton(x: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    """A launch that torch does not dispatch."""
+    out = torch.empty_like(x)
+    scale_kernel[(1,)](x, mask, out, scale, x.numel(), size=8 * WIDTH)
+    return out
+
+
+def scaled_by_triton(batch: dict[str, Any]) -> Any:
+    return by_triton(batch["x"], ones(), batch["scale"])
+
+
+def own_mask(batch: dict[str, Any]) -> Any:
+    return by_triton(batch["x"], batch["mask"], 2.0)
+
+
+def right_by_triton(batch: dict[str, Any]) -> Any:
+    return by_triton(batch["x"], ones(), 2.0)
+
+
+def other_way(batch: dict[str, Any]) -> Any:
+    return batch["x"].exp() if batch["scale"] == 0.5 else batch["x"].log1p()
+
+
+@pytest.mark.parametrize("body", [right, reduced, halved, gathered, right_by_triton], ids=lambda body: body.__name__)
+def test_the_nodes_of_correct_bodies_agree(body: Body) -> None:
+    good = captured(body)
+    for _ in range(3):
+        report = guard(good, nodes=True)
+        assert report.ok, str(report)
+        assert not any("nodes unseen" in text for text in report.unseen), str(report)
+    assert good.run({"x": rows(good.device, 3), "scale": 1.0}).shape == (3, *body(sample(_of(3), 0)).shape[1:])
+
+
+@pytest.mark.parametrize("body", [scaled, scaled_by_triton, own_mask, other_way], ids=lambda body: body.__name__)
+def test_what_a_sample_froze_is_in_the_nodes(body: Body) -> None:
+    """Ops are not compared here: the nodes alone must show it."""
+    bad = captured(body, options=RunnerOptions(guard="off"))
+    runs = _Runs(bad)
+    with torch.no_grad(), runs.restored():
+        difference, unseen = runs.node_difference(bad.captured[0])
+    assert difference is not None, unseen
     assert not guard(bad, nodes=True).ok
+
+
+def test_addresses_of_a_graphs_own_memory_are_known_as_such() -> None:
+    """Else everything that the graph itself makes would be another number in every capture."""
+    device = open_device("cuda")
+    x = torch.ones(8 * WIDTH, device="cuda")
+    by_triton(x, x, 2.0)  # compiled before
+    with keeping_nodes(device), device.recorder(device.new_pool()) as recorder:
+        recorder.begin()
+        kept = by_triton(by_triton(x, x, 2.0), x, 3.0)
+        graph = recorder.end()
+    found = joined([nodes_of(graph)])
+    places = [value for node in found.nodes for _, value in node.arguments if "own memory" in str(value)]
+    assert len(places) >= 3, found
+    assert found.unseen == ()
+    assert kept.shape == (8 * WIDTH,)
+    graph.release()
+
+
+def _of(count: int) -> Extent:
+    return Extent({"seqs": count}, {"seqs": count})

@@ -6,7 +6,8 @@ import pytest
 import torch
 from sampler import CASES, Case, draws, fit, logits_of, probabilities, rows_of
 
-from phonograph.engine.sampling.sampler import Sampling, TorchSampler, gumbel, hashes, noise
+from phonograph.engine.requests.parameter import Sampling
+from phonograph.engine.sampling.sampler import TorchSampler, gumbel, hashes, noise
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu

@@ -16,13 +16,14 @@ from phonograph.engine.requests.request import Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import Chunk, ScheduledStep
 from phonograph.engine.sampling.penalties import count_tokens
+from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.state.column import TableSizes
-from phonograph.engine.state.columns import CONSTRAINED, MASKS, PENALISED, PENALTIES, PLACE, SAMPLING
+from phonograph.engine.state.columns import CONSTRAINED, MASKS, PENALISED, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
 from phonograph.engine.state.updates import UpdateBuilder
 
 ROWS, VOCAB, PAGES = 5, 37, 6
-COLUMNS = (*PLACE, *SAMPLING, *PENALTIES, *MASKS)
+COLUMNS = (*PLACE, *TorchSampler.columns, *PENALTIES, *MASKS)
 
 
 @dataclass
@@ -164,7 +165,7 @@ class House:
         bias = asked.logit_bias
         assert tables["bias_ids"][row].tolist() == [*bias, *[0] * (300 - len(bias))]
         assert tables["bias"][row].tolist() == [*bias.values(), *[0.0] * (300 - len(bias))]
-        if asked.is_penalised:
+        if PENALISED.asked is not None and PENALISED.asked(owner):
             said, prompt = Counter(owner.outputs), set(owner.request.prompt)
             assert tables["counts"][row].tolist() == [said[token] for token in range(VOCAB)]
             assert tables["prompted"][row].tolist() == [token in prompt for token in range(VOCAB)]

@@ -19,7 +19,7 @@ from phonograph.engine.passes.rounds import as_block, joined
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.state.column import TableSizes
-from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE, SAMPLING
+from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
 
 
@@ -44,7 +44,7 @@ def parts_for(width: int) -> PassParts:
     executor = LLM(RandomCheckpoint(SHAPES["tiny"]), device="cpu", options=options).executor
     limits = Limits(max_seqs=5, max_tokens=40, max_len=40, page_size=8, num_pages=20, tokens_per_row=width)
     sizes = TableSizes(5, executor.vocab, 6)
-    tables = RequestTables(EmulatedDevice(), (*PLACE, *SAMPLING, *PENALTIES, *MASKS), sizes)
+    tables = RequestTables(EmulatedDevice(), (*PLACE, *TorchSampler.columns, *PENALTIES, *MASKS), sizes)
     return PassParts(executor.model, TorchSampler(), tables, executor.cache, {}, limits)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
@@ -358,3 +359,20 @@ def test_the_core_ends_with_its_front() -> None:
     while is_alive(core) and time.monotonic() < end:
         time.sleep(0.01)
     assert not is_alive(core)
+
+
+@dataclass(frozen=True)
+class FurtherParams(SamplingParams):
+    lowest_id: int = 0
+
+
+def test_a_parameter_that_the_core_would_not_get_is_refused_by_name(served: Served) -> None:
+    async def work() -> None:
+        with pytest.raises(RequestError, match="FurtherParams has lowest_id") as found:
+            served.llm.submit([[1, 2]], FurtherParams(lowest_id=200))
+        assert found.value.field == "lowest_id"
+        with pytest.raises(RequestError, match="FurtherParams has lowest_id"):
+            await served.llm.submit_long([[1, 2]], FurtherParams(lowest_id=200))
+        assert served.llm.num_active == 0
+
+    served.run(work())

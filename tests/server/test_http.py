@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import socket
@@ -10,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from phonograph.engine.llm import LLM
 from phonograph.engine.requests.request import SamplingParams
+from phonograph.server.http.failures import ApiError
+from phonograph.server.openai import requests
+from phonograph.server.openai.request_validation import check_tool_fields
+from phonograph.server.openai.requests import (
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from server.conftest import Server
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -288,6 +301,41 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "guided_regex": r"[^\s\S]"}, "no text follows it", "guided_regex"),
     (TEXT, {"prompt": "x", "guided_json": False}, "Unsatisfiable", "guided_json"),
     (TEXT, {"prompt": "x", "guided_grammar": 'start: a\na: "x" a'}, "following the grammar", "guided_grammar"),
+    *(
+        (TEXT, {"prompt": "x", name: value}, "unknown field", name)
+        for name, value in (
+            ("top_a", 0.2),
+            ("typical_p", 0.9),
+            ("min_tokens", 4),
+            ("use_beam_search", True),
+            ("structured_outputs", {"regex": "a"}),
+            ("reasoning_effort", "high"),
+        )
+    ),
+    (CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, "unknown field", "functions"),
+    (
+        CHAT,
+        {"messages": HELLO, "stream": True, "stream_options": {"include_usages": True}},
+        "did you mean `stream_options.include_usage`?",
+        "stream_options.include_usages",
+    ),
+    (
+        TEXT,
+        {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "unknown field `stream_options.continuous_usage_stats`",
+        "stream_options.continuous_usage_stats",
+    ),
+    ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "unknown field", "skip_special_tokens"),
+    *(
+        ("/tokenize", {"prompt": "x", name: value}, "would have no effect: a prompt is rendered by no template", name)
+        for name, value in (
+            ("tools", [{"type": "function", "function": {"name": "f"}}]),
+            ("chat_template_kwargs", {"think": 1}),
+            ("add_generation_prompt", True),
+            ("add_generation_prompt", False),
+        )
+    ),
+    ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "writes them out", "add_special_tokens"),
     ("/tokenize", {}, "either `prompt` or `messages`", "prompt"),
     ("/tokenize", {"prompt": "x", "messages": HELLO}, "either `prompt` or `messages`", "prompt"),
     ("/detokenize", {"tokens": ["a"]}, "got `str`", "tokens[0]"),
@@ -393,3 +441,62 @@ def test_a_body_that_is_too_large(tiny_server: Server) -> None:
     said = httpx.post(tiny_server.url + TEXT, content=endless(), headers=JSON, timeout=60)
     assert error_of(said, 413)["code"] == "body_too_large"
     assert tiny_server.get("/health").status_code == 200
+
+
+def test_fields_that_change_no_answer_are_taken(tiny_server: Server) -> None:
+    plain = {"messages": HELLO, "max_tokens": 4, **GREEDY}
+    quiet = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "flex",
+        "safety_identifier": "x",
+        "prompt_cache_key": "y",
+        "modalities": ["text"],
+    }
+    assert quiet.keys() | {"include_obfuscation"} == WITHOUT_EFFECT.keys()
+    texts = [tiny_server.post(CHAT, body).json()["choices"] for body in (plain, {**plain, **quiet})]
+    assert texts[0] == texts[1]
+    streamed = {**plain, "stream": True, "stream_options": {"include_obfuscation": True}}
+    assert tiny_server.post(CHAT, streamed).status_code == 200
+    tokens = [
+        tiny_server.post("/tokenize", {"messages": HELLO, **further}).json()["tokens"]
+        for further in ({}, {"add_special_tokens": False, "add_generation_prompt": True})
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_every_field_of_a_body_is_read_or_known_to_be_without_effect() -> None:
+    """Where requests are made of it: that a field is within its bounds is no reading."""
+    folder = Path(requests.__file__).parent
+    trees = [
+        ast.parse((folder / name).read_text()) for name in ("api.py", "sampling_params.py", "request_validation.py")
+    ]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+    for body in bodies:
+        assert body.__struct_config__.forbid_unknown_fields
+        unread = {field.name for field in msgspec.structs.fields(body)} - read
+        assert unread <= WITHOUT_EFFECT.keys(), body
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    assert [name for name in WITHOUT_EFFECT if f"`{name}`" not in page] == []
+
+
+FUNCTION = {"name": "f", "description": "d", "parameters": {}, "strict": True}
+TOOL = {"type": "function", "function": FUNCTION}
+
+
+@pytest.mark.parametrize(
+    ("tool", "place"),
+    [
+        ({**TOOL, "cache_control": {"type": "ephemeral"}}, "tools[1].cache_control"),
+        ({**TOOL, "function": {**FUNCTION, "examples": [1]}}, "tools[1].function.examples"),
+    ],
+)
+def test_fields_of_tools_reach_the_template_or_are_refused(tool: dict[str, Any], place: str) -> None:
+    check_tool_fields([TOOL, {**TOOL, "further": None}], (), shown_whole=False)
+    check_tool_fields([TOOL, tool], (), shown_whole=True)
+    check_tool_fields([TOOL, tool], (place.rpartition(".")[2],), shown_whole=False)
+    with pytest.raises(ApiError) as found:
+        check_tool_fields([TOOL, tool], (), shown_whole=False)
+    assert found.value.error.param == place

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phonograph import BreakError, Device, EmulatedDevice, Runner, Stage, break_graph, current, graph_break
-from phonograph.graphs.running.runner import RunnerOptions
+from phonograph.graphs.running.runner_options import RunnerOptions
 from runners import WIDTH, equal, make_runner, rows
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import io
 import json
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +14,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from phonograph import CaptureError, Device, HostReadError, PlanError, Reason, Runner, RunnerOptions, Stage, current
+from phonograph import (
+    CaptureError,
+    Device,
+    EmulatedDevice,
+    HostReadError,
+    PlanError,
+    Reason,
+    Runner,
+    RunnerOptions,
+    Stage,
+    current,
+)
+from phonograph.devices.base import DeviceGraph, MemoryPool
 from phonograph.graphs.progress import bar, silent
 from phonograph.graphs.recording.garbage import gc_frozen
 from runners import WIDTH, equal, make_runner, rows
@@ -150,6 +163,51 @@ def test_host_reads_are_found_before_capture(device: Device) -> None:
     assert {call.args[0] for call in seen.call_args_list} == {Stage.WARMING}
 
 
+class Late(EmulatedDevice):
+    """As a GPU: a rehearsal raises an error without a name, and a capture goes on until it ends."""
+
+    class Recorder:
+        def begin(self) -> None: ...
+
+        def abort(self) -> None: ...
+
+        def end(self) -> DeviceGraph:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    @contextmanager
+    def recorder(self, pool: MemoryPool) -> Iterator[Any]:
+        yield self.Recorder()
+
+    @contextmanager
+    def rehearsal(self, *, named: bool = True) -> Iterator[Any]:
+        if named:
+            with super().rehearsal() as rehearsal:
+                yield rehearsal
+        else:
+            yield Mock()
+
+
+def test_a_host_read_that_the_body_catches_is_named_when_the_device_notices_it() -> None:
+    def body(batch: dict[str, Any]) -> torch.Tensor:
+        try:
+            scale = batch["x"][0, 0].item()
+        except RuntimeError:
+            scale = 1.0
+        return batch["x"] * scale
+
+    runner = make_runner(body, Late(), options=RunnerOptions(guard="off"))
+    assert runner.report is not None
+    assert [type(row.error) for row in runner.report.failures] == [HostReadError] * 3
+    assert "_local_scalar_dense" in str(runner.report.failures[0].error)
+    assert "test_capture.py" in str(runner.report.failures[0].error)
+
+
+def test_a_capture_that_fails_for_no_op_keeps_the_devices_error() -> None:
+    runner = make_runner(lambda batch: batch["x"] * 2, Late())
+    assert runner.report is not None
+    assert "previous error during capture" in str(runner.report.failures[0].error)
+
+
 def test_an_ordinary_exception_names_the_line(device: Device) -> None:
     def body(batch: dict[str, Any]) -> torch.Tensor:
         if batch["x"].shape[0] == 2:
@@ -235,6 +293,19 @@ def test_gc_is_restored_as_it_was_found() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("by_caller", [True, False])
+def test_what_the_caller_froze_stays_frozen_and_nothing_else(by_caller: bool) -> None:
+    gc.unfreeze()
+    try:
+        if by_caller:
+            gc.freeze()
+        with gc_frozen(collect=False):
+            assert gc.get_freeze_count() > 0
+        assert (gc.get_freeze_count() > 0) == by_caller
+    finally:
+        gc.freeze()  # as conftest has it
 
 
 def test_the_models_state_is_what_it_was_before_capture(device: Device) -> None:

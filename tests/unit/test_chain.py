@@ -127,6 +127,7 @@ def draft_pass(parts: PassParts, declared: PassDeclaration) -> Pass:
         body=body,
         sample=lambda extent, seed: sample_rows(parts, extent, seed),
         preserve=parts.trials.running,
+        reads=("oracle", "rounds"),
     )
 
 
@@ -141,7 +142,13 @@ def verify_pass(parts: PassParts, declared: PassDeclaration) -> Pass:
         logits = model.logits(model.hidden(tokens, queries, parts.cache).states)
         return rounds.accept(logits, tokens, queries, batch.needs)
 
-    return replace(draft_pass(parts, declared), body=body, axes=[replace(SAMPLING, unrecorded=frozenset({"detailed"}))])
+    return replace(
+        draft_pass(parts, declared),
+        body=body,
+        axes=[replace(SAMPLING, unrecorded=frozenset({"detailed"}))],
+        reads=("limit", "rounds"),
+        writes=("rounds",),
+    )
 
 
 def round_pass(parts: PassParts, backend: str) -> Pass:
@@ -311,6 +318,71 @@ def test_what_can_t_be_chained_is_refused(plain: Plain) -> None:
         chained(DECODE, decode, other)
     with pytest.raises(DeclarationError, match="for 1 tokens a row has rounds"):
         prefill_pass(parts, "full", rounds=OracleRounds(parts))
+
+
+def chained_parts(plain: Plain) -> PassParts:
+    executor = plain.llm.executor
+    return PassParts(executor.model, TorchSampler(), executor.tables, executor.cache, {}, executor.limits)
+
+
+def test_columns_of_links_are_the_chain_s(plain: Plain) -> None:
+    decode, column = (
+        decode_pass(chained_parts(plain)),
+        Column("drafts", torch.int64, writer=Writer.GRAPH, form=Form.RESET),
+    )
+    drafting = replace(decode, declared=replace(DECODE, columns=lambda: [column]))
+    with pytest.raises(DeclarationError, match=r"'decode' has no column 'drafts'.*columns= of the chain"):
+        chained(DECODE, decode, drafting)
+    having = replace(DECODE, columns=lambda: [replace(column, dtype=torch.int32)])
+    with pytest.raises(DeclarationError, match="declare the column 'drafts' differently"):
+        chained(having, decode, drafting)
+    chained(drafting.declared, decode, drafting)
+
+
+def test_links_keep_what_the_chain_keeps(plain: Plain) -> None:
+    decode = decode_pass(chained_parts(plain))
+
+    def keeps(model: Any) -> Any:
+        return model.keeps
+
+    keeping = replace(decode, declared=replace(DECODE, keeps=keeps))
+    for declared in (DECODE, replace(DECODE, keeps=lambda model: model.keeps[:1])):
+        with pytest.raises(DeclarationError, match=r"keeps something else in pages than the chain.*same keeps="):
+            chained(declared, decode, keeping)
+    chained(keeping.declared, decode, keeping)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        ({"reads": ("oracle",)}, "reads or writes the column 'oracle', which nobody declares"),
+        ({"writes": ("oracle",)}, "reads or writes the column 'oracle', which nobody declares"),
+        (
+            {"reads": ("drafts",)},
+            r"reads the column 'drafts', which forward passes alone write, and none does.*writes=",
+        ),
+        ({"writes": ("temperature",)}, r"writes the column 'temperature', which only the host writes.*Writer.GRAPH"),
+        ({"reads": ("drafts",), "writes": ("drafts",)}, ""),
+        ({"reads": ("temperature", "last_token", "length", "counts")}, ""),
+    ],
+)
+def test_a_link_that_reads_what_nobody_writes_is_refused(plain: Plain, use: dict[str, Any], said: str) -> None:
+    column = Column("drafts", torch.int64, writer=Writer.GRAPH, form=Form.RESET, from_prompt=False)
+    declared = replace(DECODE, columns=lambda: [column])
+
+    def make(parts: PassParts, backend: str) -> Pass:
+        decode = decode_pass(parts)
+        return chained(declared, replace(decode, body=lambda batch: None), replace(decode, **use))
+
+    def built() -> Executor:
+        llm, passes = plain.llm, (replace(declared, make=make), PREFILL, HEARTBEAT)
+        return Executor(llm.executor.model, TorchSampler(), llm.device, llm.plan, llm.limits, passes=passes)
+
+    if not said:
+        assert set(built().passes["decode"].reads) == set(use["reads"])
+        return
+    with pytest.raises(DeclarationError, match=said):
+        built()
 
 
 def test_a_chain_is_steady_if_all_its_links_are(plain: Plain) -> None:

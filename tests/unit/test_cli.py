@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -191,3 +193,31 @@ def test_bad_input_says_what_to_do(argv: list[str], says: str, capsys: Capture) 
     err = capsys.readouterr().err
     assert says in err
     assert "Traceback" not in err
+
+
+HELP_OF_ALL = """
+import argparse, contextlib, io, sys
+from phonograph.cli.main import _parser, main
+
+def commands(parser, path=()):
+    yield path
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from commands(below, (*path, name))
+
+found = list(commands(_parser()))
+for path in found:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main([*path, "--help"])
+    assert out.getvalue().startswith("usage: phonograph " + " ".join(path)), path
+slow = sorted({"torch", "numpy", "msgspec", "starlette"} & set(sys.modules))
+print(len(found), *slow)
+"""
+
+
+def test_help_of_every_command_comes_without_torch() -> None:
+    told = subprocess.run([sys.executable, "-c", HELP_OF_ALL], capture_output=True, text=True, check=True).stdout
+    number, *slow = told.split()
+    assert int(number) >= 17, "the commands of bench are not among them"
+    assert slow == []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from gguf.quants import dequantize
 
 from paged import Heads as HeadSizes
 from paged import by_hand, case_of, spans_of
-from phonograph import DeviceError, PlanError
+from phonograph import DeclarationError, DeviceError, PlanError
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.ops.attention.cpu import CpuAttention
-from phonograph.engine.ops.kernels import Angles, Heads, Norm
+from phonograph.engine.ops.kernels import Angles, Heads, Norm, Places
 from phonograph.engine.ops.layers.cpu import MOST_TOKENS, CpuKernels
 from phonograph.engine.ops.layers.packing import BLOCK, NARROW, PackedMatrix
 from phonograph.engine.ops.layers.reference import ReferenceKernels
@@ -178,6 +179,66 @@ def test_rotate_and_store(shape: tuple[int, int, int], with_norm: bool, dtype: t
     assert wanted[1][1].any()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"angles": 8}, "has angles for 8, expected 16"),
+        ({"kv_heads": 1}, r"keeps pages of \(1, 16\), expected \(2, 16\)"),
+        ({"head_dim": 32}, r"keeps pages of \(2, 32\), expected \(2, 16\)"),
+        ({"columns": 96}, "projects to 96, expected 128"),
+        ({"norm": 8}, "norms queries of 8, expected 16; it norms keys of 8"),
+    ],
+)
+def test_sizes_that_don_t_fit_are_refused_and_nothing_is_written(changes: dict[str, int], said: str) -> None:
+    sizes = {"angles": 16, "kv_heads": 2, "head_dim": 16, "columns": 128, "norm": 16, **changes}
+    norm = Norm(torch.ones(sizes["norm"]), 1e-6)
+    kernels, heads = CpuKernels(native()), Heads(4, 2, 16, norm, norm)
+    cache = PagedCache.empty(
+        2, 4, 4, sizes["kv_heads"], sizes["head_dim"], dtype=torch.float32, device=torch.device("cpu")
+    )
+    places = Places(torch.ones(3, sizes["angles"]), torch.zeros(3, sizes["angles"]), torch.tensor([4, 5, 6]))
+    for _ in range(2):
+        with pytest.raises(DeclarationError, match=f"a layer of 4 heads and 2 of keys.*{said}.*Model.keeps"):
+            kernels.rotate_and_store(torch.randn(3, sizes["columns"]), heads, places, cache, 1)
+    assert not cache.keys.any()
+    assert not cache.values.any()
+
+
+def test_heads_that_fit_are_looked_at_once_for_each_cache() -> None:
+    kernels, heads, places = (
+        CpuKernels(native()),
+        Heads(4, 2, 16, None, None),
+        Places(torch.ones(3, 16), torch.zeros(3, 16), torch.tensor([4, 5, 6])),
+    )
+    good, bad = (PagedCache.empty(2, 4, 4, num, 16, dtype=torch.float32, device=torch.device("cpu")) for num in (2, 1))
+    for _ in range(2):
+        kernels.rotate_and_store(torch.randn(3, 128), heads, places, good, 1)
+        with pytest.raises(DeclarationError, match="keeps pages of"):
+            kernels.rotate_and_store(torch.randn(3, 128), heads, places, bad, 1)
+
+
+def test_attention_over_pages_of_another_size_is_refused() -> None:
+    cache = PagedCache.empty(1, 4, 4, 2, 16, dtype=torch.float32, device=torch.device("cpu"))
+    table, numbers = torch.zeros(2, 4, dtype=torch.int32), torch.tensor([1])
+    attention = CpuAttention(native()).prepare(cache, Queries(numbers, numbers, table, tokens_per_row=1), 4)
+    for shape in ((1, 4, 32), (1, 3, 16)):
+        with pytest.raises(DeclarationError, match=r"over pages of 2 heads of 16.*Model\.keeps"):
+            attention.attend(0, torch.randn(shape), None)
+
+
+def test_a_model_whose_rope_does_not_fit_its_heads_is_not_built() -> None:
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="cpu", options=EngineOptions(max_seqs=2, max_len=64))
+    model = llm.executor.model
+    assert isinstance(model, Decoder)
+    rope = Angles(model.rope.cos[:, :-2], model.rope.sin[:, :-2])
+    with pytest.raises(DeclarationError, match="has angles for"):
+        replace(model, rope=rope)
+    layer = model.weights.layers[0]
+    wrong = replace(layer, heads=replace(layer.heads, num_kv_heads=layer.heads.num_heads * 2))
+    with pytest.raises(DeclarationError, match="projects to"):
+        replace(model, weights=replace(model.weights, layers=(wrong, *model.weights.layers[1:])))
+
+
 def test_other_precisions_are_left_to_the_reference() -> None:
     x, norm = torch.randn(8, 64).half(), Norm(torch.rand(64).half(), 1e-5)
     kernels, [weight] = prepared(torch.randn(32, 64).half())
@@ -293,18 +354,32 @@ def test_attention_over_more_than_a_chunk(heads: HeadSizes, window: int | None) 
 # -- compilation ----------------------------------------------------------------------------------------------
 
 
-def test_it_is_compiled_once_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, compiled for these tests by the compiler of this machine; its calls show that it is done once."""
+    folder = tmp_path_factory.mktemp("built")
     shown: list[tuple[str, int, int]] = []
-    library(lambda *told: shown.append(told))
-    library(lambda *told: shown.append(told))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        library(lambda *told: shown.append(told))
+        library(lambda *told: shown.append(told))
     assert shown == [("compiling kernels", 0, 1), ("compiling kernels", 1, 1)]
-    assert [path.suffix for path in (tmp_path / "phonograph" / "native").iterdir()] == [".so"]
+    (found,) = (folder / "phonograph" / "native").iterdir()
+    return found
+
+
+def test_it_is_compiled_once_and_shows_it(built: Path) -> None:
+    assert built.suffix == ".so"
 
 
 def put_compiler(folder: Path, name: str, script: str) -> None:
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
+
+
+def put_quick_compiler(folder: Path, name: str, built: Path) -> None:
+    """One that has been through with the work before: a compilation takes 10 s."""
+    put_compiler(folder, name, f'[ $1 = --version ] && echo quick && exit; for made; do :; done; cp {built} "$made"')
 
 
 BROKEN = "[ $1 = --version ] && echo clang && exit; echo 'x.cpp:1: error: no vectors' >&2; echo 1 error. >&2; exit 1"
@@ -337,16 +412,18 @@ def test_without_a_compiler_the_reference_serves_and_says_why(
             make(**{name: "cpu"})
 
 
-def test_the_next_compiler_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = shutil.which("g++") or shutil.which("c++")
+def test_the_next_compiler_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
     put_compiler(tmp_path, "g++", BROKEN)
-    put_compiler(tmp_path, "c++", f'exec {real} "$@"')
+    put_quick_compiler(tmp_path, "c++", built)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert library().lanes == native().lanes
+    found = library()
+    assert (found.lanes, found.compiler) == (native().lanes, "quick")
 
 
-def test_half_a_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
+    put_quick_compiler(tmp_path, "g++", built)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("phonograph.engine.ops.native.library._opened", Library)  # as in another process
     library()

@@ -7,7 +7,8 @@ import sampler as bench
 import torch
 from sampler import CASES, Case, draws, fit, logits_of, probabilities, rows_of
 
-from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TorchSampler
+from phonograph.engine.requests.parameter import Sampling
+from phonograph.engine.sampling.sampler import SamplingRows, TorchSampler
 
 SAMPLER = bench.fastest("cpu")
 

@@ -214,13 +214,13 @@ CHANGES: dict[str, tuple[str, Callable[[Model], Any]]] = {
         "Model.scaled.__kwdefaults__",
         lambda m: changed(Model.scaled, "__kwdefaults__", {"less": 2.0}),
     ),
-    "training": ("Dropout.training is True", trained),
+    "training": ("Model.dropout.training is True", trained),
     "hook": ("hooks of Model.layers.0", hooked),
-    "forward of an instance": ("Linear.forward", patched_forward),
-    "parameter": ("Linear.weight", lambda m: changed(m.linear, "weight", new_parameter())),
+    "forward of an instance": ("Model.linear.forward", patched_forward),
+    "parameter": ("Model.linear.weight", lambda m: changed(m.linear, "weight", new_parameter())),
     "buffer": ("Model.shift", lambda m: changed(m, "shift", torch.zeros(4))),
     "plain tensor": ("Model.constant", lambda m: changed(m, "constant", torch.zeros(4))),
-    "memory of a parameter": ("Linear.bias", lambda m: moved(m.linear.bias)),
+    "memory of a parameter": ("Model.linear.bias", lambda m: moved(m.linear.bias)),
     "layer": ("Model.layers", lambda m: changed(m.layers._modules, "1", torch.nn.Tanh())),
     "autocast": ("autocast on cpu", lambda m: torch.autocast("cpu", torch.float16)),
     "default dtype": ("torch.get_default_dtype()", lambda m: default_dtype(torch.float64)),
@@ -317,6 +317,20 @@ def test_closure_cells_are_facts() -> None:
     assert torch.equal(run(X), X * 3)
     scale = 2.0
     assert_replays(run)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 40])
+@pytest.mark.parametrize("num_calls", [0, 1, 7, WINDOW - 1])
+def test_a_module_that_moves_as_a_whole_is_seen_at_once(num_layers: int, num_calls: int) -> None:
+    """Without buffers nothing but the addresses of parameters tells that a module is of another dtype."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(num_layers)))
+    run = made(lambda x: model(x.to(model[0].weight.dtype)))
+    assert_replays(run, num_calls)
+    model.double()
+    found = decided(run)
+    assert isinstance(found, RunEagerly)
+    assert found.reason is Reason.STALE
+    assert run(X).dtype is torch.float64
 
 
 def test_refresh_records_again_only_what_is_stale() -> None:
@@ -441,7 +455,7 @@ def test_many_values_are_checked_by_versions_and_go_over_to_values_where_others_
         assert_replays(run)
     assert_replays(run, WINDOW + 1)
     before, model[40].weight = model[40].weight, new_parameter()
-    assert_stale(run, "Linear.weight")
+    assert_stale(run, "Deep.layers.40.weight")
     model[40].weight = before
     assert_replays(run)
 
@@ -452,7 +466,7 @@ def test_without_dict_versions_values_are_still_seen(monkeypatch: pytest.MonkeyP
     run, model = made(deep), deep.layers
     assert "tells no dict versions" in run.facts().method
     before, model[40].weight = model[40].weight, new_parameter()
-    assert_stale(run, "Linear.weight")
+    assert_stale(run, "Deep.layers.40.weight")
     model[40].weight = before
     assert_replays(run, WINDOW + 1)
 
@@ -495,7 +509,16 @@ def test_reads_of_a_function() -> None:
             return a.one.two["k"][0] + getattr(b, "name", None) + (a.x if b.y else a.z) + GLOBAL_SCALE
 
     found = {str(read) for read in reads_of(body.__code__).values()}
-    assert {"a.one", "a.one.two", "a.one.two['k']", "a.one.two['k'][0]", "b.name", "a.x", "b.y", "a.z"} <= found
+    assert {
+        "a.one",
+        "a.one.two",
+        "a.one.two['k']",
+        "a.one.two['k'][0]",
+        "getattr(b, 'name', None)",
+        "a.x",
+        "b.y",
+        "a.z",
+    } <= found
     assert "GLOBAL_SCALE" in found
 
 

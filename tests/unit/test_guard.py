@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph import Axis, CaptureError, Device, Dim, Extent, Pad, RunnerOptions, Slot, graph_break, graphed
+from phonograph import Axis, CaptureError, Device, Dim, Extent, Pad, Reason, RunnerOptions, Slot, graph_break, graphed
 from phonograph.devices.nodes import Node, NodeList, node_difference, nodes_of
 from phonograph.errors import DeclarationError, HostConstantError
 from phonograph.graphs.progress import silent
@@ -24,6 +24,15 @@ pytestmark = pytest.mark.slow
 
 Body = Callable[[dict[str, Any]], Any]
 WEIGHTS = [torch.full((WIDTH,), 1.0), torch.full((WIDTH,), 2.0)]
+
+
+@pytest.fixture(autouse=True)
+def _own_tensors(request: pytest.FixtureRequest) -> None:
+    """What bodies read besides their batch lies on the device of the test."""
+    TABLES.clear()
+    if "device" in request.fixturenames:
+        on = request.getfixturevalue("device").torch_device
+        WEIGHTS[:] = [weight.to(on) for weight in WEIGHTS]
 
 
 def sample(extent: Extent, seed: int) -> dict[str, Any]:
@@ -43,7 +52,11 @@ def sample(extent: Extent, seed: int) -> dict[str, Any]:
 
 
 def captured(body: Body, device: Device, **options: Any) -> Runner:
-    return make_runner(body, device, sample=sample, sizes=(4, 8), **options)
+    def drawn(extent: Extent, seed: int) -> dict[str, Any]:
+        found = sample(extent, seed)
+        return found | {name: found[name].to(device.torch_device) for name in ("x", "mask")}
+
+    return make_runner(body, device, sample=drawn, sizes=(4, 8), **options)
 
 
 def error_of(runner: Runner) -> CaptureError:
@@ -73,7 +86,7 @@ def filled(batch: dict[str, Any]) -> Any:
 
 
 def full(batch: dict[str, Any]) -> Any:
-    return batch["x"] + torch.full((WIDTH,), batch["scale"])  # wrong
+    return batch["x"] + torch.full((WIDTH,), batch["scale"], device=batch["x"].device)  # wrong
 
 
 def constant(batch: dict[str, Any]) -> Any:
@@ -121,7 +134,7 @@ TABLES: dict[int, torch.Tensor] = {}
 def cached_by_value(batch: dict[str, Any]) -> Any:
     length = batch["max_seqlen"]
     if length not in TABLES:
-        TABLES[length] = torch.full((WIDTH,), 2.0) * length  # wrong
+        TABLES[length] = torch.full((WIDTH,), 2.0, device=batch["x"].device) * length  # wrong
     return batch["x"] + TABLES[length]
 
 
@@ -161,10 +174,15 @@ def test_a_value_of_the_host_is_named_by_op_line_and_both_values(body: Body, dev
 
 
 def test_the_wrong_recording_is_wrong_without_the_guard(device: Device) -> None:
-    """Else the tests above would show nothing."""
-    runner = captured(scaled, device, options=RunnerOptions(guard="off"))
-    x = rows(device, 8)
-    assert not torch.equal(runner.run({"x": x, "scale": 0.25}), x * 0.25)
+    """Else the tests above would show nothing; a runner that compares the field does not serve it, either."""
+    x, options = rows(device, 8), RunnerOptions(guard="off")
+    trusting, comparing = (
+        captured(scaled, device, options=options, free=("scale",)),
+        captured(scaled, device, options=options),
+    )
+    assert not torch.equal(trusting.run({"x": x, "scale": 0.25}), x * 0.25)
+    assert torch.equal(comparing.run({"x": x, "scale": 0.25}), x * 0.25)
+    assert comparing.stats.eager[Reason.STALE] == 1
 
 
 def test_what_is_refused_runs_eagerly_and_right(device: Device) -> None:
@@ -257,12 +275,12 @@ class _nothing:  # noqa: N801 - used as a function
 
 
 @functools.cache
-def table(length: int) -> torch.Tensor:
-    return torch.arange(length, dtype=torch.float32)
+def table(length: int, on: torch.device) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.float32, device=on)
 
 
 def memoised(batch: dict[str, Any]) -> Any:
-    return batch["x"] + table(WIDTH)
+    return batch["x"] + table(WIDTH, batch["x"].device)
 
 
 def random_rows(batch: dict[str, Any]) -> Any:
@@ -274,7 +292,8 @@ def on_device(batch: dict[str, Any]) -> Any:
 
 
 def of_padded_size(batch: dict[str, Any]) -> Any:
-    return batch["x"] * torch.full((), 1 / batch["x"].shape[0]) + torch.arange(batch["x"].shape[0])[:, None]
+    count, on = batch["x"].shape[0], batch["x"].device
+    return batch["x"] * torch.full((), 1 / count, device=on) + torch.arange(count, device=on)[:, None]
 
 
 def constants(batch: dict[str, Any]) -> Any:
@@ -314,7 +333,7 @@ def test_correct_bodies_raise_no_alarm(body: Body, inference: bool, device: Devi
     with torch.inference_mode(inference):
         runner = captured(body, device)
     assert runner.report is not None
-    assert not runner.report.failures, runner.report
+    assert not runner.report.failures, str(runner.report)
 
 
 def test_a_size_that_a_field_carries_is_the_padded_one(device: Device) -> None:
@@ -357,7 +376,7 @@ def test_a_sample_that_cannot_be_smaller_is_compared_at_its_full_size(device: De
 
 
 def test_on_demand_it_finds_the_same_and_leaves_state_alone(device: Device) -> None:
-    state = torch.zeros(WIDTH)
+    state = torch.zeros(WIDTH, device=device.torch_device)
 
     def body(batch: dict[str, Any]) -> Any:
         state.add_(1)
@@ -368,7 +387,7 @@ def test_on_demand_it_finds_the_same_and_leaves_state_alone(device: Device) -> N
     assert not report.ok
     assert [finding.key.size for finding in report.findings] == [8, 4]
     assert "aten.mul.Tensor(other=) gets 1.0" in str(report)
-    assert torch.equal(state, torch.zeros(WIDTH))
+    assert not state.any()
     assert guard(captured(memoised, device)).ok
 
 
@@ -387,7 +406,7 @@ def test_a_check_that_raises_is_that_checks_failure(device: Device) -> None:
 
 
 def test_a_trace_shows_ops_lines_and_the_memory_they_read_by_name(device: Device) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)).to(device.torch_device)
 
     def body(batch: dict[str, Any]) -> Any:
         return model(batch["x"])  # wrong
@@ -421,13 +440,17 @@ def test_integer_slots_and_host_slots_are_no_difference(device: Device) -> None:
 
 def test_the_nodes_of_two_captures_agree_unless_a_number_is_frozen(device: Device) -> None:
     """Ops are not compared here: the tapes alone must show it."""
-    for body in (memoised, random_rows, on_device, constants, branch, scaled, constant, own_mask, longest):
+    is_emulated = device.torch_device.type == "cpu"
+    bodies = [memoised, random_rows, on_device, constants, branch, scaled, constant, longest]
+    # On a GPU the addresses that torch's kernels get are in structs, which are left out: ops show them.
+    for body in [*bodies, own_mask] if is_emulated else bodies:
         runner = captured(body, device, options=RunnerOptions(guard="off"))
         runs = _Runs(runner)
         with torch.no_grad(), runs.restored():
             difference, unseen = runs.node_difference(runner.captured[0])
-        assert (difference is not None) == (body in FAULTS), (body, difference)
-        assert unseen == ()
+        assert (difference is not None) == (body in FAULTS), (body, difference, unseen)
+        # Kernels of a GPU have bytes that nobody sets, and that may differ from capture to capture.
+        assert unseen == () if is_emulated else not any("nodes unseen" in text for text in unseen), unseen
 
 
 def test_nodes_of_graphs_between_gaps_agree_too(device: Device) -> None:
@@ -440,14 +463,14 @@ def test_nodes_of_graphs_between_gaps_agree_too(device: Device) -> None:
         return attend(before) * 2 + before
 
     report = guard(captured(body, device, backend="breakable"), nodes=True)
-    assert report.ok, report
+    assert report.ok, str(report)
 
 
 def test_a_guard_with_nodes_leaves_no_graph_behind(device: Device) -> None:
     runner = captured(memoised, device)
     before = device.memory().used if device.torch_device.type == "cpu" else None
     report = guard(runner, nodes=True)
-    assert report.ok, report
+    assert report.ok, str(report)
     assert before is None or device.memory().used == before
 
 

@@ -16,12 +16,13 @@ from phonograph.engine.requests.request import MAX_BIASED, Request, SamplingPara
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import Chunk, ScheduledStep
 from phonograph.engine.sampling.masks import mask
+from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.state.column import Access, Column, Form, Group, TableSizes, TrialRows, Width, Writer
-from phonograph.engine.state.columns import CONSTRAINED, MASKS, PENALISED, PENALTIES, PLACE, SAMPLING
+from phonograph.engine.state.columns import CONSTRAINED, MASKS, PENALISED, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
 from phonograph.engine.state.updates import UpdateBuilder
 
-COLUMNS = (*PLACE, *SAMPLING, *PENALTIES, *MASKS)
+COLUMNS = (*PLACE, *TorchSampler.columns, *PENALTIES, *MASKS)
 SIZES = TableSizes(max_seqs=4, vocab=300, max_pages=8)
 
 

@@ -16,18 +16,20 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from phonograph.engine.ops.native.library import library
+from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.step import NOT_FINITE, NOTHING_ALLOWED
 from phonograph.engine.sampling.cpu import CpuSampler
 from phonograph.engine.sampling.penalties import Penalties, penalise
 from phonograph.engine.sampling.sampler import (
     Sampler,
-    Sampling,
     SamplingRows,
     TorchSampler,
+    check_declared,
     few_threads,
     gumbel,
     kept,
 )
+from phonograph.engine.state.column import TrialRows
 from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -413,3 +415,25 @@ def test_no_penalty_makes_logits_that_are_not_finite(repetition: float) -> None:
     assert found[3] >= found[4]
     for broken in (NAN, INF):
         assert not penalise(torch.full((1, 7), broken), penalties).isfinite().any()
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_parameter_that_a_sampler_names_changes_what_it_draws(name: str) -> None:
+    """Values are those of trial runs: a parameter that somebody adds is among them."""
+    sampler, count = SAMPLERS[name], 48
+    check_declared(sampler)
+    numbers = torch.Generator().manual_seed(0)
+    trial = TrialRows(count, vocab=6, page_size=8, tokens_per_row=1, numbers=numbers)
+    usual = {column.name: torch.full((count,), column.default, dtype=column.dtype) for column in sampler.columns}
+    usual |= {"temperature": torch.ones(count), "seed": torch.arange(count)}
+    logits, positions = LOGITS.repeat(count, 1), torch.arange(count, device=DEVICE)
+
+    def drawn(values: dict[str, torch.Tensor]) -> list[int]:
+        given = {name: value.to(DEVICE) for name, value in values.items()}
+        found: list[int] = sampler.pick(logits, sampler.rows(**given, positions=positions), Sampling.TRUNCATED).tolist()
+        return found
+
+    for column in sampler.columns:
+        assert column.trial is not None
+        changed = {**usual, column.name: column.trial(trial).to(column.dtype)}
+        assert drawn(changed) != drawn(usual), column.name

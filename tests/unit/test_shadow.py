@@ -15,6 +15,7 @@ from phonograph import LLM, CheckpointError, EngineOptions, PlanError
 from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.rerun import rerun
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.step import Step
 from phonograph.graphs.phases.decisions import Reason
@@ -154,10 +155,10 @@ def test_the_reproducer_reproduces(tmp_path: Path, phase: str, with_tokens: bool
         assert bool(content["batch"]["tokens"].any()) == with_tokens
     fresh = opened()
     tables = {name: tensor.clone() for name, tensor in fresh.executor.tables._tensors.items()}
-    assert fresh.executor.reproduce(found) is None, "a fresh engine is right"
+    assert rerun(fresh.executor, found).mismatch is None, "a fresh engine is right"
     content_rows = content["rows"].tolist()
     spoil(fresh.executor, phase, lambda executor, _: other_keys(executor, [(row, 0) for row in content_rows]))
-    mismatch = fresh.executor.reproduce(found)
+    mismatch = rerun(fresh.executor, found).mismatch
     assert mismatch is not None
     assert "differs by up to" in mismatch.detail
     for name, before in tables.items():
@@ -177,7 +178,7 @@ def test_what_is_no_reproducer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"no")
     for path in (tmp_path / "x.pt", tmp_path / "missing.pt"):
         with pytest.raises(CheckpointError, match=path.name):
-            opened().executor.reproduce(path)
+            rerun(opened().executor, path)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])

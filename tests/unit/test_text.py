@@ -545,3 +545,25 @@ class TestChat:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
         with pytest.raises(CheckpointError, match="chat_template"):
             ChatTemplate.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "whole"),
+    [
+        ("{{ messages }}", False),
+        ("{{ tools | tojson }}", True),
+        ("{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}", True),
+        ("{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}", True),
+        ("{% for tool in tools %}{{ tool['function'] | tojson }}{% endfor %}", True),
+        ("{{ tools[0] | tojson }}", True),
+        ("{{ tools }}", True),
+        ("{% set listed = tools %}{% for t in listed %}{% set f = t.function %}{{ f | tojson }}{% endfor %}", True),
+        ("{% for tool in tools %}{% for k, v in tool.function.items() %}{{ k }}{{ v }}{% endfor %}{% endfor %}", True),
+        ("{% macro show(x) %}{{ x | tojson }}{% endmacro %}{% for t in tools %}{{ show(t) }}{% endfor %}", True),
+        ("{% for t in tools %}{{ t.function.name }}{{ t.function.parameters | tojson }}{% endfor %}", False),
+        ("{% if tools and tools | length > 1 %}{{ tools[0].function.description }}{% endif %}", False),
+        ("{% for m in messages %}{{ m | tojson }}{% endfor %}{% for t in tools %}{{ t.name }}{% endfor %}", False),
+    ],
+)
+def test_a_template_is_known_to_show_tools_whole(template: str, whole: bool) -> None:
+    assert ChatTemplate(template).shows_tools_whole is whole

@@ -11,7 +11,7 @@ import pytest
 
 from phonograph.graphs.recording import facts
 from phonograph.graphs.recording.reads import Reads
-from phonograph.graphs.recording.tracing import TracingUnavailableError, traced
+from phonograph.graphs.recording.tracing import Callbacks, TracingUnavailableError, traced
 
 IS_MONITORED = sys.version_info >= (3, 12)
 
@@ -38,11 +38,12 @@ def generator() -> Iterator[int]:
 def seen(body: Callable[[], object]) -> tuple[list[str], list[str]]:
     """The functions that began, and the attributes that were read."""
     entered, read = list[str](), list[str]()
-    with traced(
+    callbacks = Callbacks(
         lambda frame: entered.append(frame.f_code.co_name),
         lambda frame, one: read.append(str(one)) if one.kind == "attribute" else None,
-        lambda file: file == __file__,
-    ):
+        lambda frame, value: None,
+    )
+    with traced(callbacks, lambda file: file == __file__):
         body()
     return entered, read
 
@@ -88,7 +89,8 @@ def test_what_a_callback_raises_is_raised_and_tracing_ends() -> None:
     def fail(*_: Any) -> None:
         raise LookupError("here")
 
-    with pytest.raises(LookupError, match="here"), traced(lambda _: None, fail, lambda file: file == __file__):
+    callbacks = Callbacks(lambda _: None, fail, lambda *_: None)
+    with pytest.raises(LookupError, match="here"), traced(callbacks, lambda file: file == __file__):
         plain()
     assert seen(plain) == (["plain"], ["THING.kind"])
 
@@ -138,3 +140,11 @@ def test_the_self_test_says_no_where_the_recorder_fails(monkeypatch: pytest.Monk
     assert not facts.records_reads.__wrapped__()
     monkeypatch.setattr(Reads, "_read", lambda *_: None)
     assert not facts.records_reads.__wrapped__()
+
+
+def test_what_functions_return_is_seen() -> None:
+    returned = list[object]()
+    callbacks = Callbacks(lambda _: None, lambda *_: None, lambda frame, value: returned.append(value))
+    with traced(callbacks, lambda file: file == __file__):
+        assert plain() == THING.kind
+    assert returned == [THING.kind]

@@ -20,6 +20,7 @@ from torch import nn
 
 from phonograph import Graphed, Slot, graph_break, graphed
 from phonograph.graphs.progress import silent
+from phonograph.graphs.trust.guard import guard
 from runners import WIDTH
 
 SIZES = (3, 2, 4, 7, 8, 5, 9, 1)
@@ -568,6 +569,89 @@ def test_state_of_every_shape_is_put_back() -> None:
     assert not any(bool(one.any()) for one in held.values())
 
 
+@pytest.mark.parametrize("used", [0, 2])
+def test_every_trial_run_begins_with_the_same_state(used: int) -> None:
+    """A cache with place for one token more: each run takes it, and leaves it to the next."""
+    cache, length = torch.zeros(3, WIDTH), torch.tensor(used)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        cache.index_copy_(0, length[None], x.sum(0, keepdim=True))
+        length.add_(1)
+        return x + cache.sum(0)
+
+    run = made_from(step)
+    assert not run.capture(silent).failures
+    assert guard(run.runner).ok
+    assert int(length) == used
+    x = torch.ones(4, WIDTH)
+    for index in range(3 - used):
+        torch.testing.assert_close(run(x), x + 4 * (index + 1))
+    with pytest.raises(IndexError):
+        run(x)
+    assert run.stats.replays.total() == 3 - used
+
+
+class Lazily(nn.Module):
+    """Makes something at its first call, and reads it at all."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.make, self.kept = make, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = self.make(x)
+        kept: Any = self.kept["deep"][0] if isinstance(self.kept, dict) else self.kept
+        return x * kept
+
+
+OF_THE_BATCH: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda x: x.abs().amax(),
+    "number": lambda x: float(x.abs().amax()),
+    "in containers": lambda x: {"deep": [x.abs().amax()]},
+    "written in place": lambda x: torch.zeros(WIDTH).copy_(x[0]),
+}
+OF_NO_BATCH: dict[str, Callable[[torch.Tensor], Any]] = {
+    "table": lambda x: torch.arange(WIDTH) / WIDTH,
+    "number": lambda x: float(x.shape[1]),
+    "in containers": lambda x: {"deep": [torch.ones(WIDTH)], "size": x.shape[1]},
+    "not a number": lambda x: torch.tensor([float("nan"), 1.0]).repeat(WIDTH // 2),
+    "draws": lambda x: torch.rand(WIDTH),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_what_the_first_run_makes_of_its_batch_is_refused_until_a_call_has_made_it(name: str) -> None:
+    body = Lazily(OF_THE_BATCH[name])
+    made = made_from(body)
+    failures = made.capture(silent).failures
+    assert len(failures) == 4
+    assert all("Lazily.kept of its inputs" in str(one.error) for one in failures)
+    assert all("test_trial_runs.py:" in str(one.error) for one in failures)
+    assert body.kept is None
+    x = torch.randn(4, WIDTH)
+    wanted = Lazily(OF_THE_BATCH[name])(x)
+    torch.testing.assert_close(made(x), wanted)
+    assert not made.capture(silent).failures
+    torch.testing.assert_close(made(x), wanted)
+    assert made.stats.replays.total() == 1
+
+
+@pytest.mark.parametrize("name", OF_NO_BATCH)
+def test_what_the_first_run_makes_of_no_batch_is_a_constant(name: str) -> None:
+    body = Lazily(OF_NO_BATCH[name])
+    made = made_from(body)
+    assert not made.capture(silent).failures
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(made(x), body(x), equal_nan=True)
+    assert made.stats.replays.total() == 1
+
+
+def test_what_the_first_run_makes_of_its_batch_may_be_ignored() -> None:
+    body = Lazily(OF_THE_BATCH["tensor"])
+    assert not made_from(body, ignore=["Lazily.kept"]).capture(silent).failures
+
+
 def test_constants_outlive_their_owner() -> None:
     """A recording reads the table of its shape, which the body replaces with that of another."""
     body = LastMemo()
@@ -655,3 +739,21 @@ def test_a_host_read_that_the_body_catches_is_no_way_out() -> None:
     assert "reads the device from the host" in str(report.failures[0].error)
     x = -torch.ones(3, WIDTH)
     torch.testing.assert_close(made(x), x.abs())
+
+
+def test_a_module_that_the_first_run_makes_is_a_constant() -> None:
+    class Lazy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner: Any = None
+            self.kept: Any = None
+
+        def forward(self, x: torch.Tensor) -> Any:
+            if self.inner is None:
+                self.inner, self.kept = torch.nn.Linear(4, 4, bias=False), {"module": torch, "of": torch.nn.ReLU()}
+                torch.nn.init.ones_(self.inner.weight)
+            return self.inner(x)
+
+    slots = [Slot("x", ("rows", 4), torch.float32)]
+    run = graphed(Lazy(), slots=slots, bucketed="rows", buckets=[4], device="emulated")
+    assert not run.capture().failures

@@ -262,7 +262,7 @@ def test_a_null_row_inside_the_valid_range_is_left_to_padding(device: Device) ->
     slot = Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(8, null=True), valid=(0, 8))
 
     def body(batch: dict[str, Any]) -> torch.Tensor:
-        cache[batch["rows"]] = 1.0
+        cache.index_fill_(0, batch["rows"], 1.0)
         return batch["x"] + cache[batch["rows"]]
 
     slots = [x_slot(), slot]

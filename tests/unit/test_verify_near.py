@@ -12,17 +12,21 @@ import torch
 from phonograph import Device, EmulatedDevice, verify
 from phonograph.devices.launches import followers
 from phonograph.graphs.trust.comparison import mismatch
-from phonograph.graphs.trust.rounding import Rounding
+from phonograph.graphs.trust.rounding import Rounding, _noise
 from runners import WIDTH, make_runner
 
-LARGE = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)) * 1e6
+
+def large(device: Device) -> torch.Tensor:
+    return (torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)) * 1e6).to(device.torch_device)
 
 
-@pytest.mark.parametrize("scaled", [lambda x: x * 1e6, lambda x: x @ LARGE.to(x)])
+@pytest.mark.parametrize("scaled", [lambda x, weight: x * 1e6, lambda x, weight: x @ weight])
 def test_a_leak_beside_large_numbers_in_its_row_is_found(device: Device, scaled: Any) -> None:
+    weight = large(device)
+
     def body(batch: Any) -> torch.Tensor:
         x = batch["x"]
-        return torch.cat([scaled(x), x - x.mean(0)], 1)
+        return torch.cat([scaled(x, weight), x - x.mean(0)], 1)
 
     report = verify(make_runner(body, device))
     assert {check.name for check in report.failures} == {"unpadded"}
@@ -57,7 +61,7 @@ def rounding_of(function: Any, *inputs: torch.Tensor) -> Rounding:
         with around:
             return {"y": function(*inputs)}
 
-    return Rounding(run, torch.device("cpu"))
+    return Rounding(run)
 
 
 def test_what_rounding_moves_is_told_by_element() -> None:
@@ -113,6 +117,28 @@ def test_a_pick_among_near_equals_may_be_another_and_a_clear_one_may_not() -> No
         told = mismatch(found + (wanted == 0), wanted, tolerance=None, allowed=partial(rounding.allowed, "y"))
         assert problem in told
         assert bool(told) == bool(problem)
+
+
+def test_what_is_compared_with_itself_never_flips() -> None:
+    """Two views of one place are changed alike."""
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(9))
+    ranks = (x[:, :1] > x[:, 0]).sum(-1)
+    rounding = rounding_of(lambda x: (x[:, :1] > x[:, 0]).sum(-1), x)
+    assert mismatch(ranks + 1, ranks, tolerance=None, allowed=partial(rounding.allowed, "y"))
+
+
+def test_changes_are_of_variance_one_and_differ_from_content_to_content() -> None:
+    x = torch.empty(1000, 1000)
+    one, other = _noise(x, 1), _noise(x, 2)
+    assert abs(float(one.mean())) < 0.01
+    assert abs(float(one.var()) - 1) < 0.01
+    assert abs(float((one * other).mean())) < 0.01
+    assert abs(float((one[1:] * one[:-1]).mean())) < 0.01
+    assert abs(float((one[:, 1:] * one[:, :-1]).mean())) < 0.01
+    assert torch.equal(_noise(x[5:, ::2], 1), one[5:, ::2])
+    assert torch.equal(_noise(x.T, 1), one.T)
+    assert _noise(torch.empty(()), 1).shape == ()
+    assert _noise(torch.empty(0, 3), 1).shape == (0, 3)
 
 
 def test_a_write_of_what_was_there_already_is_no_write_of_padding() -> None:
@@ -176,11 +202,12 @@ def test_what_is_not_finite_must_be_the_same(wrong: float) -> None:
 
 def test_what_is_masked_with_infinity_is_still_judged_by_element(device: Device) -> None:
     """A mask of -inf stays what it is when rounding is tried."""
+    weight = large(device)
 
     def body(batch: Any) -> torch.Tensor:
         x = batch["x"]
         mask = torch.full((WIDTH,), -torch.inf, device=x.device)
         mask[:2] = 0.0
-        return torch.cat([(x @ LARGE.to(x)), (x + mask).softmax(-1) * 1e-3], 1)
+        return torch.cat([x @ weight, (x + mask).softmax(-1) * 1e-3], 1)
 
     assert verify(make_runner(body, device, sizes=(3, 8, 33)), batches=3)

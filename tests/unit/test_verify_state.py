@@ -93,6 +93,25 @@ def test_a_scratch_buffer_is_no_state_that_padding_changes(device: Device) -> No
     assert verify(make_runner(body, device))
 
 
+def test_a_page_that_one_full_batch_happens_to_write_is_no_scratch_buffer(device: Device) -> None:
+    """Padding writes the last page; the first full batch that is tried writes it too, and the next one does not."""
+    cache = torch.zeros(8, WIDTH, device=device.torch_device)
+    slot = Slot("pages", ("seqs",), torch.int64, pad=Pad.fill(7), valid=(0, 7))
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        count = extent.used["seqs"]
+        pages = torch.arange(count) * 2 + (seed + 3) % 2
+        return {"x": rows(device, count, seed), "pages": pages.to(device.torch_device)}
+
+    def body(batch: Any) -> torch.Tensor:
+        cache[batch["pages"]] = batch["x"] + 1
+        return batch["x"] * 2
+
+    report = verify(make_runner(body, device, slots=[x_slot(), slot], sample=sample, sizes=(4,)))
+    assert failed(report) == {"state"}
+    assert "padding writes 4 of 32 elements of the state cache" in str(report)
+
+
 def test_rows_that_add_up_are_no_scratch_buffer(device: Device) -> None:
     """The next, larger batch reads what padding added to its rows."""
     total = torch.zeros(8, WIDTH, device=device.torch_device)

@@ -15,7 +15,6 @@ from zoo.judge import bug
 from zoo.python_values import changed
 
 ADDRESSES = Mechanism.ADDRESSES
-SILENT = "SILENT: a recording reads the old address, and nobody looks where the tensor is now"
 
 
 class Net(nn.Module):
@@ -36,14 +35,14 @@ def weight(on: torch.device, seed: int = 9) -> Tensor:
     return rows(on, WIDTH, seed)
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def weight_reassigned(on: torch.device) -> Subject:
     """A parameter is replaced by a new one."""
     model = Net().to(on)
     return changed(model, on, lambda: setattr(model.linear, "weight", nn.Parameter(weight(on))))
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def weight_data_reassigned(on: torch.device) -> Subject:
     """`p.data = …`: the parameter stays the same object over other memory."""
     model = Net().to(on)
@@ -57,7 +56,7 @@ def buffer_replaced(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(model, "scale", torch.full((WIDTH,), 3.0, device=on)))
 
 
-@bug(ADDRESSES, names=r"linear\.(weight|bias)|scale", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.(weight|bias)|scale")
 def weights_assigned_by_load_state_dict(on: torch.device) -> Subject:
     """New weights are loaded with assign=True."""
     model = Net().to(on)
@@ -65,7 +64,7 @@ def weights_assigned_by_load_state_dict(on: torch.device) -> Subject:
     return changed(model, on, lambda: model.load_state_dict(other, assign=True))
 
 
-@bug(ADDRESSES, names=r"linear\.(weight|bias)", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.(weight|bias)")
 def moved_by_to(on: torch.device) -> Subject:
     """The model goes to another dtype and back, which moves its weights; later they are updated in place."""
     model = Net().to(on)
@@ -78,7 +77,7 @@ def moved_by_to(on: torch.device) -> Subject:
     return changed(model, on, change)
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def storage_replaced_by_set(on: torch.device) -> Subject:
     """`set_` puts a weight over other memory, as flat-parameter sharding does."""
     model = Net().to(on)
@@ -90,7 +89,7 @@ def _set(model: Net, on: torch.device) -> None:
         model.linear.weight.set_(weight(on).untyped_storage(), 0, (WIDTH, WIDTH), (WIDTH, 1))
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def weight_swapped(on: torch.device) -> Subject:
     """torch.utils.swap_tensors exchanges a weight with another."""
     model = Net().to(on)
@@ -98,7 +97,7 @@ def weight_swapped(on: torch.device) -> Subject:
     return changed(model, on, lambda: torch.utils.swap_tensors(model.linear.weight, other))
 
 
-@bug(ADDRESSES, names=r"linear\.weight", open=SILENT)
+@bug(ADDRESSES, names=r"linear\.weight")
 def offloaded_and_woken(on: torch.device) -> Subject:
     """Sleep mode drops the weights' memory; waking allocates it elsewhere and loads other weights."""
     model = Net().to(on)
@@ -154,7 +153,7 @@ def parametrization_added(on: torch.device) -> Subject:
     return changed(model, on, lambda: parametrize.register_parametrization(model.linear, "weight", Negated()))
 
 
-@bug(ADDRESSES, names="cos", open=SILENT)
+@bug(ADDRESSES, names="cos")
 def rotary_table_rebuilt(on: torch.device) -> Subject:
     """Dynamic rotary scaling: a long context, served eagerly, replaces the table that recordings read."""
 
@@ -206,7 +205,7 @@ def workspace_grown(on: torch.device) -> Subject:
     return Subject(Growing(), calls)
 
 
-@bug(ADDRESSES, names="weights|weight", open=SILENT)
+@bug(ADDRESSES, names="weights|weight")
 def functional_weights_replaced(on: torch.device) -> Subject:
     """functional_call takes its weights from a dict, whose entries are replaced."""
     model = Net().to(on)
@@ -218,7 +217,7 @@ def functional_weights_replaced(on: torch.device) -> Subject:
     return changed(step, on, lambda: weights.update({name: value * 2 for name, value in weights.items()}))
 
 
-@bug(ADDRESSES, names="weight", open=SILENT)
+@bug(ADDRESSES, names="weight")
 def weight_behind_a_scripted_module(on: torch.device) -> Subject:
     """The weight of a TorchScript module is set through `.data`."""
     scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH).to(on))
@@ -240,7 +239,7 @@ def embedding_resized(on: torch.device) -> Subject:
     return changed(step, on, lambda: setattr(model, "embedding", nn.Embedding(12, WIDTH).to(on)))
 
 
-@bug(ADDRESSES, names="averaged|weight", open=SILENT)
+@bug(ADDRESSES, names="averaged|weight")
 def averaged_weights_switched_in(on: torch.device) -> Subject:
     """Evaluation switches to an averaged copy of the model by exchanging modules."""
     held = {"model": Net().to(on)}

@@ -119,6 +119,8 @@ class Animal:
     """A pattern of what must be told where the bug is refused or found stale: the op, or the value."""
     has_line: bool = True
     """Whether one line is at fault, which a refusal must name."""
+    differs_by_itself: bool = False
+    """Whether two eager runs differ, so that only a refusal of all recordings counts."""
     open: str = ""
     """What the product does not do yet, beginning with SILENT, CRASHED, UNNAMED or FALSE ALARM; empty where it does."""
     needs_gpu: bool = False

@@ -171,7 +171,7 @@ def unrelated_globals(on: torch.device) -> Subject:
     return undisturbed(step, on, change, change, lambda: globals().pop("_unrelated"))
 
 
-@correct(open="FALSE ALARM: an object is known by identity; an equal one in its place makes calls eager")
+@correct()
 def config_replaced_by_an_equal(on: torch.device) -> Subject:
     """The config is replaced by a deep copy at every request, as generation configs are."""
     model = Net().to(on)

@@ -12,8 +12,6 @@ from zoo.animals import WIDTH, Run, Subject, rows
 from zoo.judge import bug
 from zoo.python_state import STATE, repeated
 
-UNSEEN = "SILENT: trial runs don't look there, so that replays begin with what these left"
-
 
 class Lazy(nn.Module):
     """Makes its state at the first call."""
@@ -36,14 +34,14 @@ def lazily_made_state(on: torch.device) -> Subject:
     return repeated(model, on, lambda: model.kept)
 
 
-@bug(STATE, names="kept", open="SILENT: what the first run makes of its inputs is made of a sample, and stays")
+@bug(STATE, names="kept")
 def calibrated_on_the_first_batch(on: torch.device) -> Subject:
     """A quantisation scale is taken from the first batch, which capture makes a random sample."""
     model = Lazy(lambda x: x[0].abs().amax(), lambda kept, x: (x / kept * 7).round())
     return repeated(model, on, lambda: model.kept)
 
 
-@bug(STATE, names="kept|first", open="UNNAMED: the refusal has no line")
+@bug(STATE, names="kept|first")
 def first_call_returns_early(on: torch.device) -> Subject:
     """A cache for video features: the first call fills it and returns, later calls take the difference."""
 
@@ -60,7 +58,7 @@ def first_call_returns_early(on: torch.device) -> Subject:
     return repeated(model, on, lambda: model.kept)
 
 
-@bug(STATE, names="sums", open="SILENT: one bucket's state serves all sizes that are padded to it")
+@bug(STATE, names="sums")
 def state_per_batch_size(on: torch.device) -> Subject:
     """Running sums are kept per batch size, which with padding is the bucket's."""
     sums = {size: torch.zeros(WIDTH, device=on) for size in range(1, 9)}
@@ -95,7 +93,7 @@ def cached_function_of_the_size(on: torch.device) -> Subject:
     return repeated(lambda x: x + remember(x.shape[0]), on)
 
 
-@bug(STATE, names="optimizer|weight", open=UNSEEN)
+@bug(STATE, names="optimizer|weight")
 def optimizer_inside(on: torch.device) -> Subject:
     """Test-time training: the body takes an optimizer step with momentum on its weights."""
     weight = nn.Parameter(torch.ones(WIDTH, device=on))
@@ -109,7 +107,7 @@ def optimizer_inside(on: torch.device) -> Subject:
     return repeated(step, on, weight.detach)
 
 
-@bug(STATE, names="grad|weight", open="SILENT: a gradient that is made in the body is no state that trial runs see")
+@bug(STATE, names="grad|weight")
 def gradients_accumulated(on: torch.device) -> Subject:
     """Gradients are left on in the body: backward() accumulates into `.grad` at every call."""
     weight = nn.Parameter(torch.ones(WIDTH, device=on))

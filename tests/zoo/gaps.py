@@ -86,7 +86,7 @@ def gap_argument_read_from_the_module(on: torch.device) -> Subject:
     return Subject(step, calls, options={"backend": "breakable"})
 
 
-@bug(GAPS, names="attend|memo", open="SILENT: replays pass a gap the same tensor objects with other values")
+@bug(GAPS, names="attend|memo")
 def gap_remembers_by_identity(on: torch.device) -> Subject:
     """A gap remembers what it made of a tensor by `is`."""
     memo: dict[str, Any] = {"of": None, "made": None}
@@ -128,7 +128,7 @@ def gap_reads_the_variable_of_a_loop(on: torch.device) -> Subject:
     return broken(step, on)
 
 
-@bug(GAPS, names="hidden|state", open="UNNAMED: the refusal has no line")
+@bug(GAPS, names="hidden|state")
 def gap_replaces_state(on: torch.device) -> Subject:
     """A gap assigns a new tensor to the module, which the graph after it reads."""
     model = SimpleNamespace(hidden=torch.zeros(WIDTH, device=on))
@@ -181,7 +181,7 @@ class Batch:
     logits: Tensor | None = None
 
 
-@bug(OTHER, names="logits|result", open="UNNAMED: the refusal has no line")
+@bug(OTHER, names="logits|result")
 def output_left_in_the_batch(on: torch.device) -> Subject:
     """The body leaves its result in a field of the batch, and returns nothing that holds it."""
 
@@ -223,7 +223,7 @@ def encoder_fast_path(on: torch.device) -> Subject:
     return repeated(step, on)
 
 
-@bug(Mechanism.VALUES, names="reset", open="SILENT: a branch that trial runs don't take replaces what recordings read")
+@bug(Mechanism.VALUES, names="reset|hidden")
 def state_replaced_by_a_branch_not_taken(on: torch.device) -> Subject:
     """A reset flag is set once in a while, and its branch gives the state a new tensor."""
 

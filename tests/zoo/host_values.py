@@ -13,10 +13,9 @@ from torch.nn import functional
 from phonograph import Pad, Slot
 from zoo.animals import WIDTH, Mechanism, Run, Subject, X, ints, rows, sampled
 from zoo.judge import bug
-from zoo.python_state import UNNAMED, repeated
+from zoo.python_state import repeated
 
 GUARD, OPS = Mechanism.GUARD, Mechanism.OPS
-FIELD = "SILENT: a field that is no slot keeps the sample's value, and a runner does not compare it"
 KEYS = 8
 LENS = Slot("lens", ("rows",), torch.int64, pad=Pad.fill(1), valid=(1, KEYS))
 
@@ -39,7 +38,7 @@ def phase(
     return Subject(body, calls, slots=slots, is_phase=True, options=options)
 
 
-@bug(GUARD, names="max_seqlen", open=UNNAMED)
+@bug(GUARD, names="max_seqlen")
 def baked_max_seqlen(on: torch.device) -> Subject:
     """Attention reads as many keys as `max_seqlen`, a Python int of the batch, said at capture."""
     keys = rows(on, KEYS, 5)
@@ -62,7 +61,7 @@ def baked_max_seqlen(on: torch.device) -> Subject:
     return phase(body, on, *batches, slots=(X, LENS), sample=drawn)
 
 
-@bug(GUARD, names="num_pages|pages", open=UNNAMED)
+@bug(GUARD, names="num_pages|pages")
 def page_table_one_column_too_narrow(on: torch.device) -> Subject:
     """The number of page-table columns comes from the capture batch's longest sequence, rounded down."""
     values = rows(on, 8, 5)
@@ -78,7 +77,7 @@ def page_table_one_column_too_narrow(on: torch.device) -> Subject:
     return phase(body, on, *batches, slots=(X, table), fields={"num_pages": lambda seed: 3 + seed % 2})
 
 
-@bug(GUARD, names="seqlens", open=FIELD)
+@bug(GUARD, names="seqlens")
 def loop_over_host_lengths(on: torch.device) -> Subject:
     """The body loops over requests by a list of lengths, which the graph unrolls for the one that samples have."""
 
@@ -94,7 +93,7 @@ def loop_over_host_lengths(on: torch.device) -> Subject:
     return phase(body, on, *batches, fields={"seqlens": lambda seed: [2, 2]})
 
 
-@bug(GUARD, names="temperature", open=FIELD)
+@bug(GUARD, names="temperature")
 def temperature_of_the_batch(on: torch.device) -> Subject:
     """A sampling temperature is a float of the batch, and 1 in every sample."""
     batches = [{"x": rows(on, 3, 1), "temperature": 1.0}, {"x": rows(on, 3, 2), "temperature": 0.25}]
@@ -106,7 +105,7 @@ def temperature_of_the_batch(on: torch.device) -> Subject:
     )
 
 
-@bug(GUARD, names="counts", open=UNNAMED)
+@bug(GUARD, names="counts")
 def gathered_counts_left_out(on: torch.device) -> Subject:
     """The counts of other data-parallel ranks are a slot that graphs leave out, so the sample's are frozen."""
     counts = Slot("counts", (2,), torch.int64, place="host")
@@ -124,7 +123,7 @@ def gathered_counts_left_out(on: torch.device) -> Subject:
     return Subject(body, subject.calls, slots=(X, counts), is_phase=True, options=more)
 
 
-@bug(GUARD, names="mask", open=FIELD)
+@bug(GUARD, names="mask")
 def mask_left_out_of_the_sample(on: torch.device) -> Subject:
     """An optional mask is no slot, and the sample has none: recordings never apply it."""
 

@@ -12,7 +12,6 @@ from zoo.judge import bug
 from zoo.python_state import repeated
 
 OUTPUTS, WRITES = Mechanism.OUTPUTS, Mechanism.WRITES
-UNPADDED_STATE = "SILENT: state after a padded run is not compared with that after an unpadded one"
 
 
 @bug(OUTPUTS)
@@ -207,7 +206,7 @@ def special_path_for_one_row(on: torch.device) -> Subject:
     return Subject(lambda x: x * 2 if x.shape[0] == 1 else x * 3, calls)
 
 
-@bug(OUTPUTS, open="SILENT: sizes strictly inside a bucket are not tried by default")
+@bug(OUTPUTS, open="SILENT: all sizes are tried, and what this path rounds is within what verify allows for rounding")
 def special_path_inside_a_bucket(on: torch.device) -> Subject:
     """A tuned kernel serves exactly six rows, between the sizes that verify tries, and rounds."""
 
@@ -276,7 +275,7 @@ def integer_leak(on: torch.device) -> Subject:
     return repeated(lambda x: (x[:, :1] > x[:, 0]).sum(-1), on)
 
 
-@bug(WRITES, open=UNPADDED_STATE)
+@bug(WRITES)
 def running_maximum_over_padding(on: torch.device) -> Subject:
     """An observer keeps the largest value of each channel; padded rows of 0 are in it."""
     largest = torch.full((WIDTH,), -100.0, device=on)

@@ -14,8 +14,6 @@ from zoo.judge import bug
 from zoo.python_values import Scaled, changed
 
 VALUES = Mechanism.VALUES
-CODE = "SILENT: the code that a body calls is not compared at the call"
-ABSENT = "SILENT: that something was absent at capture is no fact that is compared"
 
 
 @bug(VALUES, names="forward")
@@ -42,7 +40,7 @@ def forward_patched_on_the_class(on: torch.device) -> Subject:
     return changed(calling(norm), on, lambda: setattr(Norm, "forward", lambda self, x: x * 0.5))
 
 
-@bug(VALUES, names="class|Doubled", open=CODE)
+@bug(VALUES, names="class|Doubled")
 def class_of_a_layer_swapped(on: torch.device) -> Subject:
     """Quantisation swaps the class of a layer in place."""
 
@@ -81,7 +79,7 @@ def instance_that_shadows_its_class(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(model, "alpha", 0.9))
 
 
-@bug(VALUES, names="softcap|config", open=ABSENT)
+@bug(VALUES, names="softcap|config")
 def key_that_appears(on: torch.device) -> Subject:
     """The body asks a dict for a key that is put there later."""
     config: dict[str, float] = {}
@@ -93,7 +91,7 @@ def key_that_appears(on: torch.device) -> Subject:
     return changed(step, on, lambda: config.update(softcap=0.5))
 
 
-@bug(VALUES, names="biases", open=ABSENT)
+@bug(VALUES, names="biases")
 def container_that_is_no_longer_empty(on: torch.device) -> Subject:
     """The body takes a branch by whether a list is empty."""
     biases: list[Tensor] = []

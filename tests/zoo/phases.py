@@ -54,7 +54,7 @@ def axis_stands_in_wrongly(on: torch.device) -> Subject:
     return phase(body, on, *batches, fields={"mode": lambda seed: "greedy"}, axes=[axis])
 
 
-@bug(Mechanism.OTHER, names="bias", open="SILENT: what a slot has for an absent input is not tried against None")
+@bug(Mechanism.OTHER, names="bias")
 def absent_value_that_is_not_neutral(on: torch.device) -> Subject:
     """A slot says that 1 stands for no bias, and the body adds it; without a bias nothing is to be added."""
     bias = Slot("bias", ("rows",), torch.float32, absent=1.0)

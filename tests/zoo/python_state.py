@@ -20,7 +20,6 @@ from zoo.animals import WIDTH, Mechanism, Run, Subject, rows, stateless
 from zoo.judge import bug
 
 STATE = Mechanism.STATE
-UNNAMED = "UNNAMED: verify finds it, and names no line"
 
 
 def repeated(body: Callable[..., Any], on: torch.device, state: Callable[[], Any] = stateless) -> Subject:
@@ -94,7 +93,7 @@ def python_generator(on: torch.device) -> Subject:
 _depth: ContextVar[int] = ContextVar("zoo_depth", default=1)
 
 
-@bug(STATE, names="zoo_depth|_depth", open=UNNAMED)
+@bug(STATE, names="zoo_depth|_depth")
 def context_variable_counted(on: torch.device) -> Subject:
     """The body counts up a context variable."""
     _depth.set(1)
@@ -109,7 +108,7 @@ def context_variable_counted(on: torch.device) -> Subject:
 _local = threading.local()
 
 
-@bug(STATE, names="count", open=UNNAMED)
+@bug(STATE, names="count")
 def thread_local_counted(on: torch.device) -> Subject:
     """The body counts in a threading.local."""
     _local.count = 0
@@ -147,7 +146,7 @@ def class_attribute_counted(on: torch.device) -> Subject:
     return repeated(Counting(), on, lambda: Counting.total)
 
 
-@bug(STATE, names="calls|weight", open=UNNAMED)
+@bug(STATE, names="calls|weight")
 def attribute_of_a_tensor(on: torch.device) -> Subject:
     """A counter is an attribute of a parameter, as quantisation libraries keep their scales."""
     weight: Any = torch.ones(WIDTH, device=on)
@@ -160,7 +159,7 @@ def attribute_of_a_tensor(on: torch.device) -> Subject:
     return repeated(step, on, lambda: weight.calls)
 
 
-@bug(STATE, names="_count|globals", open=UNNAMED)
+@bug(STATE, names="_count|globals")
 def counter_in_globals_by_name(on: torch.device) -> Subject:
     """The body counts in globals() under a name that no bytecode has."""
     globals()["_zoo_count"] = 0
@@ -224,7 +223,7 @@ def own_random_object(on: torch.device) -> Subject:
     return repeated(lambda x: x * dice.random(), on)
 
 
-@bug(Mechanism.GUARD, names="time|perf_counter|mul", open=UNNAMED)
+@bug(Mechanism.GUARD, names="time|perf_counter|mul", differs_by_itself=True)
 def time_dependent(on: torch.device) -> Subject:
     """The result depends on how much time has passed."""
     begun = time.monotonic_ns()

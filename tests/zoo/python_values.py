@@ -19,7 +19,6 @@ from zoo.animals import WIDTH, Make, Mechanism, Run, Subject, calling, rows
 from zoo.judge import bug
 
 VALUES = Mechanism.VALUES
-SILENT = "SILENT: a replay keeps the value of capture, and nobody compares it at the call"
 
 
 def changed(body: Callable[..., Any], on: torch.device, *changes: Callable[[], object]) -> Subject:
@@ -150,7 +149,7 @@ def forward_context(on: torch.device) -> Subject:
 _mode: ContextVar[float] = ContextVar("zoo_mode", default=2.0)
 
 
-@bug(VALUES, names="zoo_mode|_mode", open=SILENT)
+@bug(VALUES, names="zoo_mode|_mode")
 def context_variable_changed(on: torch.device) -> Subject:
     """A context variable is set around later calls."""
 
@@ -187,7 +186,7 @@ def float_from_a_schedule(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(schedule, "num_steps", 3))
 
 
-@bug(VALUES, names="banned", open=SILENT)
+@bug(VALUES, names="banned")
 def set_of_banned_tokens(on: torch.device) -> Subject:
     """The logits of tokens in a Python set are masked, and the set grows."""
     banned = {0}
@@ -201,7 +200,7 @@ def set_of_banned_tokens(on: torch.device) -> Subject:
     return changed(step, on, lambda: banned.add(2))
 
 
-@bug(VALUES, names="ZOO_SCALE|environ", open=SILENT)
+@bug(VALUES, names="ZOO_SCALE|environ")
 def environment_variable(on: torch.device) -> Subject:
     """The body reads a variable of the environment, which is set later."""
     os.environ.pop("ZOO_SCALE", None)
@@ -220,7 +219,7 @@ def environment_variable(on: torch.device) -> Subject:
     return Subject(step, calls)
 
 
-@bug(VALUES, names="scales", open=SILENT)
+@bug(VALUES, names="scales")
 def numpy_content_changed(on: torch.device) -> Subject:
     """A scale is read from a numpy array, which is written in place later."""
     scales = np.array([2.0, 3.0])
@@ -228,7 +227,7 @@ def numpy_content_changed(on: torch.device) -> Subject:
     return changed(model, on, lambda: np.multiply(scales, 2, out=scales))
 
 
-@bug(VALUES, names="alpha|__defaults__|negative", open=SILENT)
+@bug(VALUES, names="alpha|__defaults__|negative")
 def default_argument_changed(on: torch.device) -> Subject:
     """The default of a helper's argument is patched."""
 
@@ -260,7 +259,7 @@ def attribute_read_by_name(on: torch.device) -> Subject:
     return changed(model, on, lambda: setattr(model, "temperature", 4.0))
 
 
-@bug(VALUES, names="scale", open=SILENT)
+@bug(VALUES, names="scale")
 def attribute_read_through_vars(on: torch.device) -> Subject:
     """The body reads a config through vars()."""
     config = Config()

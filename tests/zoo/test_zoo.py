@@ -55,16 +55,7 @@ def test_every_bug_is_caught_and_named(animal: Animal, name: str) -> None:
     assert names_it(animal, verdict), f"{animal.says} What is told does not name it: {verdict}"
 
 
-MOVED = {
-    "attribute_of_a_tensor": "trial runs don't look at attributes of tensors",
-    "calibrated_on_the_first_batch": "what the first run makes is kept, though it is made of a sample",
-    "context_variable_counted": "trial runs don't look at context variables",
-    "counter_in_globals_by_name": "trial runs look only at globals that bytecode names",
-    "dict_cache_keyed_by_batch": "what the first run makes is kept, though it is made of a sample",
-    "gradients_accumulated": "trial runs don't look at gradients",
-    "lazily_made_state": "what the first run makes is kept, though later ones write it",
-    "thread_local_counted": "trial runs don't look into a threading.local",
-}
+MOVED = {"lazily_made_state": "what the first run makes is kept, though later ones write it"}
 """Animals whose state capture or verify changes today, and why; a fix takes them from here."""
 
 

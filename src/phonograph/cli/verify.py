@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replayed(llm: LLM, path: Path) -> int:
-    """Say whether the batch of a reproducer is computed wrongly here too; 1 if so."""
-    mismatch = llm.executor.reproduce(path)
-    if mismatch is None:
-        print(f"{path}: replay and eager give the same bits here")
-        return 0
-    print(f"{path}: reproduced: {mismatch}")
-    return 1
+    """Say whether the batch of a reproducer is computed wrongly here too, and where; 1 if so."""
+    from phonograph.engine.execution.rerun import rerun
+
+    found = rerun(llm.executor, path)
+    for line in str(found).splitlines():
+        print(f"{path}: {line}")
+    return 0 if found.mismatch is None else 1

@@ -78,8 +78,9 @@ class CudaPool:
 class CudaGraph:
     """A captured torch.cuda.CUDAGraph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
+        self._pool = pool.id
         self.replay = graph.replay  # no Python frame between the runner and the launch
         _live.add(self)
 
@@ -88,8 +89,8 @@ class CudaGraph:
         if self._graph is None:
             raise DeviceError("the graph was released")
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        blocks = [(block["address"], block["size"]) for segment in segments for block in segment["blocks"]]
-        return read_nodes(self._graph.raw_cuda_graph(), blocks)
+        own = [(one["address"], one["total_size"]) for one in segments if one["segment_pool_id"] == self._pool]
+        return read_nodes(self._graph.raw_cuda_graph(), own)
 
     def release(self) -> None:
         if self._graph is not None:
@@ -160,7 +161,7 @@ class _CudaRecorder:
             self._graph = graph
             self.abort()
             raise
-        return CudaGraph(graph)
+        return CudaGraph(graph, self._pool)
 
     def abort(self) -> None:
         """End the capture; torch itself unwinds only one that is still valid.

@@ -1,27 +1,27 @@
 """CUDA nodes: the nodes of a kept CUDA graph, read through libcuda.
 
-Of kernels: name, grid, block, shared memory, and the bytes of every parameter. Words that lie in memory of torch's
-allocator become (block, offset). Words that look like addresses of anything else (descriptors, workspaces of libraries)
-are left out, and counted as unseen.
+Of kernels: name, grid, block, shared memory, and every parameter of at most eight bytes: numbers and addresses. Larger
+ones are structs and descriptors, in which C++ leaves gaps that nobody sets; they are left out and listed as unseen. An
+address in memory of the graph's own pool becomes the offset there, since every capture has a pool of its own. Addresses
+of anything else must be the same in every capture: inputs, weights, the generator's seed and offset, workspaces of
+libraries.
 """
 
 from __future__ import annotations
 
-import bisect
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phonograph.devices.nodes import Node, NodeList
+from phonograph.devices.nodes import Node, NodeList, Unsteady
 from phonograph.errors import DeviceError
 
 _KINDS = ("kernel", "memcpy", "memset", "host", "graph", "empty", "wait", "record")
 _MAX_PARAMETERS = 256
-_LOWEST_ADDRESS = 1 << 32
-"""Numbers from here on are taken for addresses; sizes and strides of one tensor stay below."""
+_WORD, _HALF = 8, 4
 
-Block = tuple[int, int]
-"""Address and bytes of one block of the allocator."""
+Segment = tuple[int, int]
+"""Address and bytes of a stretch of memory that the allocator has from the driver."""
 
 
 class _KernelParams(ctypes.Structure):
@@ -40,11 +40,9 @@ class _KernelParams(ctypes.Structure):
 
 
 class _Reader:
-    def __init__(self, driver: Any, blocks: Sequence[Block]) -> None:
+    def __init__(self, driver: Any, own: Sequence[Segment]) -> None:
         self._driver = driver
-        self._blocks = sorted(blocks)
-        self._starts = [start for start, _ in self._blocks]
-        self._numbers: dict[int, int] = {}
+        self._own = own
         self.unseen: dict[str, int] = {}
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -63,7 +61,7 @@ class _Reader:
         self.call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(handle), ctypes.byref(params))
         launch = (*params.grid, *params.block, params.shared)
         name = self._name(params)
-        if not params.func or not params.parameters:
+        if not params.parameters:
             self._skip(f"the parameters of {name}")
             return Node("kernel", name, launch)
         return Node("kernel", name, launch, tuple(self._arguments(params, name)))
@@ -74,37 +72,47 @@ class _Reader:
         self.call(asked[0], ctypes.byref(found), ctypes.c_void_p(asked[1]))
         return (found.value or b"?").decode(errors="replace")
 
-    def _arguments(self, params: _KernelParams, name: str) -> list[tuple[str, Any]]:
-        found: list[tuple[str, Any]] = []
+    def _arguments(self, params: _KernelParams, name: str) -> Iterator[tuple[str, Any]]:
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        asked, whose = ("cuFuncGetParamInfo", params.func) if params.func else ("cuKernelGetParamInfo", params.kernel)
+        ask = getattr(self._driver, asked)
         for index in range(_MAX_PARAMETERS):
-            asked = (ctypes.c_void_p(params.func), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size))
-            if self._driver.cuFuncGetParamInfo(*asked) != 0:
+            if ask(ctypes.c_void_p(whose), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size)) != 0:
                 break  # there are no more
-            data = ctypes.string_at(params.parameters[index], size.value)
-            for start in range(0, len(data), 8):
-                word = data[start : start + 8]
-                value = self._value(int.from_bytes(word, "little"), is_whole=len(word) == 8, whose=name)
-                found.append((f"parameter {index}, byte {start}", value))
-        return found
-
-    def _value(self, word: int, *, is_whole: bool, whose: str) -> Any:
-        at = bisect.bisect_right(self._starts, word) - 1
-        if at >= 0 and word < self._blocks[at][0] + self._blocks[at][1]:
-            number = self._numbers.setdefault(self._starts[at], len(self._numbers))
-            return f"block {number} + {word - self._starts[at]}"
-        if is_whole and word >= _LOWEST_ADDRESS:
-            self._skip(f"addresses outside of torch's memory in {whose}")
-            return "unseen"
-        return word
+            if size.value > _WORD:
+                self._skip(f"structs in the parameters of {name}")
+                continue
+            for at, value in words_of(ctypes.string_at(params.parameters[index], size.value), self._own):
+                yield f"parameter {index}, byte {at}", value
 
     def _skip(self, what: str) -> None:
         self.unseen[what] = self.unseen.get(what, 0) + 1
 
 
-def read_nodes(graph: int, blocks: Sequence[Block]) -> NodeList:
-    """The nodes of a cudaGraph_t; raises where the driver does not answer."""
-    reader = _Reader(ctypes.CDLL("libcuda.so.1"), blocks)
+def words_of(parameter: bytes, own: Sequence[Segment]) -> list[tuple[int, Any]]:
+    """Where in a kernel's parameter something stands, and what: a place in the graph's own memory, or numbers.
+
+    By halves, so that a number beside bytes that nobody sets is still compared; always as many for a size.
+    """
+    if len(parameter) == 1 and parameter[0] > 1:
+        return [(0, Unsteady.ARGUMENT)]  # no bool: an object without members, whose byte nobody sets
+    place = _place(int.from_bytes(parameter, "little"), own) if len(parameter) == _WORD else None
+    if place is not None:
+        return [(0, place), (_HALF, "")]
+    return [(at, int.from_bytes(parameter[at : at + _HALF], "little")) for at in range(0, len(parameter), _HALF)]
+
+
+def _place(word: int, own: Sequence[Segment]) -> str | None:
+    """An address in the graph's own memory, as other captures of the shape have it too."""
+    for start, num_bytes in own:
+        if start <= word < start + num_bytes:
+            return f"own memory of {num_bytes:,} bytes + {word - start:,}"
+    return None
+
+
+def read_nodes(graph: int, own: Sequence[Segment]) -> NodeList:
+    """The nodes of a cudaGraph_t, whose pool has these segments; raises where the driver does not answer."""
+    reader = _Reader(ctypes.CDLL("libcuda.so.1"), own)
     count = ctypes.c_size_t()
     reader.call("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
     handles = (ctypes.c_void_p * count.value)()

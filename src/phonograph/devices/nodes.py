@@ -2,15 +2,28 @@
 
 A device that can be asked has `keeping_nodes`, and its graphs have `nodes`. Reading them never fails: what can't be
 read is listed as unseen, with the reason.
+
+Not every byte of a kernel's parameters is set by somebody: C++ leaves gaps between members, and empty objects, as the
+stack has them. So a difference between two samples counts only where each sample gives the same when it is captured
+again (`steady`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 from phonograph.devices.base import Device, DeviceGraph
+
+
+class Unsteady(Enum):
+    """In the place of an argument that is another whenever the same sample is captured; equal to any."""
+
+    ARGUMENT = "unsteady"
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,7 @@ class Node:
     launch: tuple[int, ...] = ()
     """Grid, block and shared memory of a kernel."""
     arguments: tuple[tuple[str, Any], ...] = ()
-    """Name or place, and value; for an address the block that it lies in, by first appearance, and the offset there."""
+    """Name or place, and value; an address in memory of the graph's own by its offset there."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,8 @@ class NodeList:
 
     nodes: tuple[Node, ...]
     unseen: tuple[str, ...] = ()
+    is_read: bool = True
+    """Whether these are the nodes; without, nothing can be said of them."""
 
 
 @runtime_checkable
@@ -56,15 +71,50 @@ def keeping_nodes(device: Device) -> AbstractContextManager[None]:
 def nodes_of(graph: DeviceGraph) -> NodeList:
     """The nodes of a graph that was recorded in `keeping_nodes`."""
     if not isinstance(graph, NodeGraph):
-        return NodeList((), (f"nodes unseen: {type(graph).__name__} does not tell them",))
+        return _unread(f"{type(graph).__name__} does not tell them")
     try:
         return graph.nodes()
     except Exception as error:  # a driver or a binding of another version: less is seen, and nothing else goes wrong
-        return NodeList((), (f"nodes unseen: {type(error).__name__}: {error}",))
+        return _unread(f"{type(error).__name__}: {error}")
+
+
+def _unread(reason: str) -> NodeList:
+    return NodeList((), (f"nodes unseen: {reason}",), is_read=False)
+
+
+def joined(graphs: Sequence[NodeList]) -> NodeList:
+    """The nodes of several graphs, one after another, with a mark between them."""
+    nodes = [node for graph in graphs for node in (*graph.nodes, Node("end of a graph", ""))]
+    unseen = tuple(dict.fromkeys(text for graph in graphs for text in graph.unseen))
+    return NodeList(tuple(nodes), unseen, all(graph.is_read for graph in graphs))
+
+
+def steady(one: NodeList, again: NodeList) -> NodeList:
+    """Of two captures of the same sample, what both have; other arguments may be anything, and are listed as unseen."""
+    if not one.is_read or not again.is_read:
+        return one if not one.is_read else again
+    apart = _structure_difference(one, again)
+    if apart:
+        return _unread(f"two captures of one sample differ: {apart}")
+    unsteady: Counter[str] = Counter()
+    nodes = []
+    for ours, theirs in zip(one.nodes, again.nodes, strict=True):
+        pairs = zip(ours.arguments, theirs.arguments, strict=True)
+        kept = tuple((name, value if _same(value, found) else Unsteady.ARGUMENT) for (name, value), (_, found) in pairs)
+        unsteady[ours.name] += sum(value is Unsteady.ARGUMENT for _, value in kept)
+        nodes.append(Node(ours.kind, ours.name, ours.launch, kept))
+    told = (f"numbers that differ from capture to capture in {name} ({n}×)" for name, n in unsteady.items() if n)
+    return NodeList(tuple(nodes), (*one.unseen, *told))
 
 
 def node_difference(one: NodeList, other: NodeList) -> str:
-    """What tells two captures of one shape apart, in words; empty where nothing does."""
+    """What tells two captures of one shape apart, in words; empty where nothing does, or where it can't be told."""
+    if not one.is_read or not other.is_read:
+        return ""
+    return _structure_difference(one, other) or _argument_difference(one, other)
+
+
+def _structure_difference(one: NodeList, other: NodeList) -> str:
     for index, (ours, theirs) in enumerate(zip(one.nodes, other.nodes, strict=False)):
         where = f"node {index} ({ours.kind} {ours.name})"
         if (ours.kind, ours.name) != (theirs.kind, theirs.name):
@@ -73,13 +123,20 @@ def node_difference(one: NodeList, other: NodeList) -> str:
             return f"{where} is launched with {ours.launch} for one sample and {theirs.launch} for another"
         if len(ours.arguments) != len(theirs.arguments):
             return f"{where} has {len(ours.arguments)} arguments for one sample, {len(theirs.arguments)} for another"
-        for (name, value), (_, found) in zip(ours.arguments, theirs.arguments, strict=True):
-            if value != found and not _is_nan(value, found):
-                return f"{where}, {name}: gets {value} with one sample and {found} with another"
     if len(one.nodes) != len(other.nodes):
         return f"one sample gives {len(one.nodes)} nodes, another {len(other.nodes)}"
     return ""
 
 
-def _is_nan(one: Any, other: Any) -> bool:
-    return isinstance(one, float) and isinstance(other, float) and one != one and other != other  # noqa: PLR0124
+def _argument_difference(one: NodeList, other: NodeList) -> str:
+    for index, (ours, theirs) in enumerate(zip(one.nodes, other.nodes, strict=True)):
+        for (name, value), (_, found) in zip(ours.arguments, theirs.arguments, strict=True):
+            if not _same(value, found):
+                where = f"node {index} ({ours.kind} {ours.name}), {name}"
+                return f"{where}: gets {value} with one sample and {found} with another"
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    both_nan = isinstance(one, float) and isinstance(other, float) and one != one and other != other  # noqa: PLR0124
+    return one == other or both_nan or Unsteady.ARGUMENT in (one, other)

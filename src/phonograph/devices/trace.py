@@ -235,6 +235,19 @@ def _num_elements(value: object) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else 1
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@functools.cache
+def _composite(func: Any) -> Callable[..., Any] | None:
+    """The kernel that runs an op by its parts, or None for one that has none; cached, since every op is asked.
+
+    torch's decompositions in Python are other ops than a device runs, and import sympy, 2 s.
+    """
+    has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+    return functools.partial(func._op_dk, _COMPOSITE) if has_parts else None
+
+
 class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `on_op(func, args, kwargs)` in place of every aten op below autograd, in every grad mode.
 
@@ -260,10 +273,10 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run_parts(func, args, kwargs)
         if torch.is_inference_mode_enabled():
             # Here composite ops arrive whole; their parts are what a device runs.
-            with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
+            composite = _composite(func)
+            if composite is not None:
+                with self:
+                    return composite(*args, **kwargs)
         return self.on_op(func, args, kwargs)
 
     def _run_parts(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,14 +10,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from phonograph.engine.execution.shadow import MistrustedStepError
 from phonograph.engine.execution.step_builder import StepBuilder, StepTables
-from phonograph.engine.passes.step import Step
+from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
 from phonograph.engine.requests.step import Sampled, ScheduledStep, TokenDetails, Update
 from phonograph.engine.scheduling.admission import refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
-from phonograph.engine.state.updates import TableUpdates
 from phonograph.errors import RequestError
 
 log = logging.getLogger("phonograph")
@@ -33,14 +32,14 @@ class StepExecutor(Protocol):
     def step_tables(self) -> StepTables: ...
 
     def launch(self, step: Step) -> Any:
-        """Start a step; returns what `collect` takes."""
+        """Start a step; returns what `collect` takes. Each is taken once, in the order in which they were built."""
         ...
 
     def collect(self, launched: Any) -> Sampled:
-        """What a step sampled; waits for it."""
+        """What a step sampled; waits for it. Each is given once, in launch order."""
         ...
 
-    def put_back(self, updates: TableUpdates) -> None:
+    def put_back(self, undone: Undone) -> None:
         """Undo what a step that raised has written to the tables."""
         ...
 
@@ -69,6 +68,7 @@ class EngineCore(Generic[E]):
     def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
         """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
         refuse_unknown_tokens(request, self.executor.vocab)
+        self._steps.honoured.refuse_others(request)
         if constraints is None:
             constraints = self.constraints(request)
         sequences = self.scheduler.add(request)
@@ -128,7 +128,14 @@ class EngineCore(Generic[E]):
         self.executor.heartbeat()
 
     def _commit(self, step: ScheduledStep, launched: Any) -> None:
-        sampled = launched if isinstance(launched, Sampled) else self.executor.collect(launched)
+        if isinstance(launched, Sampled):
+            sampled = launched
+        else:
+            sampled = self.executor.collect(launched)
+            self._in_flight[0] = step, sampled  # nothing is collected twice, should the commit raise
+        if sampled.tokens and max(sampled.tokens) >= self.executor.vocab:
+            for sequence, problem in sampled.outside(step, self.executor.vocab):
+                self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
@@ -165,7 +172,7 @@ class EngineCore(Generic[E]):
 
     def _launched(self, step: ScheduledStep) -> Any:
         try:
-            return self.executor.launch(self._steps.build(step))
+            return self._launch(step)
         except MistrustedStepError as error:
             log.error("step %d is computed again: %s", step.number, error)
             self._drop(step)
@@ -177,6 +184,16 @@ class EngineCore(Generic[E]):
         # Among them are pages of sequences that take no part, and whose turn may come when all of these have failed.
         self.scheduler.rows.tell_again(step.page_updates)
         return self._execute_singly(step)
+
+    def _launch(self, step: ScheduledStep, *, collects: bool = False) -> Any:
+        """What the executor gives for a step, or with `collects` what it sampled; one that raises is given up."""
+        last = self._steps.last
+        try:
+            launched = self.executor.launch(self._steps.build(step))
+            return self.executor.collect(launched) if collects else launched
+        except BaseException:
+            self._steps.give_up_after(last)
+            raise
 
     def _drop(self, step: ScheduledStep) -> None:
         """Nobody sees what the step gave; its sequences are computed again from the tokens that are committed."""
@@ -199,7 +216,7 @@ class EngineCore(Generic[E]):
         for part in _parts(step):
             try:
                 self.executor.put_back(self._steps.undone(part))
-                sampled = self.executor.collect(self.executor.launch(self._steps.build(part)))
+                sampled = self._launch(part, collects=True)
             except Exception as error:
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")
                 continue

@@ -32,8 +32,8 @@ from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.modules import ModuleCall
 from phonograph.graphs.running.other_arguments import OtherArguments, unchanged_hooks
-from phonograph.graphs.running.runner import FactsOption, Outputs, Runner
-from phonograph.graphs.running.runner_options import facts_of, options_of
+from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.running.runner_options import FactsOption, Outputs, facts_of, options_of
 from phonograph.graphs.trust.verify import VerifyReport, verify
 
 log = logging.getLogger("phonograph")

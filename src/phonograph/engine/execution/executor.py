@@ -7,28 +7,28 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from phonograph.devices import Device, Fence
 from phonograph.engine.cache.groups import CacheGroup
-from phonograph.engine.execution.reproducer import Reproducer
+from phonograph.engine.execution.reproducer_files import EngineState
 from phonograph.engine.execution.shadow import Shadow, Shadowing
 from phonograph.engine.execution.step_builder import StepTables
+from phonograph.engine.execution.step_order import StepOrder
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.column_use import check_column_use
 from phonograph.engine.passes.readback import Pending, Picked, Readback
 from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
-from phonograph.engine.passes.step import Step
+from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.step import Sampled
-from phonograph.engine.sampling.sampler import Sampler
+from phonograph.engine.sampling.sampler import Sampler, check_declared
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
 from phonograph.engine.state.tables import RequestTables
-from phonograph.engine.state.updates import TableUpdates
-from phonograph.errors import DeclarationError, PlanError, VerifyError, allocating
+from phonograph.errors import DeclarationError, PlanError, allocating
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.phases.phase import Phase
@@ -36,10 +36,9 @@ from phonograph.graphs.phases.selection import select
 from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.capture_report import CaptureReport
-from phonograph.graphs.running.runner import Runner, RunnerOptions, buckets_for
-from phonograph.graphs.running.runner_options import options_of
+from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.running.runner_options import RunnerOptions, buckets_for, options_of
 from phonograph.graphs.trust.coverage import Coverage, coverage
-from phonograph.graphs.trust.shadow import Mismatch, shadowed
 
 log = logging.getLogger("phonograph")
 
@@ -48,6 +47,7 @@ log = logging.getLogger("phonograph")
 class Launched:
     """A step on its way; its results come to the host meanwhile."""
 
+    step: Step
     phase: str
     path: str
     """`replay` or `eager`."""
@@ -77,6 +77,7 @@ class Executor:
         self.model = model
         self.vocab = model.config.vocab
         _check_state(model, limits)
+        check_declared(sampler)
         with allocating(
             f"a KV cache of {limits.capacity:,} tokens", "Lower cache_tokens, or max_seqs if it is not set."
         ):
@@ -92,12 +93,14 @@ class Executor:
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
         plans = {one.name: _within(plan.phase(one.name), one.limit(limits)) for one in passes}
-        parts = PassParts(model, sampler, self.tables, self.cache, beside, limits)
-        self.passes = {one.name: one.make(parts, plans[one.name].backend) for one in passes}
+        self.parts = PassParts(model, sampler, self.tables, self.cache, beside, limits)
+        self.passes = {one.name: one.make(self.parts, plans[one.name].backend) for one in passes}
         for one in self.passes.values():
             _check(one, limits)
             if one.picks_in_recording and plans[one.name].backend != "disabled":
                 self.tables.make_all()
+        shared = {*(column.name for column in (*PLACE, *model.columns))}
+        check_column_use(self.passes.values(), self.tables.columns, shared)
         phases = {name: one.phase() for name, one in self.passes.items()}
         self.num_recordings = sum(_num_recordings(phases[name], plans[name]) for name in phases)
         if largest_only:
@@ -108,8 +111,9 @@ class Executor:
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
-        self._caches = (self.cache, *beside.values())
-        self.shadow = Shadow(shadow, self.tables, self._caches) if shadow is not None else None
+        self._order = StepOrder()
+        self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config)
+        self.shadow = Shadow(shadow, self.state) if shadow is not None else None
         self._is_trial = largest_only
         self.coverage: dict[str, Coverage] = {}
         """By pass that serves requests, which batches have a graph; known after capture."""
@@ -173,7 +177,11 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Bring the tables up to date, start the forward pass, and the way back of what it samples."""
+        """Bring the tables up to date, start the forward pass, and the way back of what it samples.
+
+        Takes each step once, in the order in which they were built.
+        """
+        self._order.take(step)
         begun = self._begun[self._num_launched % len(self._begun)]
         self._num_launched += 1
         begun.record()
@@ -182,28 +190,21 @@ class Executor:
         runner = self.runners[step.pass_name]
         picked = self._run(runner, step)
         path = "replay" if isinstance(runner.last, Replay) else "eager"
-        return Launched(runner.phase.name, path, begun, self._readback.start(picked))
+        return Launched(step, runner.phase.name, path, begun, self._readback.start(picked))
 
     @torch.inference_mode()
-    def put_back(self, updates: TableUpdates) -> None:
+    def put_back(self, undone: Undone) -> None:
         """Undo what a step that raised has written to the tables."""
-        self.tables.apply(updates)
-
-    @torch.inference_mode()
-    def reproduce(self, path: Path) -> Mismatch | None:
-        """Run the batch of a reproducer again, by replay and eagerly; None where both give the same bits."""
-        found = Reproducer.read(path)
-        runner, chosen = self.runners[found.phase], self.passes[found.phase]
-        shadow = self.shadow if self.shadow is not None else Shadow(Shadowing(0), self.tables, self._caches)
-        batch = found.batch(runner)
-        if chosen.written is None or not isinstance(runner.decide(batch), Replay):
-            raise VerifyError(f"{path}: no recording serves its batch here ({runner.decide(batch)}). Capture it.")
-        with found.placed(self.tables, self._caches):
-            return shadowed(runner, batch, shadow.state(*chosen.written(batch)))[1]
+        self._order.check_put_back(undone)
+        self.tables.apply(undone.updates)
 
     def collect(self, launched: Launched) -> Sampled:
-        """What a step sampled; waits for the device."""
+        """What a step sampled; waits for the device. Gives the results of each step once, in launch order."""
+        step, order = launched.step, self._order
+        if step.follows != order.collected:
+            order.check_collect(step)
         sampled = launched.pending.wait()
+        order.collected = step.serial
         self.device_seconds[launched.phase, launched.path] += launched.pending.fence.seconds_since(launched.begun)
         return sampled
 
@@ -216,7 +217,7 @@ class Executor:
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
         if self.shadow is not None and chosen.written is not None and self.shadow.is_due():
-            return _picked(self.shadow.run(runner, chosen.batch(step), chosen.written))
+            return _picked(self.shadow.run(runner, chosen.batch(step), chosen))
         if chosen.is_steady(step) and runner.can_repeat:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())

@@ -1,93 +1,37 @@
-"""Reproducer: a batch that a recording computed wrongly, in a file, with the state that it started from."""
+"""Reproducer: a batch that a recording computed wrongly, read from a file, with the state that it started from."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.execution.reproducer_files import FORMAT, EngineState, described_model
+from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.ops.queries import Span
-from phonograph.engine.state.tables import RequestTables
 from phonograph.errors import CheckpointError, VerifyError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.running.runner import Runner
-from phonograph.graphs.trust.shadow import Mismatch
 
-_MAX_FILES = 8
-_MAX_BYTES = 1 << 30
-_TELLING = frozenset({"tokens", "last_token", "counts", "prompted", "bias_ids", "bias", "allowed"})
-"""Fields of batches and columns that tell which tokens a request has."""
-
-
-class Reproducers:
-    """Writes at most 8 files and 1 GiB to a folder; token ids only where that is allowed."""
-
-    def __init__(self, folder: Path, *, with_tokens: bool) -> None:
-        self._folder = folder
-        self._with_tokens = with_tokens
-
-    def write(
-        self,
-        mismatch: Mismatch,
-        batch: Any,
-        tables: RequestTables,
-        caches: Sequence[CacheGroup],
-        rows: torch.Tensor,
-    ) -> str:
-        """Write what it takes to run a batch again; returns a sentence on where it is, or why it is nowhere."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            held = [path.stat().st_size for path in self._folder.glob("*.pt")]
-            if len(held) >= _MAX_FILES:
-                return f" No reproducer: {self._folder} has {len(held)} already."
-            found = self._content(mismatch, batch, tables, caches, rows)
-            size = sum(value.numel() * value.itemsize for value in _tensors(found))
-            if sum(held) + size > _MAX_BYTES:
-                return f" No reproducer: it would take {size:,} bytes, and {self._folder} may hold {_MAX_BYTES:,}."
-            path = self._folder / f"{mismatch.key.phase}-{mismatch.key.size}-{time.time_ns()}.pt"
-            partial = path.with_suffix(".part")
-            torch.save(found, partial)
-            os.replace(partial, path)
-        except OSError as error:
-            return f" No reproducer: writing to {self._folder} failed ({error.strerror or error})."
-        return f" Reproducer: {path}"
-
-    def _content(
-        self,
-        mismatch: Mismatch,
-        batch: Any,
-        tables: RequestTables,
-        caches: Sequence[CacheGroup],
-        rows: torch.Tensor,
-    ) -> dict[str, Any]:
-        pages = tables.pages[rows].long()
-        pages = torch.unique(pages[pages > 0])
-        columns = [column for column in tables.columns if tables.is_made(column.group)]
-        return {
-            "phase": mismatch.key.phase,
-            "size": mismatch.key.size,
-            "axes": [list(pair) for pair in mismatch.key.values],
-            "detail": mismatch.detail,
-            "with_tokens": self._with_tokens,
-            "batch": {name: self._told(name, value) for name, value in _plain_fields(batch).items()},
-            "rows": rows.cpu(),
-            "columns": {column.name: self._told(column.name, tables[column.name][rows].cpu()) for column in columns},
-            "pages": pages.cpu(),
-            "cache": [tensor[:, pages].cpu() for group in caches for tensor in group.tensors],
-        }
-
-    def _told(self, name: str, value: Any) -> Any:
-        hidden = name in _TELLING and not self._with_tokens and isinstance(value, torch.Tensor)
-        return torch.zeros_like(value) if hidden else value
+_KINDS: Mapping[str, type] = {
+    "format": int,
+    "model": dict,
+    "phase": str,
+    "size": int,
+    "axes": list,
+    "batch": dict,
+    "rows": torch.Tensor,
+    "columns": dict,
+    "pages": torch.Tensor,
+    "cache": list,
+}
+_LIMITS = "Open it with the limits of the engine that wrote it (--max-seqs, --max-step-tokens, --max-len)"
 
 
 @dataclass(frozen=True)
@@ -99,29 +43,55 @@ class Reproducer:
 
     @classmethod
     def read(cls, path: Path) -> Reproducer:
-        """Open a file; nothing in it is run."""
+        """Open a file, and refuse what is none or is damaged; nothing in it is run."""
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            file = path.open("rb")
         except OSError as error:
             raise CheckpointError(f"reading {path}: {error.strerror}. Give a file that --shadow-dir got.") from None
-        except Exception as error:
-            raise CheckpointError(f"reading {path}: it is no reproducer ({type(error).__name__}).") from error
-        if not isinstance(found, dict) or not {"phase", "batch", "rows", "columns", "pages", "cache"} <= found.keys():
+        with file:
+            try:
+                found = torch.load(file, map_location="cpu", weights_only=True)
+                damaged = zipfile.ZipFile(file).testzip()  # torch itself does not look at the sums
+            except Exception as error:
+                raise CheckpointError(f"reading {path}: it is no reproducer ({type(error).__name__}).") from error
+        if damaged is not None:
+            raise CheckpointError(f"reading {path}: it is damaged ({damaged} has another sum). Copy it again.")
+        if not isinstance(found, dict) or not {"phase", "rows", "cache"} <= found.keys():
             raise CheckpointError(f"reading {path}: it is no reproducer. Give a file that --shadow-dir got.")
+        if found.get("format") != FORMAT:
+            raise CheckpointError(
+                f"reading {path}: it has the format {found.get('format')}, and this version of phonograph reads "
+                f"{FORMAT}. Use the version that wrote it."
+            )
+        if not all(isinstance(found.get(name), kind) for name, kind in _KINDS.items()) or not _fits_itself(found):
+            raise CheckpointError(f"reading {path}: its parts don't fit each other. Give a file that --shadow-dir got.")
         return cls(path, found)
 
     @property
     def phase(self) -> str:
         return str(self.content["phase"])
 
+    def check_model(self, config: ModelConfig) -> None:
+        """Refuse another model's."""
+        theirs, ours = self.content["model"], described_model(config)
+        for name in ours | theirs:
+            if theirs.get(name) != ours.get(name):
+                raise VerifyError(
+                    f"{self.source}: it is of another model: {name} is {theirs.get(name)}, here {ours.get(name)}. "
+                    "Open it with the model that was served."
+                )
+
     def batch(self, runner: Runner) -> Any:
         """The batch, for a runner of its phase."""
-        fields = self.content["batch"]
         sizes = runner.phase.padded(int(self.content["size"]))
         keys = [key for key in runner.captured if _spelled(key.values) == self.content["axes"]]
         if not keys:
             raise VerifyError(f"{self.source}: nothing is captured for {self.content['axes']} of {self.phase}.")
         sample = runner.phase.sample_for(keys[0], Extent(sizes, sizes), 0).batch
+        names = {field.name for field in dataclasses.fields(sample)}
+        fields = {name: value for name, value in self.content["batch"].items() if name in names}
+        for slot in runner.phase.slots:
+            self._check_values(slot.name, fields.get(slot.name), slot.valid)
         given = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
         if "spans" in given:
             given["spans"] = tuple(Span(*numbers) for numbers in given["spans"])
@@ -129,24 +99,18 @@ class Reproducer:
         return dataclasses.replace(sample, **given)
 
     @contextmanager
-    def placed(self, tables: RequestTables, caches: Sequence[CacheGroup]) -> Iterator[None]:
+    def placed(self, engine: EngineState) -> Iterator[None]:
         """The state that the batch started from, in its rows and in the first pages; afterwards what was there."""
-        content, device = self.content, tables.pages.device
-        rows, count = content["rows"].to(device), len(content["pages"])
-        tensors = [tensor for group in caches for tensor in group.tensors]
-        if count >= tensors[0].shape[1] or int(rows.max()) >= tables.pages.shape[0]:
-            raise VerifyError(
-                f"{self.source}: it has {count} pages and row {int(rows.max())}; this engine has "
-                f"{tensors[0].shape[1] - 1} and {tables.pages.shape[0] - 1} rows. Open it with larger limits."
-            )
-        own, known = slice(1, count + 1), {column.name for column in tables.columns}
-        columns = {name: values for name, values in content["columns"].items() if name in known}
+        self._check_engine(engine)
+        content, tables, device = self.content, engine.tables, engine.tables.pages.device
+        rows, own = content["rows"].to(device), slice(1, len(content["pages"]) + 1)
+        tensors = [tensor for group in engine.caches for tensor in group.tensors]
         held = [tensor[:, own].clone() for tensor in tensors]
-        held_columns = {name: tables[name][rows].clone() for name in columns}
+        held_columns = {name: tables[name][rows].clone() for name in content["columns"]}
         try:
             for tensor, pages in zip(tensors, content["cache"], strict=True):
                 tensor[:, own] = pages.to(device)
-            for name, values in columns.items():
+            for name, values in content["columns"].items():
                 placed = _renumbered(values, content["pages"]) if name == "pages" else values
                 tables[name][rows] = placed.to(device)
             yield
@@ -156,40 +120,69 @@ class Reproducer:
             for name, before in held_columns.items():
                 tables[name][rows] = before
 
+    def _check_engine(self, engine: EngineState) -> None:
+        """Refuse what this engine has no place for."""
+        content, tables = self.content, engine.tables
+        tensors = [tensor for group in engine.caches for tensor in group.tensors]
+        rows, count = content["rows"], len(content["pages"])
+        if count >= tensors[0].shape[1] or int(rows.max()) >= tables.pages.shape[0]:
+            raise VerifyError(
+                f"{self.source}: it has {count} pages and row {int(rows.max())}; this engine has "
+                f"{tensors[0].shape[1] - 1} and {tables.pages.shape[0] - 1} rows. Open it with larger limits."
+            )
+        ours = [_kind(tensor[:, :1]) for tensor in tensors]
+        theirs = [_kind(tensor[:, :1]) if count else _kind(tensor.new_empty(0)) for tensor in content["cache"]]
+        if len(ours) != len(theirs) or (count and ours != theirs):
+            raise VerifyError(f"{self.source}: a page of its cache is {theirs}, here {ours}. {_LIMITS}.")
+        columns = {column.name for column in tables.columns if tables.is_made(column.group)}
+        for name, values in content["columns"].items():
+            if name not in columns:
+                raise VerifyError(f"{self.source}: it has a column {name!r}, and this engine has none. {_LIMITS}.")
+            if (found := _kind(values[:1])) != (expected := _kind(tables[name][:1])):
+                raise VerifyError(f"{self.source}: a row of {name} is {found}, here {expected}. {_LIMITS}.")
+        self._check_values("length", content["columns"].get("length"), (0, tables.pages.shape[1] * _page_size(engine)))
+
+    def _check_values(self, name: str, values: Any, valid: Any) -> None:
+        """Refuse numbers that would lead out of the tables."""
+        if not isinstance(values, torch.Tensor) or not values.numel() or valid is None:
+            return
+        least, most = values.min().item(), values.max().item()
+        if least < valid[0] or most > valid[1]:
+            raise VerifyError(
+                f"{self.source}: {name} holds {least} to {most}, and this engine takes {valid[0]} to {valid[1]}. "
+                f"{_LIMITS}."
+            )
+
+
+def _fits_itself(content: Mapping[str, Any]) -> bool:
+    """Whether the parts of a file have the shapes that they must have together."""
+    rows, pages, cache, columns = (content[name] for name in ("rows", "pages", "cache", "columns"))
+    numbers = all(one.dtype == torch.int64 and one.dim() == 1 for one in (rows, pages))
+    return (
+        numbers
+        and len(rows) > 0
+        and int(rows.min()) > 0
+        and bool((pages.diff() > 0).all())
+        and all(isinstance(one, torch.Tensor) and one.dim() > 1 and one.shape[1] == len(pages) for one in cache)
+        and all(isinstance(one, torch.Tensor) and one.shape[:1] == rows.shape for one in columns.values())
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _page_size(engine: EngineState) -> int:
+    return engine.caches[0].page_size
+
 
 def _renumbered(listed: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Page numbers as places in the list of pages, from 1; 0 stays."""
-    numbers = torch.zeros(int(max(pages.tolist(), default=0)) + 1, dtype=listed.dtype)
-    numbers[pages] = torch.arange(1, len(pages) + 1, dtype=listed.dtype)
-    return numbers[listed.long().clamp(0, len(numbers) - 1)]
-
-
-def _plain_fields(batch: Any) -> dict[str, Any]:
-    """The fields of a batch that are arrays, tensors or numbers."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, np.ndarray):
-            found[field.name] = torch.from_numpy(value.copy())
-        elif isinstance(value, torch.Tensor):
-            found[field.name] = value.cpu()
-        elif isinstance(value, int):
-            found[field.name] = value
-        elif field.name == "spans" and value is not None:
-            found[field.name] = [list(dataclasses.astuple(span)) for span in value]
-    return found
+    """Page numbers as places in the list of pages, from 1; others become 0."""
+    if not len(pages):
+        return torch.zeros_like(listed)
+    places = torch.searchsorted(pages, listed.long()).clamp(max=len(pages) - 1)
+    return torch.where(pages[places] == listed, places + 1, 0).to(listed.dtype)
 
 
 def _spelled(values: Any) -> list[list[str]]:
     return [list(pair) for pair in values]
-
-
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, Mapping):
-        for value in found.values():
-            yield from _tensors(value)
-    elif isinstance(found, list):
-        for value in found:
-            yield from _tensors(value)

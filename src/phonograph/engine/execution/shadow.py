@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from phonograph.engine.cache.groups import CacheGroup
-from phonograph.engine.execution.reproducer import Reproducers
+from phonograph.engine.execution.reproducer_files import EngineState, Reproducers, told
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.base import Pass
 from phonograph.engine.state.column import Writer
-from phonograph.engine.state.tables import RequestTables
 from phonograph.errors import VerifyError
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.shadow import StatePart, shadowed
-
-Written = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
 
 
 class MistrustedStepError(VerifyError):
@@ -36,7 +32,7 @@ class Shadowing:
     folder: Path | None = None
     """Where a batch that was computed wrongly is written to; nowhere without."""
     with_tokens: bool = False
-    """Whether token ids may be written."""
+    """Whether token ids may be written, to files and to the log."""
     seed: int = 0
 
 
@@ -55,21 +51,21 @@ class Shadow:
     left is undone.
     """
 
-    def __init__(self, asked: Shadowing, tables: RequestTables, caches: Sequence[CacheGroup]) -> None:
+    def __init__(self, asked: Shadowing, engine: EngineState) -> None:
         self.num_checked = self.num_wrong = 0
-        self._share = asked.share
-        self._tables = tables
-        self._caches = caches
+        self._asked = asked
+        self._engine = engine
         self._numbers = random.Random(asked.seed)
         self._files = Reproducers(asked.folder, with_tokens=asked.with_tokens) if asked.folder is not None else None
 
     def is_due(self) -> bool:
         """Whether the next step is checked."""
-        return self._numbers.random() < self._share
+        return self._numbers.random() < self._asked.share
 
-    def run(self, runner: Runner, batch: Any, written: Written) -> Any:
-        """Serve a batch; raises where the replay is wrong."""
-        rows, positions = written(batch)
+    def run(self, runner: Runner, batch: Any, chosen: Pass) -> Any:
+        """Serve a batch of a pass that says what it writes; raises where the replay is wrong."""
+        assert chosen.written is not None
+        rows, positions = chosen.written(batch)
         state = self.state(rows, positions)
         outputs, mismatch = shadowed(runner, batch, state)
         self.num_checked += isinstance(runner.last, Replay)
@@ -78,14 +74,17 @@ class Shadow:
         self.num_wrong += 1
         kept = ""
         if self._files is not None:
-            kept = self._files.write(mismatch, batch, self._tables, self._caches, torch.unique(rows))
-        runner.mistrust(mismatch.key, mismatch.detail)
-        raise MistrustedStepError(f"{mismatch}. The recording is given back, and such batches run eagerly.{kept}")
+            kept = self._files.write(mismatch, batch, chosen.public, self._engine, torch.unique(rows))
+        why = told(mismatch, with_tokens=self._asked.with_tokens)
+        runner.mistrust(mismatch.key, why)
+        raise MistrustedStepError(
+            f"{mismatch.key}: {why}. The recording is given back, and such batches run eagerly.{kept}"
+        )
 
     def state(self, rows: torch.Tensor, positions: torch.Tensor) -> list[StatePart]:
         """What a batch with these tokens may write."""
-        tables = self._tables
-        page_size, width = self._caches[0].page_size, tables.pages.shape[1]
+        tables, caches = self._engine.tables, self._engine.caches
+        page_size, width = caches[0].page_size, tables.pages.shape[1]
         pages = tables.pages[rows, (positions // page_size).clamp(0, width - 1)].long()
         pages, own = torch.unique(pages[pages > 0]), torch.unique(rows)
         everybody = torch.arange(1, tables.pages.shape[0], device=own.device)
@@ -95,7 +94,7 @@ class Shadow:
             for column in tables.columns
             if Writer.GRAPH in column.writer and tables.is_made(column.group)
         ]
-        for number, group in enumerate(self._caches):
+        for number, group in enumerate(caches):
             of_group = f" of group {number}" if number else ""
             for cache in group.caches:
                 parts.append(StatePart(f"keys{of_group}", cache.keys, 1, pages))

@@ -52,13 +52,11 @@ def plan_for(
     """The plan; on the CPU nothing is recorded unless the emulated device was asked for."""
     measured = []
     if device.torch_device.type == "cuda":
-        # A false alarm would make a pass eager for good; the engine's own passes are looked at by verify too.
-        guarding = Measured("guard", "report", "what the guard finds in the engine's own passes is told, and recorded")
         backend = "full"
         reason = "attention reads lengths and pages from device memory, so one graph serves any number of requests"
         if options.attention == "flashinfer":
             backend, reason = "breakable", "FlashInfer plans every prompt on the host, between graphs"
-        measured = [guarding, *(Measured(f"{one.name}.backend", backend, reason) for one in PASSES if one.is_ragged)]
+        measured = [Measured(f"{one.name}.backend", backend, reason) for one in PASSES if one.is_ragged]
         memory, size = f"the device has {device.memory().total / _GIB:.0f} GiB of memory", _step_size(device)
         measured += [Measured(f"{one.name}.limit", one.limit(size), memory) for one in PASSES if one.serves]
     if device.torch_device.type == "cpu" and on_cpu_by_default:

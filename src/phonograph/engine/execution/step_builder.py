@@ -9,13 +9,15 @@ from itertools import count
 
 import numpy as np
 
+from phonograph.engine.execution.step_order import first_serial
 from phonograph.engine.passes.registry import PassDeclaration, StepPasses
-from phonograph.engine.passes.step import NO_ROWS, Decodes, PromptChunk, Step
+from phonograph.engine.passes.step import NO_ROWS, Decodes, PromptChunk, Step, Undone
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
+from phonograph.engine.sampling.honoured import HonouredParameters
 from phonograph.engine.sampling.needs import needs_of
 from phonograph.engine.state.column import Array, Column, TableSizes
-from phonograph.engine.state.updates import TableUpdates, UpdateBuilder
+from phonograph.engine.state.updates import UpdateBuilder
 from phonograph.errors import PhonographError, PlanError
 
 _VERSIONS = count(secrets.randbits(62))
@@ -57,17 +59,22 @@ class StepBuilder:
     """Makes the steps of one executor; while the same sequences decode, little of one is new."""
 
     def __init__(self, tables: StepTables) -> None:
+        self.honoured = HonouredParameters(tables.columns)
         self._updates = UpdateBuilder(tables.columns, tables.sizes)
         self._unknown = [one.name for one in tables.columns if one.is_of_graph and one.restored is None]
         """Columns that nobody can put back."""
         self._sequences: tuple[Sequence, ...] = ()
         self._decodes = NO_ROWS
         self._longest = 0
+        self._serial = self.last = first_serial()
+        """The serials of the step that was built last, and of the last one that was not given up."""
 
     def build(self, planned: ScheduledStep) -> Step:
         """The step as the executor takes it; to be called when it is launched, since counts are those of now."""
         prefills = planned.prefills
         decodes, longest, lengths = self._decoding(planned) if planned.decodes else (NO_ROWS, 0, None)
+        updates, follows = self._updates.build(planned), self.last
+        self._serial = self.last = serial = self._serial + 1
         return Step(
             planned.number,
             planned.pass_name,
@@ -76,9 +83,18 @@ class StepBuilder:
             longest,
             lengths,
             tuple(PromptChunk(one.sequence.row, one.start, one.tokens, one.samples) for one in prefills),
-            needs_of(planned.sampling) if prefills else decodes.needs,
-            self._updates.build(planned),
+            needs_of(planned.sampling, self.honoured) if prefills else decodes.needs,
+            updates,
+            serial,
+            follows,
         )
+
+    def give_up_after(self, last: int) -> None:
+        """Go on after this serial: whether an executor has what was built since is not known, and nobody collects it.
+
+        Rows are put back, or their sequences are over.
+        """
+        self.last = last
 
     def _decoding(self, planned: ScheduledStep) -> tuple[Decodes, int, Array | None]:
         sequences = planned.decodes
@@ -88,13 +104,13 @@ class StepBuilder:
         lengths = np.fromiter((one.num_computed for one in sequences), dtype=np.int64, count=len(sequences))
         if sequences is not self._sequences:
             rows = np.fromiter((one.row for one in sequences), dtype=np.int64, count=len(sequences))
-            self._decodes = Decodes(next(_VERSIONS), rows, needs_of(sequences))
+            self._decodes = Decodes(next(_VERSIONS), rows, needs_of(sequences, self.honoured))
             self._sequences = sequences
         self._longest = int(lengths.max())  # where rows have several tokens, a commit may have taken some back
         return self._decodes, self._longest, lengths
 
-    def undone(self, planned: ScheduledStep) -> TableUpdates:
-        """What puts the rows of a step that raised back, from what the host knows of their sequences.
+    def undone(self, planned: ScheduledStep) -> Undone:
+        """What puts the rows of a step that was given up back, from what the host knows of their sequences.
 
         All steps before it must be committed. Keys and values are written again as they were; what passes
         alone write by row is not known to the host, so that only a sequence that enters can be put back.
@@ -102,4 +118,4 @@ class StepBuilder:
         if self._unknown and (planned.decodes or not all(chunk.enters for chunk in planned.prefills)):
             names = ", ".join(self._unknown)
             raise PhonographError(f"the step raised, and state by row ({names}) can't be put back. Ask again.")
-        return self._updates.undone(planned)
+        return Undone(self._updates.undone(planned), self.last)

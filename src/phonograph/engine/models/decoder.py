@@ -61,6 +61,11 @@ class Decoder:
     residual: torch.dtype
     """Of the residual stream."""
 
+    def __post_init__(self) -> None:
+        for layer, kept in zip(self.weights.layers, self.keeps, strict=True):
+            columns, angles = layer.qkv.shape[0], self.rope.cos.shape[1]
+            layer.heads.check(columns, angles, (kept.num_kv_heads, kept.head_dim))
+
     @property
     def dtype(self) -> torch.dtype:
         return self.weights.embedding.dtype

@@ -15,6 +15,7 @@ import torch
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Queries, StepAttention
+from phonograph.errors import DeclarationError
 
 Op = Literal["linear", "norm_linear", "norm_gated"]
 """The calls that multiply with a matrix."""
@@ -58,6 +59,28 @@ class Heads:
     head_dim: int
     q_norm: Norm | None
     k_norm: Norm | None
+
+    def check(self, columns: int, angles: int, kept: tuple[int, ...]) -> None:
+        """Refuse projections, rotary angles and pages of other sizes: kernels go by addresses, and would read and write
+        what lies beside. Pages are `kept` as (num_kv_heads, head_dim)."""
+        size = f"{self.num_heads} heads and {self.num_kv_heads} of keys, of {self.head_dim} numbers each"
+        found = {
+            "projects to": (columns, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim),
+            "has angles for": (angles, self.head_dim),
+            "keeps pages of": (kept, (self.num_kv_heads, self.head_dim)),
+            "norms queries of": (_width(self.q_norm, self.head_dim), self.head_dim),
+            "norms keys of": (_width(self.k_norm, self.head_dim), self.head_dim),
+            "shares keys among": (self.num_heads % self.num_kv_heads, 0),
+        }
+        wrong = [f"{what} {there}, expected {right}" for what, (there, right) in found.items() if there != right]
+        if wrong:
+            raise DeclarationError(
+                f"a layer of {size}: it {'; it '.join(wrong)}. Correct Model.keeps, the rope table, or the heads."
+            )
+
+
+def _width(norm: Norm | None, head_dim: int) -> int:
+    return head_dim if norm is None else norm.weight.numel()
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,12 +83,21 @@ class Pass:
     written: Callable[[Any], tuple[torch.Tensor, torch.Tensor]] | None = None
     """(rows, positions), on the device, whose keys and values a batch writes, rows that decode with all places of
     theirs. A pass that does not say is not checked in service."""
+    public: Collection[str] = ()
+    """Fields of its batches that tell nothing of which tokens a request has, so that files may have them."""
     is_steady: Callable[[Step], bool] = _never
     """Whether a step has the batch of the last one, but for what the tables hold: it is repeated then, not loaded."""
     dims: Sequence[Dim] = ()
     tail: Callable[[Any, Any], Any] | None = None
     """Takes what the body returned and the batch; runs eagerly, after the recording."""
     axes: Sequence[Axis] = ()
+    reads: Sequence[str] = ()
+    """Columns of passes that its body reads, by name; what every engine has need not be named."""
+    writes: Sequence[str] = ()
+    """Columns that its body or tail writes, by name."""
+    free: Sequence[str] = ("width",)
+    """Fields of batches, besides slots, that recordings have a value of which serves every batch: as all pages that a
+    row can have."""
 
     @property
     def name(self) -> str:
@@ -110,5 +119,6 @@ class Pass:
             dims=self.dims,
             tail=self.tail,
             axes=self.axes,
+            free=self.free,
             preserve=self.preserve,
         )

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from phonograph.engine.passes.base import Pass
 from phonograph.engine.passes.registry import PassDeclaration
+from phonograph.engine.state.column import Column
 from phonograph.errors import DeclarationError
 
 
@@ -33,6 +34,7 @@ def chained(declared: PassDeclaration, *links: Pass) -> Pass:
         raise DeclarationError(f"the chain {declared.name!r} has no passes. Give at least one.")
     first, last = links[0], links[-1]
     for place, link in enumerate(links, 1):
+        _check_state(declared, link)
         if link.bucketed != first.bucketed:
             raise DeclarationError(
                 f"the chain {declared.name!r} records {first.name!r} by {first.bucketed} and {link.name!r} by "
@@ -51,9 +53,41 @@ def chained(declared: PassDeclaration, *links: Pass) -> Pass:
         dims=_together(declared, [link.dims for link in links]),
         axes=_together(declared, [link.axes for link in links]),
         body=_ChainBody(tuple(link.body for link in links)),
+        reads=sorted({name for link in links for name in link.reads}),
+        writes=sorted({name for link in links for name in link.writes}),
+        free=sorted({name for link in links for name in link.free}),
         tail=last.tail,
         is_steady=lambda step: all(link.is_steady(step) for link in links),
         written=None,  # what later passes write, the first does not know
+    )
+
+
+def _check_state(declared: PassDeclaration, link: Pass) -> None:
+    """Refuse a link with columns or pages that the chain does not have: an engine makes those of the chain alone."""
+    ours = {column.name: _looks(column) for column in declared.columns()}
+    for column in link.declared.columns():
+        if column.name not in ours:
+            raise DeclarationError(
+                f"the chain {declared.name!r} has no column {column.name!r}, which its pass {link.name!r} declares. "
+                "Name it in the columns= of the chain."
+            )
+        if ours[column.name] != _looks(column):
+            raise DeclarationError(
+                f"the chain {declared.name!r} and its pass {link.name!r} declare the column {column.name!r} "
+                "differently. Declare it once."
+            )
+    if link.declared.keeps not in (None, declared.keeps):
+        raise DeclarationError(
+            f"the pass {link.name!r} of the chain {declared.name!r} keeps something else in pages than the chain, and "
+            "all links share its one cache group. Give both the same keeps=, or let the link be a pass of its own."
+        )
+
+
+def _looks(column: Column) -> tuple[Any, ...]:
+    """All that two declarations of one column must agree in; their functions may be made anew."""
+    return (
+        *(column.dtype, column.default, column.width, column.writer, column.form),
+        *(column.from_prompt, column.access, column.group),
     )
 
 

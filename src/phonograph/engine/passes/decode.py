@@ -90,6 +90,7 @@ def decode_pass(parts: PassParts, backend: str = "full") -> Pass:
         slots=[rows_slot(parts.limits)],
         batch=batches.batch,
         written=written,
+        public=("rows", "width"),
         is_steady=batches.is_steady,
         body=DecodeBody(parts, backend),
         sample=lambda extent, seed: sample_rows(parts, extent, seed),

@@ -10,6 +10,7 @@ from phonograph.devices import Device, Fence
 from phonograph.engine.requests.request import MAX_LOGPROBS
 from phonograph.engine.requests.step import NO_TOKEN, Sampled, TokenDetails
 from phonograph.engine.sampling.sampler import TopLogprobs
+from phonograph.errors import StepOrderError
 
 
 class Picked(NamedTuple):
@@ -32,6 +33,7 @@ class _Block:
         self.top_ids = _pinned(device, torch.int64, max_tokens, MAX_LOGPROBS)
         self.top_logprobs = _pinned(device, torch.float32, max_tokens, MAX_LOGPROBS)
         self.done = device.fence(timed=True)
+        self.num_uses = 0
 
 
 def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -45,6 +47,7 @@ class Pending:
     def __init__(self, block: _Block, count: int, num_top: int | None, width: int | None) -> None:
         """`num_top` likeliest tokens are told of each, fewer where the vocabulary is small; None: no logprobs."""
         self._block = block
+        self._use = block.num_uses
         self._count = count
         self._num_top = num_top
         self._width = width
@@ -57,6 +60,11 @@ class Pending:
     def wait(self) -> Sampled:
         """The results; waits for the device."""
         block, count = self._block, self._count
+        if block.num_uses != self._use:
+            raise StepOrderError(
+                "collecting a step: so many were launched after it that its results are overwritten. Collect one "
+                "before more than limits.max_ahead steps are launched after it."
+            )
         block.done.synchronize()
         tokens = block.tokens[:count].tolist()
         logprobs: list[TokenDetails] | None = None
@@ -88,6 +96,7 @@ class Readback:
         """Copy behind the work launched so far."""
         block = self._blocks[self._next]
         self._next = (self._next + 1) % len(self._blocks)
+        block.num_uses += 1
         tokens, width = picked.tokens, None
         if tokens.dim() == 2:
             width, tokens = tokens.shape[1], tokens.flatten()

@@ -10,11 +10,12 @@ import torch
 from phonograph.engine.ops.kernels import Kernels
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.readback import Picked
+from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.request import MAX_LOGPROBS
 from phonograph.engine.sampling.masks import mask
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.penalties import Penalties, count_tokens, penalise
-from phonograph.engine.sampling.sampler import Sampler, Sampling, TopLogprobs, few_threads
+from phonograph.engine.sampling.sampler import Sampler, TopLogprobs, few_threads
 from phonograph.engine.state.tables import RequestTables
 from phonograph.graphs.phases.axes import Axis
 from phonograph.graphs.phases.context import Stage, current

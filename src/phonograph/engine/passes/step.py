@@ -53,3 +53,16 @@ class Step:
     """Of all rows that sample a token: decodes, then the chunks that say so."""
     updates: TableUpdates | None = None
     """To be written to the device tables before the pass runs."""
+    serial: int = 0
+    """Which of its builder's steps it is: an executor takes each once, in this order (see `StepOrder`)."""
+    follows: int = 0
+    """The serial of the step before it. Those between the two were given up: nobody knows whether they ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """What puts back the rows of a step that was given up."""
+
+    updates: TableUpdates
+    follows: int
+    """The serial of the last step that was not."""

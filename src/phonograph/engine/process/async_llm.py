@@ -194,8 +194,8 @@ class AsyncLLM:
         """
         self.refuse_unless_ready()
         with self._refusals_counted():
-            requests = self._requests(prompts, params, request_id, priority, timeout)
-        return self._started(*self._prepared(requests, continues))
+            prepared = self._prepared(self._requests(prompts, params, request_id, priority, timeout), continues)
+        return self._started(*prepared)
 
     async def submit_long(
         self,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import msgspec
 
 from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.limits import Limits
-from phonograph.engine.requests.request import FinishReason, Request
+from phonograph.engine.requests.request import FinishReason, GrammarSpec, Request, SamplingParams
 from phonograph.engine.requests.sequence import TokenLogprob
 from phonograph.engine.scheduling.counts import Counts
+from phonograph.errors import RequestError
 
 
 class _ToCore(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -19,6 +23,25 @@ class Add(_ToCore, frozen=True):
     """Serve a request; one that can't be served brings an output with `refused`."""
 
     request: Request
+
+    def __post_init__(self) -> None:
+        request = self.request
+        _refuse_subclass(request, Request, "request")
+        _refuse_subclass(request.params, SamplingParams, "params")
+        if request.params.grammar is not None:
+            _refuse_subclass(request.params.grammar, GrammarSpec, "grammar")
+
+
+def _refuse_subclass(found: Any, kind: type[Any], field: str) -> None:
+    """The core decodes the class itself: what a subclass adds would be lost on the way, in silence."""
+    if type(found) is kind:
+        return
+    further = [one.name for one in fields(found) if one.name not in kind.__dataclass_fields__]
+    raise RequestError(
+        f"{type(found).__name__} has {', '.join(further) or 'methods of its own'}, and the engine core in its own "
+        f"process knows {kind.__name__} alone. Give a {kind.__name__}, or use an LLM in this process.",
+        field=further[0] if further else field,
+    )
 
 
 class Cancel(_ToCore, frozen=True):

@@ -35,6 +35,10 @@ NEUTRAL: Mapping[str, float] = {
 }
 """The fields of `SamplingParams` for which a model may have defaults of its own, and what they are if it has none."""
 
+READ_BY_ENGINE = frozenset(("max_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "grammar"))
+"""The fields of `SamplingParams` that every engine reads, whatever its sampler is: ends, choices, what is reported, and
+grammars. Of all others a column says how they reach the sampler."""
+
 
 class FinishReason(Enum):
     """Why a sequence has no further tokens."""
@@ -169,12 +173,6 @@ class SamplingParams:
                 said = None if defaults is None else getattr(defaults, name)
                 found[name] = neutral if said is None else said
         return replace(self, **found) if found else self
-
-    @property
-    def is_penalised(self) -> bool:
-        """Whether penalties or biases change the logits that it is sampled from."""
-        changes = (self.presence_penalty != 0.0, self.frequency_penalty != 0.0, bool(self.logit_bias))
-        return any(changes) or self.repetition_penalty not in (None, 1.0)
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end an output and are not part of its text, of a model with these ends."""

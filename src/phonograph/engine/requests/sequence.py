@@ -12,6 +12,7 @@ from phonograph.engine.requests.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from phonograph.engine.requests.constraints import Constraint
+    from phonograph.engine.requests.parameter import Sampling
 
 
 class State(Enum):
@@ -78,6 +79,8 @@ class Sequence:
     """One for each output, where the request has logprobs."""
     constraint: Constraint | None = None
     """Where it is in its grammar, if it has one."""
+    level: Sampling | None = None
+    """How much it needs of the sampler; None until a step is made for it."""
     finish: FinishReason | None = None
     error: str = ""
     """What went wrong, for FinishReason.ERROR."""

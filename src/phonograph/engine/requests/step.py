@@ -114,6 +114,15 @@ class Sampled:
                 f"Give those of each of step.sampling, in its order."
             )
 
+    def outside(self, step: ScheduledStep, vocab: int) -> list[tuple[Sequence, str]]:
+        """Whose tokens are not in the vocabulary, and what is wrong: they are no rows of the embedding table."""
+        found: list[tuple[Sequence, str]] = []
+        for sequence, part in zip(step.sampling, self.by_row(), strict=False):
+            highest = max(self.tokens[part], default=0)
+            if highest >= vocab:
+                found.append((sequence, _no_token(highest, sequence, vocab)))
+        return found
+
     def by_row(self) -> list[slice]:
         """Where the tokens of each of `step.sampling` are."""
         ends = list(accumulate(self.counts)) if self.counts is not None else range(1, len(self.tokens) + 1)
@@ -129,4 +138,15 @@ def problem_at(code: int, sequence: Sequence) -> str:
     position = sequence.num_prompt + len(sequence.outputs)
     if code == NOTHING_ALLOWED:
         return f"no token is allowed at position {position}: the grammar, or the model itself, forbids all of them"
-    return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"
+    if code == NOT_FINITE:
+        return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"
+    return _no_token(code, sequence)
+
+
+def _no_token(found: int, sequence: Sequence, vocab: int | None = None) -> str:
+    position = sequence.num_prompt + len(sequence.outputs)
+    among = f"in the vocabulary of {vocab}" if vocab is not None else "a token, nor a problem that is known"
+    return (
+        f"at position {position} the step brought {found}, which is not {among}. Look at what picks tokens "
+        "(Sampler.pick, Rounds.accept) and at what brings them to the host (StepExecutor.collect)"
+    )

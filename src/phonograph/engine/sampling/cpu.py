@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from phonograph.engine.ops.native.library import Library
-from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TopLogprobs, few_threads, top_logprobs
-from phonograph.engine.state.columns import SAMPLING
+from phonograph.engine.requests.parameter import Sampling
+from phonograph.engine.sampling.sampler import SamplingRows, TopLogprobs, few_threads, top_logprobs
+from phonograph.engine.state.columns import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
 
 
 class CpuSampler:
@@ -17,7 +18,7 @@ class CpuSampler:
     """
 
     name = "cpu"
-    columns = SAMPLING
+    columns = (TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED)
     rows = SamplingRows
 
     def __init__(self, library: Library) -> None:

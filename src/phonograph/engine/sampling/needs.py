@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.sampling.sampler import Sampling, level_of
+from phonograph.engine.sampling.honoured import HonouredParameters
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class SamplingNeeds:
         return self.logprobs or self.constrained or self.level is Sampling.PENALISED
 
 
-def needs_of(sequences: Iterable[Sequence]) -> SamplingNeeds:
-    """What these sequences need together."""
+def needs_of(sequences: Iterable[Sequence], honoured: HonouredParameters) -> SamplingNeeds:
+    """What these sequences need together; the level of each is looked for once."""
     level, logprobs, constrained = Sampling.GREEDY, False, False
     for sequence in sequences:
         params = sequence.request.params
-        level = max(level, level_of(params))
+        if sequence.level is None:
+            sequence.level = honoured.level_of(params)
+        level = max(level, sequence.level)
         logprobs |= params.logprobs is not None
         constrained |= sequence.constraint is not None
     return SamplingNeeds(level, logprobs, constrained)

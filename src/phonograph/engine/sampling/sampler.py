@@ -11,41 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
 
-from phonograph.engine.requests.request import SamplingParams
+from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.step import NOT_FINITE, NOTHING_ALLOWED
 from phonograph.engine.state.column import Column
-from phonograph.engine.state.columns import SAMPLING
+from phonograph.engine.state.columns import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
+from phonograph.errors import DeclarationError
 
 _MASK = 0xFFFFFFFF
 _FEW = 1 << 18
-
-
-class Sampling(IntEnum):
-    """How much a batch needs of the sampler; each level has recordings of its own and can do all below it."""
-
-    GREEDY = 0
-    SAMPLED = 1
-    """Temperature."""
-    TRUNCATED = 2
-    """Top-k, top-p, min-p."""
-    PENALISED = 3
-    """Repetition, presence and frequency penalties, logit bias."""
-
-
-def level_of(params: SamplingParams) -> Sampling:
-    """How much a request needs of the sampler."""
-    if params.is_penalised:
-        return Sampling.PENALISED
-    if params.temperature == 0:
-        return Sampling.GREEDY
-    truncated = params.top_k or params.min_p or params.top_p not in (None, 1.0)
-    return Sampling.TRUNCATED if truncated else Sampling.SAMPLED
 
 
 @dataclass(frozen=True)
@@ -77,12 +55,13 @@ class Sampler(Protocol):
 
     @property
     def columns(self) -> Sequence[Column]:
-        """The columns that it reads: request state which every sequence has."""
+        """The columns of the parameters that it honours. Each sampler names its own: what it would ignore is not among
+        them, and requests that set it are refused."""
         ...
 
     @property
     def rows(self) -> type[SamplingRows]:
-        """What it wants gathered: its fields are columns, except for the positions."""
+        """What it wants gathered: its fields are these columns, and the positions."""
         ...
 
     def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:
@@ -100,11 +79,27 @@ class Sampler(Protocol):
         ...
 
 
+def check_declared(sampler: Sampler) -> None:
+    """Refuse a sampler that says that it honours what it is never given, or that wants what it does not name."""
+    named, gathered = {column.name for column in sampler.columns}, {one.name for one in fields(sampler.rows)}
+    ignored, unknown = sorted(named - gathered), sorted(gathered - named - {"positions"})
+    if ignored:
+        raise DeclarationError(
+            f"the sampler {sampler.name!r} names the column {ignored[0]!r}, which its rows don't have. "
+            "Add the field, or take the column out: requests that set the parameter are refused then."
+        )
+    if unknown:
+        raise DeclarationError(
+            f"the rows of the sampler {sampler.name!r} have {unknown[0]!r}, of which it names no column. "
+            "Name it, or give the sampler rows without it."
+        )
+
+
 class TorchSampler:
     """In torch ops, for any device; truncation sorts."""
 
     name = "torch"
-    columns: Sequence[Column] = SAMPLING
+    columns: Sequence[Column] = (TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED)
     rows: type[SamplingRows] = SamplingRows
 
     def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from phonograph.engine.requests.parameter import SamplingParameter
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
@@ -134,6 +135,18 @@ class Group:
     """What it is, for errors."""
     asked: Callable[[Sequence], bool] | None = None
     """Whether a sequence needs it; None where all do."""
+    parameters: tuple[SamplingParameter, ...] = ()
+    """Sampling parameters that ask for it, by any of which `asked` goes."""
+
+    @classmethod
+    def asked_by(cls, name: str, *parameters: SamplingParameter) -> Group:
+        """For requests that set one of these parameters."""
+
+        def asked(sequence: Sequence) -> bool:
+            params = sequence.request.params
+            return any(one.is_set(params) for one in parameters)
+
+        return cls(name, asked, parameters)
 
 
 TABLES = Group("request tables")
@@ -167,6 +180,10 @@ class Column:
     trial: Callable[[TrialRows], torch.Tensor] | None = None
     """Values for trial runs, for the first places of each row; None leaves what is there."""
     group: Group = TABLES
+    parameter: SamplingParameter | None = None
+    """The sampling parameter that it carries: requests may set it then."""
+    is_public: bool = False
+    """Whether files may have it: it tells nothing of which tokens a request has."""
 
     @property
     def is_of_graph(self) -> bool:
@@ -220,6 +237,11 @@ class Column:
             self.is_of_graph and Form.RESET not in self.form and self.restored is None,
             "is written by the forward pass alone, and a new owner of a row would find what the last one left. "
             "Take form=Form.RESET.",
+        )
+        yield (
+            self.parameter is not None and self.group.asked is not None and self.parameter not in self.group.parameters,
+            f"carries a parameter that does not ask for its group, {self.group.name!r}, and would not be written. Name "
+            "it in Group.asked_by.",
         )
         yield (
             self.restored is not None and (by_host or self.width != 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from phonograph.engine.requests.parameter import Sampling, SamplingParameter
 from phonograph.engine.requests.request import MAX_BIASED
 from phonograph.engine.state.column import Access, Array, Column, Form, Group, RowSource, TrialRows, Width, Writer
 
@@ -58,6 +59,7 @@ PLACE = (
         value=lambda entry: entry.start,
         access=Access.BY_ROW,
         trial=lambda trial: trial.whole(trial.page_size, 2 * trial.page_size - trial.tokens_per_row + 1),
+        is_public=True,
     ),
     Column(
         "pages",
@@ -69,41 +71,58 @@ PLACE = (
         changes=lambda step: step.page_updates,
         access=Access.BY_ROW,
         trial=_trial_pages,
+        is_public=True,
     ),
 )
 """Where a sequence is: its last token, how many are computed, and the pages that they are in."""
 
-SAMPLING = (
-    Column(
-        "temperature",
-        torch.float32,
-        value=lambda entry: entry.params.temperature,
-        trial=lambda trial: trial.whole(0, 3) / 2,
-    ),
-    Column(
-        "top_k",
-        torch.int32,
-        value=lambda entry: min(entry.params.top_k or 0, _LARGEST),
-        trial=lambda trial: trial.whole(0, 9),
-    ),
-    Column(
-        "top_p",
-        torch.float32,
-        default=1,
-        value=lambda entry: entry.params.top_p,
-        trial=lambda trial: 0.5 + trial.whole(0, 6) / 10,
-    ),
-    Column("min_p", torch.float32, value=lambda entry: entry.params.min_p, trial=lambda trial: trial.whole(0, 2) / 20),
-    Column(
-        "seed",
-        torch.int64,
-        value=lambda entry: entry.sequence.noise_seed,
-        trial=lambda trial: trial.whole(0, 1 << 40),
-    ),
+TEMPERATURE = Column(
+    "temperature",
+    torch.float32,
+    value=lambda entry: entry.params.temperature,
+    trial=lambda trial: trial.whole(0, 3) / 2,
+    parameter=SamplingParameter("temperature", Sampling.SAMPLED, off=0.0),
+    is_public=True,
 )
-"""What the samplers of the engine read."""
+TOP_K = Column(
+    "top_k",
+    torch.int32,
+    value=lambda entry: min(entry.params.top_k or 0, _LARGEST),
+    trial=lambda trial: trial.whole(0, 9),
+    parameter=SamplingParameter("top_k", Sampling.TRUNCATED, off=0, of_draws=True),
+    is_public=True,
+)
+TOP_P = Column(
+    "top_p",
+    torch.float32,
+    default=1,
+    value=lambda entry: entry.params.top_p,
+    trial=lambda trial: 0.5 + trial.whole(0, 6) / 10,
+    parameter=SamplingParameter("top_p", Sampling.TRUNCATED, off=1.0, of_draws=True),
+    is_public=True,
+)
+MIN_P = Column(
+    "min_p",
+    torch.float32,
+    value=lambda entry: entry.params.min_p,
+    trial=lambda trial: trial.whole(0, 2) / 20,
+    parameter=SamplingParameter("min_p", Sampling.TRUNCATED, off=0.0, of_draws=True),
+    is_public=True,
+)
+SEED = Column(
+    "seed",
+    torch.int64,
+    value=lambda entry: entry.sequence.noise_seed,
+    trial=lambda trial: trial.whole(0, 1 << 40),
+    parameter=SamplingParameter("seed", Sampling.SAMPLED, of_draws=True),
+    is_public=True,
+)
 
-PENALISED = Group("penalty tables", lambda sequence: sequence.request.params.is_penalised)
+_BIAS = SamplingParameter("logit_bias", Sampling.PENALISED, off={})
+_REPETITION = SamplingParameter("repetition_penalty", Sampling.PENALISED, off=1.0)
+_PRESENCE = SamplingParameter("presence_penalty", Sampling.PENALISED, off=0.0)
+_FREQUENCY = SamplingParameter("frequency_penalty", Sampling.PENALISED, off=0.0)
+PENALISED = Group.asked_by("penalty tables", _BIAS, _REPETITION, _PRESENCE, _FREQUENCY)
 PENALTIES = (
     Column(
         "counts",
@@ -128,6 +147,7 @@ PENALTIES = (
         width=MAX_BIASED,
         form=Form.PAIRS | Form.RESET,
         value=lambda entry: (range(len(entry.params.logit_bias)), list(entry.params.logit_bias)),
+        parameter=_BIAS,
         group=PENALISED,
     ),
     Column(
@@ -136,6 +156,7 @@ PENALTIES = (
         width=MAX_BIASED,
         form=Form.PAIRS | Form.RESET,
         value=lambda entry: (range(len(entry.params.logit_bias)), list(entry.params.logit_bias.values())),
+        parameter=_BIAS,
         group=PENALISED,
     ),
     Column(
@@ -144,21 +165,27 @@ PENALTIES = (
         default=1,
         value=lambda entry: entry.params.repetition_penalty,
         trial=lambda trial: 1 + trial.whole(0, 3) / 4,
+        parameter=_REPETITION,
         group=PENALISED,
+        is_public=True,
     ),
     Column(
         "presence",
         torch.float32,
         value=lambda entry: entry.params.presence_penalty,
         trial=lambda trial: trial.whole(-2, 3) / 2,
+        parameter=_PRESENCE,
         group=PENALISED,
+        is_public=True,
     ),
     Column(
         "frequency",
         torch.float32,
         value=lambda entry: entry.params.frequency_penalty,
         trial=lambda trial: trial.whole(-2, 3) / 2,
+        parameter=_FREQUENCY,
         group=PENALISED,
+        is_public=True,
     ),
 )
 """What changes logits by what was said so far: as wide as the vocabulary, for requests that ask for it."""

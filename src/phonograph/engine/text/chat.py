@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
@@ -41,6 +41,8 @@ class ChatTemplate:
         """Whether tools have a place in the prompt; where they have none, giving some would do nothing."""
         self.variables = names - _GIVEN
         """Further names that the template reads, such as Qwen3's `enable_thinking`."""
+        self.shows_tools_whole = template is not None and _shows_tools_whole(template)
+        """Whether it hands tools, or their functions, on as a whole: then every field of them reaches the model."""
         self.message_fields = frozenset[str]() if template is None else _fields_in(template)
         """Names of fields that the template may read of a message, such as `reasoning_content`."""
 
@@ -171,15 +173,49 @@ def _compiled(template: str, source: str) -> jinja2.Template:
 
 def _names_in(template: str) -> frozenset[str]:
     """The names that a template expects to be given."""
-    environment = jinja2.Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
-    return frozenset(meta.find_undeclared_variables(environment.parse(template))) - set(environment.globals)
+    return frozenset(meta.find_undeclared_variables(_parsed(template))) - set(jinja2.Environment().globals)
 
 
 def _fields_in(template: str) -> frozenset[str]:
     """Every name that a template may read of an object: attributes, and texts, which may be keys."""
-    parsed = jinja2.Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]).parse(template)
+    parsed = _parsed(template)
     attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
     return frozenset(attributes | {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)})
+
+
+def _shows_tools_whole(template: str) -> bool:
+    """Whether a tool, or its function, is handed on as a whole: written, filtered, walked over, or given to a macro."""
+    parsed, names = _parsed(template), {"tools"}
+    named = [(loop.target, loop.iter) for loop in parsed.find_all(nodes.For)]
+    named += [(one.target, one.node) for one in parsed.find_all(nodes.Assign)]
+    for _ in range(3):  # a name may be of a name that is set below it
+        for target, value in named:
+            if isinstance(target, nodes.Name) and _is_tool(value, names):
+                names.add(target.name)
+    handed: list[nodes.Node | None] = [one for node in parsed.find_all(nodes.Output) for one in node.nodes]
+    handed += [node.node for node in parsed.find_all(nodes.Filter) if node.name not in ("length", "count")]
+    for call in parsed.find_all(nodes.Call):
+        handed += [*call.args, *(one.value for one in call.kwargs)]
+        handed += [call.node.node] if isinstance(call.node, nodes.Getattr) and call.node.attr == "items" else []
+    return any(_is_tool(one, names) for one in handed)
+
+
+def _is_tool(found: nodes.Node | None, names: Set[str]) -> bool:
+    """Whether an expression is `tools`, one of them, or the function of one, where these names are."""
+    match found:
+        case nodes.Name():
+            return found.name in names
+        case nodes.Getattr(attr="function") | nodes.Filter():
+            return _is_tool(found.node, names)
+        case nodes.Getitem(arg=nodes.Const(value=str() as key)) if key != "function":
+            return False
+        case nodes.Getitem():
+            return _is_tool(found.node, names)
+    return False
+
+
+def _parsed(template: str) -> nodes.Template:
+    return jinja2.Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]).parse(template)
 
 
 class _GenerationTag(Extension):

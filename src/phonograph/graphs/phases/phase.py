@@ -74,6 +74,9 @@ class Phase:
     """Existing tensors to use as buffers."""
     compares_others: bool = False
     """Whether admission compares all that a batch has besides slots with what the recording's sample had."""
+    free: Sequence[str] = ()
+    """Fields besides slots that a recording reads, and that may differ from its sample's: what the sample has serves
+    every batch. A batch that differs in any other one that is read runs eagerly."""
     break_ops: frozenset[str] = frozenset()
     """Ops that `tc_piecewise` breaks at too, by name (`scaled_dot_product_attention`): for code that no mark is on."""
     live: Sequence[Live] = ()
@@ -148,12 +151,13 @@ class Phase:
         called = (self.body, self.tail if self.tail_captured else None, self.host_plan)
         return [function for function in called if function is not None]
 
-    def forward(self, batch: Any, kwargs: Mapping[str, Any]) -> Any:
-        """The part of the pass that is recorded."""
+    def forward(self, batch: Any, kwargs: Mapping[str, Any], noting: Callable[[Any], Any] | None = None) -> Any:
+        """The part of the pass that is recorded; `noting` makes a batch that notes what is read of it."""
         # A trace can't look at placeholders: those of a view that is traced are there already.
         is_recorded = len(self.live) > 0 and current().stage not in (Stage.EAGER, Stage.COMPILING)
         if is_recorded:
             batch = hidden(batch, self.live)
+        batch = batch if noting is None else noting(batch)
         outputs = self.body(batch, **kwargs)
         if self.tail is not None and self.tail_captured:
             outputs = self.tail(outputs, batch)

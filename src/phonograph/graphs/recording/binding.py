@@ -11,34 +11,21 @@ from typing import Any
 import torch
 
 from phonograph.graphs.inputs.extent import Extent
-from phonograph.graphs.inputs.fields import fetch, fields_of, path_of
+from phonograph.graphs.inputs.fields import fetch, path_of
 from phonograph.graphs.inputs.registry import LoadMode, Registry, View
 from phonograph.graphs.phases.context import Current, Stage
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.live_arguments import hidden
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.recording.backends import Backend, Bind, Body, BodyView, SizedAxis
-from phonograph.graphs.recording.guarding import Drawn
+from phonograph.graphs.recording.bound import Bound
+from phonograph.graphs.recording.guarding import Drawn, drawn_for
+from phonograph.graphs.recording.tensor_state import SavedState
 from phonograph.graphs.recording.weight_caches import weights_uncached
 
 CAPTURE_SEED = 0
-
-
-@dataclass(frozen=True)
-class BoundBody:
-    """A body on the buffers' views, what is current while it runs, and the sample that was loaded."""
-
-    body: Body
-    now: Current
-    batch: Any
-    inputs: dict[str, torch.Tensor]
-    """What was loaded for each slot that the batch fills."""
-    kwargs: Mapping[str, Any]
-
-    @property
-    def others(self) -> list[Any]:
-        """The body's arguments, without the batch itself, which is new for every call."""
-        return [*fields_of(self.now.batch), *self.kwargs.values()]
+Noting = Callable[[Any], Any]
+"""Makes a batch that notes what is read of it."""
 
 
 @dataclass(eq=False)
@@ -48,6 +35,8 @@ class Binder:
     phase: Phase
     registry: Registry
     backend: Backend
+    state: SavedState
+    """What trial runs have written: each begins with what was there before the first."""
     _bind: Bind | None = None
     _views: list[View] = field(default_factory=list)
     _varying: Mapping[ShapeKey, frozenset[str]] = field(default_factory=dict)
@@ -59,43 +48,47 @@ class Binder:
         @contextmanager
         def loaded(key: ShapeKey) -> Iterator[BodyView]:
             with kept(key):
-                extent = self._full(key)
-                view = self.load(self.phase.sample_for(key, extent, CAPTURE_SEED), extent)
-                yield self._body_view(key, view)
+                drawn = drawn_for(self.phase, key, CAPTURE_SEED)
+                yield self._body_view(key, self.load(drawn.sample, drawn.extent))
 
         self._bind = self.backend.prepare(self.phase.forward, {key: partial(loaded, key) for key in keys})
 
-    def bound(self, key: ShapeKey, stage: Stage, drawn: Drawn | None = None, *, as_written: bool = False) -> BoundBody:
-        """The body on a sample for the key; `as_written`, the body itself."""
-        extent = self._full(key) if drawn is None else drawn.extent
-        sample = self.phase.sample_for(key, extent, CAPTURE_SEED) if drawn is None else drawn.sample
+    def bound(
+        self,
+        key: ShapeKey,
+        stage: Stage,
+        drawn: Drawn | None = None,
+        *,
+        as_written: bool = False,
+        noting: Noting | None = None,
+    ) -> Bound:
+        """The body on a sample for the key; `as_written`, the body itself, of whose batch reads can be noted."""
+        drawn = drawn if drawn is not None else drawn_for(self.phase, key, CAPTURE_SEED)
+        sample, extent = drawn.sample, drawn.extent
         view = self.load(sample, extent)
         if self.phase.host_plan is not None:
             self.phase.host_plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
         inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
-        return BoundBody(self._body(key, view, as_written=as_written), now, sample.batch, inputs, view.kwargs)
+        body = partial(self.forward, view, noting) if as_written or self._bind is None else self._made(key, view)
+        return Bound(body, now, sample.batch, inputs, view.kwargs)
 
-    def forward(self, view: View) -> Any:
+    def forward(self, view: View, noting: Noting | None = None) -> Any:
         """The body itself on a view."""
         with weights_uncached():
-            return self.phase.forward(view.batch, view.kwargs)
+            return self.phase.forward(view.batch, view.kwargs, noting)
 
     def load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
-        """New views for each run; kept, so that no later view gets their id()."""
+        """New views for each run, which begins with the state of the first; kept, so that none gets another's id()."""
+        self.state.restore()
         without = self.phase.without
         view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
         self._views.append(view)
         return view
 
-    def _body(self, key: ShapeKey, view: View, *, as_written: bool) -> Body:
-        if self._bind is None or as_written:
-            return partial(self.forward, view)
+    def _made(self, key: ShapeKey, view: View) -> Body:
+        assert self._bind is not None
         return self._bind(self._body_view(key, view))
-
-    def _full(self, key: ShapeKey) -> Extent:
-        padded = self.phase.padded(key.size)
-        return Extent(padded, padded)
 
     def _body_view(self, key: ShapeKey, view: View) -> BodyView:
         found: list[SizedAxis] = []

@@ -1,7 +1,7 @@
 """Bytecode of a function: which globals, cells, attributes and items each instruction reads.
 
-A read is known where it starts at a local, a global or a closure cell and goes on by constant names and keys. What a
-call returns is not known.
+A read is known where it starts at a local, a global or a closure cell and goes on by names and keys that are constants,
+or computed from what is known. Uses of a value as a whole are noted too: calls, operators, truth, membership.
 """
 
 from __future__ import annotations
@@ -9,11 +9,24 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, Literal
 
-Kind = Literal["local", "global", "cell", "attribute", "item", "items", "constant"]
+Kind = Literal[
+    "local",
+    "global",
+    "cell",
+    "attribute",
+    "item",
+    "items",
+    "constant",
+    "computed",
+    "call",
+    "whole",
+    "truth",
+    "contains",
+]
 _NULL_COMES_LAST = sys.version_info >= (3, 13)
 
 
@@ -24,13 +37,21 @@ class Read:
     kind: Kind
     key: Any
     base: Read | None = None
+    parts: tuple[Read | None, ...] = ()
+    """Operands, arguments, or a key that is no constant."""
+    offset: int = field(default=-1, compare=False)
+    """Where the instruction stands."""
 
     def __str__(self) -> str:
         if self.kind == "attribute":
             return f"{self.base}.{self.key}"
         if self.kind == "item":
-            return f"{self.base}[{self.key!r}]"
-        return str(self.base) if self.kind == "items" else str(self.key)
+            return f"{self.base}[{self.parts[0] if self.parts else repr(self.key)}]"
+        if self.kind == "call":
+            return f"{self.base}({', '.join(map(str, self.parts))})"
+        if self.kind == "constant":
+            return repr(self.key)
+        return str(self.base) if self.base is not None else str(self.key)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -52,7 +73,18 @@ class _Reading:
         self.reads: dict[int, Read] = {}
 
     def step(self, instruction: dis.Instruction) -> None:
-        name, arg, value = instruction.opname, instruction.arg or 0, instruction.argval
+        name = instruction.opname
+        if not (self._load(instruction, name) or self._use(instruction, name)):
+            if name in _EFFECTS:
+                pops, pushes = _EFFECTS[name]
+                self._pop_all((instruction.arg or 0) if pops is None else pops)
+                self.stack += [None] * pushes
+            else:
+                self.stack.clear()
+
+    def _load(self, instruction: dis.Instruction, name: str) -> bool:
+        """Instructions that read one value; tells whether it was one."""
+        arg, value = instruction.arg or 0, instruction.argval
         if name.startswith("LOAD_FAST"):
             names = value if isinstance(value, tuple) else (value,)
             self.stack += [Read("local", one) for one in names]
@@ -70,23 +102,49 @@ class _Reading:
             self._attribute(instruction, with_null=name == "LOAD_METHOD" or (_HAS_METHOD_BIT and bool(arg & 1)))
         elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
             self._item(instruction)
-        elif name == "GET_ITER":
-            base = self._pop()
-            if base is not None and base.kind != "constant":
-                self._note(instruction, Read("items", None, base))
-            self.stack.append(None)
-        elif name in ("CALL", "CALL_FUNCTION"):
-            self._call(instruction, arg)
-        elif name in _EFFECTS:
-            pops, pushes = _EFFECTS[name]
-            self._pop_all(arg if pops is None else pops)
-            self.stack += [None] * pushes
+        elif name in ("COPY", "SWAP") and len(self.stack) >= arg:
+            self._shuffle(name, arg)
         else:
-            self.stack.clear()
+            return False
+        return True
+
+    def _use(self, instruction: dis.Instruction, name: str) -> bool:
+        """Instructions that use values as a whole; tells whether it was one."""
+        arg = instruction.arg or 0
+        if name in _ITERATED:
+            self._about(instruction, "items", self._pop())
+            self.stack += [None] * (arg if name == "UNPACK_SEQUENCE" else _ITERATED[name])
+        elif name in ("CALL", "CALL_KW"):
+            self._pop_all(name == "CALL_KW")
+            self._call(instruction, arg)
+        elif name == "CALL_FUNCTION_EX":
+            self._whole(instruction, *self._pop_all(3 + (arg & 1)))
+            self.stack.append(None)
+        elif name in _COMPUTED or (name == "FORMAT_VALUE" and not arg & 4):
+            self._compute(instruction, name, arg)
+        elif name == "CONTAINS_OP":
+            key, base = self._pop_all(2)
+            self._about(instruction, "contains", base, key)
+            self.stack.append(None)
+        elif name == "BUILD_MAP":
+            self._pop_all(2 * arg)
+            self.stack.append(None)
+        elif name in _TRUTHS:
+            self._about(instruction, "truth", self._pop())
+            self.stack += [None] * _TRUTHS[name]
+        else:
+            return False
+        return True
+
+    def _shuffle(self, name: str, depth: int) -> None:
+        if name == "COPY":
+            self.stack.append(self.stack[-depth])
+        else:
+            self.stack[-depth], self.stack[-1] = self.stack[-1], self.stack[-depth]
 
     def _note(self, instruction: dis.Instruction, read: Read) -> Read:
-        self.reads[instruction.offset] = read
-        return read
+        found = self.reads[instruction.offset] = replace(read, offset=instruction.offset)
+        return found
 
     def _push_callable(self, found: Read | None, *, with_null: bool) -> None:
         if not with_null:
@@ -110,26 +168,67 @@ class _Reading:
     def _item(self, instruction: dis.Instruction) -> None:
         base, key = self._pop_all(2)
         found = None
-        if base is not None and key is not None and key.kind == "constant" and isinstance(key.key, _KEYS):
-            found = self._note(instruction, Read("item", key.key, base))
+        if base is not None and base.kind != "constant":
+            is_constant = key is not None and key.kind == "constant" and isinstance(key.key, _KEYS)
+            found = Read("item", key.key, base) if key is not None and is_constant else Read("item", None, base, (key,))
+            found = self._note(instruction, found)
         self.stack.append(found)
 
     def _call(self, instruction: dis.Instruction, count: int) -> None:
-        """`getattr(x, "name")` and `hasattr(x, "name")` read as `x.name` does."""
         arguments, called = self._pop_all(count), self._pop_all(2)
-        found = None
-        if 2 <= count <= 3 and any(one in _ATTRIBUTE_FUNCTIONS for one in called if one is not None):
-            base, name = arguments[:2]
-            if base is not None and name is not None and name.kind == "constant" and isinstance(name.key, str):
-                found = self._note(instruction, Read("attribute", name.key, base))
-        # A default may have come out.
-        self.stack.append(found if count == 2 and Read("global", "getattr") in called else None)
+        callee = next((one for one in called if one is not None), None)
+        found = Read("call", None, callee, tuple(arguments)) if callee is not None else None
+        self.stack.append(self._note(instruction, found) if found is not None else None)
+
+    def _compute(self, instruction: dis.Instruction, name: str, arg: int) -> None:
+        """What two operands give, a text of parts, a tuple."""
+        count = _COMPUTED.get(name, 1)
+        parts = tuple(self._pop_all(arg if count is None else count))
+        if name in _OPERATORS:
+            self._whole(instruction, *parts)
+        what = instruction.argrepr if name in ("BINARY_OP", "COMPARE_OP") else name
+        if name in ("FORMAT_VALUE", "CONVERT_VALUE"):
+            what = ("FORMAT_SIMPLE", "str", "repr", "ascii")[arg & 3]
+        self.stack.append(Read("computed", what, None, parts) if None not in parts else None)
+
+    def _about(self, instruction: dis.Instruction, kind: Kind, base: Read | None, *parts: Read | None) -> None:
+        if base is not None and base.kind != "constant":
+            self._note(instruction, Read(kind, None, base, parts))
+
+    def _whole(self, instruction: dis.Instruction, *parts: Read | None) -> None:
+        """Values that are used as a whole, where they are containers."""
+        known = tuple(one for one in parts if one is not None and one.kind not in ("constant", "computed"))
+        if known:
+            self._note(instruction, Read("whole", None, None, known))
 
 
 _KEYS = (str, int, type(None), bool)
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CONST_IMMORTAL", "RETURN_CONST")
 _HAS_METHOD_BIT = sys.version_info >= (3, 12)
-_ATTRIBUTE_FUNCTIONS = (Read("global", "getattr"), Read("global", "hasattr"))
+_ITERATED = {"GET_ITER": 1, "LIST_EXTEND": 0, "SET_UPDATE": 0, "DICT_UPDATE": 0, "DICT_MERGE": 0, "UNPACK_SEQUENCE": 0}
+"""What goes over all items of a value, and how many values it leaves in its place."""
+_TRUTHS = {
+    "UNARY_NOT": 1,
+    "TO_BOOL": 1,
+    "JUMP_IF_FALSE_OR_POP": 0,
+    "JUMP_IF_TRUE_OR_POP": 0,
+    "POP_JUMP_FORWARD_IF_FALSE": 0,
+    "POP_JUMP_FORWARD_IF_TRUE": 0,
+    "POP_JUMP_IF_FALSE": 0,
+    "POP_JUMP_IF_TRUE": 0,
+}
+"""What asks whether a value is true, and how many values it leaves in its place."""
+_OPERATORS = ("BINARY_OP", "COMPARE_OP", "BINARY_SLICE")
+_COMPUTED: dict[str, int | None] = {
+    "BINARY_OP": 2,
+    "COMPARE_OP": 2,
+    "BINARY_SLICE": 3,
+    "FORMAT_SIMPLE": 1,
+    "CONVERT_VALUE": 1,
+    "BUILD_STRING": None,
+    "BUILD_TUPLE": None,
+}
+"""What makes a value of others: how many; None: as many as its argument says."""
 _EFFECTS: dict[str, tuple[int | None, int]] = {
     "NOP": (0, 0),
     "RESUME": (0, 0),
@@ -143,6 +242,16 @@ _EFFECTS: dict[str, tuple[int | None, int]] = {
     "PUSH_NULL": (0, 1),
     "LOAD_CLOSURE": (0, 1),
     "POP_TOP": (1, 0),
+    "LIST_APPEND": (1, 0),
+    "SET_ADD": (1, 0),
+    "LIST_TO_TUPLE": (1, 1),
+    "CALL_INTRINSIC_1": (1, 1),
+    "UNARY_INVERT": (1, 1),
+    "FOR_ITER": (0, 1),
+    "DELETE_FAST": (0, 0),
+    "LOAD_ASSERTION_ERROR": (0, 1),
+    "FORMAT_WITH_SPEC": (2, 1),
+    "BUILD_SET": (None, 1),
     "STORE_FAST": (1, 0),
     "STORE_FAST_STORE_FAST": (2, 0),
     "STORE_GLOBAL": (1, 0),
@@ -150,24 +259,12 @@ _EFFECTS: dict[str, tuple[int | None, int]] = {
     "STORE_ATTR": (2, 0),
     "STORE_SUBSCR": (3, 0),
     "RETURN_VALUE": (1, 0),
-    "UNARY_NOT": (1, 1),
     "UNARY_NEGATIVE": (1, 1),
-    "TO_BOOL": (1, 1),
-    "BINARY_OP": (2, 1),
-    "COMPARE_OP": (2, 1),
     "IS_OP": (2, 1),
-    "CONTAINS_OP": (2, 1),
-    "BINARY_SLICE": (3, 1),
-    "BUILD_TUPLE": (None, 1),
     "BUILD_LIST": (None, 1),
     "BUILD_SLICE": (None, 1),
-    "BUILD_STRING": (None, 1),
-    "POP_JUMP_FORWARD_IF_FALSE": (1, 0),
-    "POP_JUMP_FORWARD_IF_TRUE": (1, 0),
     "POP_JUMP_FORWARD_IF_NONE": (1, 0),
     "POP_JUMP_FORWARD_IF_NOT_NONE": (1, 0),
-    "POP_JUMP_IF_FALSE": (1, 0),
-    "POP_JUMP_IF_TRUE": (1, 0),
     "POP_JUMP_IF_NONE": (1, 0),
     "POP_JUMP_IF_NOT_NONE": (1, 0),
 }

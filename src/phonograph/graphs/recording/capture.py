@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +17,18 @@ from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.registry import LoadMode, Registry
-from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
-from phonograph.graphs.phases.phase import Phase
+from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
-from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder
+from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder, Noting
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
-from phonograph.graphs.recording.facts import AroundGap, FactRecorder, Settlement
+from phonograph.graphs.recording.captured import Captured
+from phonograph.graphs.recording.carried import FieldReads, carried_by
+from phonograph.graphs.recording.facts import AroundGap, FactRecorder
 from phonograph.graphs.recording.garbage import gc_frozen
-from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, following
+from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
 from phonograph.graphs.recording.outputs import OutputBuffers, Run
 from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
@@ -36,20 +38,8 @@ from phonograph.graphs.recording.written_inputs import refusing_input_writes
 
 log = logging.getLogger("phonograph")
 
+_OTHER_SEED = 1
 _MAX_STATE_BYTES = 1 << 30
-
-
-@dataclass(eq=False)
-class Captured:
-    """The recordings of a phase, and how to trim their outputs."""
-
-    recordings: dict[ShapeKey, Recording]
-    carried: dict[ShapeKey, dict[str, Any]]
-    """Snapshots of the fields that are not slots, of each recording's sample if that is a dict: replays keep them."""
-    trimmings: dict[RecordingGroup, Trimming]
-    report: CaptureReport
-    facts: Settlement | None = None
-    """What the recordings took for granted; None where nobody asked, or nothing is recorded."""
 
 
 @dataclass(eq=False)
@@ -82,7 +72,7 @@ class Capture:
     _binder: Binder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._binder = Binder(self.phase, self.registry, self.backend)
+        self._binder = Binder(self.phase, self.registry, self.backend, self._state)
 
     @contextmanager
     def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
@@ -207,11 +197,12 @@ class Capture:
 
     def _second_run(self, key: ShapeKey) -> None:
         assert self._warmups is not None
-        self._settled[key] = self._warmups.second(lambda: self._bind_freely(key))
+        other = partial(self._bind_freely, key, _OTHER_SEED)
+        self._settled[key] = self._warmups.second(lambda: self._bind_freely(key), other)
 
-    def _bind_freely(self, key: ShapeKey) -> Callable[[Moves | None], Any]:
+    def _bind_freely(self, key: ShapeKey, seed: int = CAPTURE_SEED) -> Callable[[Moves | None], Any]:
         assert self._warmups is not None
-        bound = self._binder.bound(key, Stage.WARMING)
+        bound = self._binder.bound(key, Stage.WARMING, drawn_for(self.phase, key, seed))
         self._warmups.python.reach(bound.others)
 
         def run(moves: Moves | None) -> Any:
@@ -345,16 +336,44 @@ class Capture:
 
     def _capture(self, key: ShapeKey) -> Recording | None:
         recordings: list[Recording] = []
-        self._attempt(key, lambda key: recordings.append(self._recorded(key)))
+
+        def record(key: ShapeKey) -> None:
+            try:
+                recordings.append(self._recorded(key))
+            except Exception as error:
+                raise self._named(key, error) from None
+
+        self._attempt(key, record)
         return recordings[0] if recordings else None
+
+    def _named(self, key: ShapeKey, error: Exception) -> Exception:
+        """In the place of a device's error, what names op and line.
+
+        A body that catches what a rehearsal refuses goes on; the device says only later that the capture is spoilt.
+        """
+        if self.barrier is None and not isinstance(error, CaptureError):
+            try:
+                self._run_warm_up(key, WarmUp.DIAGNOSIS)
+            except Exception as second:  # the device may be in no state to tell more
+                return second if isinstance(second, CaptureError) else error
+        return error
 
     def _recorded(self, key: ShapeKey) -> Recording:
         with self._kept(key):
-            bound = self._binder.bound(key, Stage.CAPTURING)
-            if isinstance(bound.batch, dict):
-                left_out = {slot.path for slot in self.phase.slots} | {one.path for one in self.phase.live}
-                self._carried[key] = snapshots_without(bound.batch, left_out)
+            reads, as_written = FieldReads(), self.backend.records_body
+            noting = None if self.phase.compares_others else reads.noting
+            if noting is not None and not as_written:
+                self._note_reads(key, noting)
+            bound = self._binder.bound(key, Stage.CAPTURING, as_written=as_written, noting=noting)
             with entering(bound.now), self._preserved(bound.batch):
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
+            self._carried[key] = carried_by(self.phase, key, Sample(bound.batch, bound.kwargs), reads)
         recording.holds = self._settled.get(key, Settled()).holds
         return recording
+
+    def _note_reads(self, key: ShapeKey, noting: Noting) -> None:
+        """What a capture runs is made of the body, and reads nothing in Python: a run of the body itself does."""
+        bound = self._binder.bound(key, Stage.WARMING, as_written=True, noting=noting)
+        watching = self._state.watching() if self.phase.preserve is None else nullcontext()
+        with generators_restored(self.device), entering(bound.now), self._preserved(bound.batch), watching:
+            self.backend.warm_up(key, bound.body, WarmUp.REHEARSAL)

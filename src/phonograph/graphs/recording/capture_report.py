@@ -6,6 +6,8 @@ import linecache
 import traceback
 from dataclasses import dataclass
 
+import torch
+
 from phonograph.devices.trace import raising_frame
 from phonograph.errors import CaptureError, PhonographError
 from phonograph.graphs.phases.decisions import ShapeKey
@@ -13,6 +15,8 @@ from phonograph.graphs.phases.selection import LeftOut
 from phonograph.graphs.recording.guarding import Finding
 
 _LOOK = "Run the body eagerly under a debugger; a call that no graph can hold needs @graph_break, backend='breakable'"
+
+_ROOM = "Leave graphs more room: smaller or fewer buckets, or a smaller KV cache or other state"
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def as_capture_error(error: Exception, key: ShapeKey) -> CaptureError:
         what = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
         problem = what if isinstance(error, PhonographError) else f"{type(error).__name__}: {what}"
         at = f", at `{line}`" if line else ""
-        found = CaptureError(f"{problem}{at}", _LOOK, op=line, frame=frame, shape=str(key))
+        remedy = _ROOM if isinstance(error, torch.OutOfMemoryError | MemoryError) else _LOOK
+        found = CaptureError(f"{problem}{at}", remedy, op=line, frame=frame, shape=str(key))
     traceback.clear_frames(error.__traceback__)
     return found.with_traceback(None)

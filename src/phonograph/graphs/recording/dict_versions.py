@@ -1,7 +1,7 @@
 """Dict versions: whether anything was stored in any of many dicts, in a few nanoseconds each.
 
-Python counts the stores into each dict, and torch's guards (private to it) can read the counts. Where a self-test shows
-that they don't move with every store, nobody uses them.
+From 3.12 on Python tells of stores (`dict_watcher`). Before, it counts them in each dict, and torch's guards, which are
+private to it, can read the counts. Where a self-test shows that a store is not seen, nobody uses them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from phonograph.graphs.recording.dict_watcher import dict_watcher
 from phonograph.graphs.recording.lookup import class_dict
 
 _GUARDS_MODULE = "torch._dynamo.guards"
@@ -24,6 +25,9 @@ def unchanged_check(dicts: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
     """A function that tells whether none of the dicts was stored into since now."""
     if not dicts:
         return lambda: True
+    watcher = dict_watcher()
+    if watcher is not None:
+        return watcher.watch(tuple(dicts))
     if len(dicts) >= _MANY or _GUARDS_MODULE in sys.modules:
         found = _guarded(tuple(dicts))
         if found is not None:
@@ -34,9 +38,15 @@ def unchanged_check(dicts: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
 
 
 def versions_of(dicts: Sequence[dict[Any, Any]]) -> list[int]:
-    """How often each was stored into, more or less."""
-    version = _version()
+    """How often each was stored into, more or less; of what is watched, since it is."""
+    watcher = dict_watcher()
+    version = watcher.num_stores if watcher is not None else _version()
     return [version(one) for one in dicts]
+
+
+def are_told() -> bool:
+    """Whether Python tells of stores, so that any number of dicts costs as little as one."""
+    return dict_watcher() is not None
 
 
 @functools.cache
@@ -83,9 +93,8 @@ def _moves(kind: int) -> bool:
     module = torch.nn.Linear(1, 1, device="meta")
     toy.number = 1.5
     held: Any = (toy.__dict__, class_dict(kind_of_toy), module._parameters)[kind]
-    version = _version()
-    before = version(held)
-    stays = toy.number == 1.5 and module.weight is not None and version(held) == before
+    check = unchanged_check([held])
+    stays = toy.number == 1.5 and module.weight is not None and check()
 
     def store() -> None:
         if kind == 0:
@@ -97,9 +106,9 @@ def _moves(kind: int) -> bool:
 
     seen = []
     for _ in range(40):  # Python goes over to other code for stores that are made often
-        before = version(held)
+        check = unchanged_check([held])
         store()
-        seen.append(version(held) != before)
+        seen.append(not check())
     return stays and all(seen)
 
 

@@ -14,7 +14,9 @@ from torch.nn.modules import module as every_module
 from phonograph.errors import Frame
 from phonograph.graphs.recording.places import ABSENT, PLAIN, same
 
-FactKind = Literal["mode", "global", "closure", "attribute", "item", "items", "default", "hooks", "tensor", "address"]
+FactKind = Literal[
+    "mode", "global", "closure", "attribute", "item", "items", "default", "hooks", "class", "tensor", "address"
+]
 
 
 class Source(Protocol):
@@ -128,6 +130,20 @@ class OfFunction:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ClassOf:
+    """The class of an object, which can be exchanged for another."""
+
+    holder: Any
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("class", id(self.holder))
+
+    def get(self) -> Any:
+        return type(self.holder)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AddressOf:
     """Where the memory of a tensor begins, and how it is laid out."""
 
@@ -186,6 +202,8 @@ class Fact:
     """The expression that read it."""
     frame: Frame | None = None
     """Where it was read."""
+    short: str = ""
+    """A name without the path to it, by the class of its owner."""
 
     @property
     def differs(self) -> bool:
@@ -196,18 +214,35 @@ class Fact:
     def change(self) -> str:
         """In words, what it is now, and was."""
         where = f" ({self.frame.file}:{self.frame.line})" if self.frame is not None else ""
-        now, then = shown(self.source.get()), shown(self.value)
+        now, then = self._shown(self.source.get()), self._shown(self.value)
         if now == then:
             return f"{self.name} is another {now} than at capture{where}"
+        now += _other_parameters(self.value, self.source.get())
         return f"{self.name} is {now}, was {then} at capture{where}"
+
+    def _shown(self, value: Any) -> str:
+        if self.kind != "address" or value is None:
+            return shown(value)
+        pointer, shape, dtype = value
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} at {pointer:#x}"
 
     def is_named(self, patterns: Sequence[str]) -> bool:
         """Whether one of these dotted names means it: its whole name, or the end of it."""
-        return is_named(self.name, patterns) or is_named(self.read_as, patterns)
+        return any(is_named(one, patterns) for one in (self.name, self.read_as, self.short))
 
     def __str__(self) -> str:
         where = f"  {self.frame.file}:{self.frame.line}" if self.frame is not None else ""
-        return f"{self.kind:<9} {self.name} = {shown(self.value)}{where}"
+        return f"{self.kind:<9} {self.name} = {self._shown(self.value)}{where}"
+
+
+def _other_parameters(then: Any, now: Any) -> str:
+    """Which parameters of a module are others in the one that took its place."""
+    if not isinstance(then, torch.nn.Module) or not isinstance(now, torch.nn.Module):
+        return ""
+    known = dict(then.named_parameters())
+    other = [name for name, one in now.named_parameters() if known.get(name) is not one]
+    more = ", …" if len(other) > _MAX_ITEMS else ""
+    return f" with another {', '.join(other[:_MAX_ITEMS])}{more}" if other else ""
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:
@@ -248,6 +283,10 @@ def shown(value: Any) -> str:
     if isinstance(value, PLAIN) or value is ABSENT:
         text = repr(value)
         return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(shown, value)))}}}"
+    if isinstance(value, tuple) and value and isinstance(value[0], type):
+        value = value[1:]  # what a container holds, after its kind
     if isinstance(value, tuple | list):
         more = ", …" if len(value) > _MAX_ITEMS else ""
         return f"({', '.join(map(shown, value[:_MAX_ITEMS]))}{more})"

@@ -1,7 +1,8 @@
 """FactCheck: whether all facts still hold, in microseconds; and where one does not, which.
 
 Modes, values in dicts (by the dicts' versions), cells, slots and lists are looked at in every check. The addresses of
-tensors, and functions' code and defaults, take turns: a change is seen within `WINDOW` checks.
+tensors, classes of modules, and functions' code and defaults take turns: a change is seen within `WINDOW` checks, and
+at once where there are few, or where all parameters of a module move.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import itertools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.nn.modules import module as every_module
 from torch.utils.hooks import RemovableHandle
 
 from phonograph.graphs.recording import dict_versions, modes
+from phonograph.graphs.recording.contents import AllContents, HasKey, InContext, IsTrue, KeptEntries
 from phonograph.graphs.recording.fact import (
     AddressOf,
     AllItems,
+    ClassOf,
     Computed,
     Fact,
     HooksOf,
@@ -32,13 +36,19 @@ from phonograph.graphs.recording.fact import (
     unchanged,
 )
 from phonograph.graphs.recording.places import ABSENT, PLAIN
+from phonograph.graphs.recording.rebinding import rebound
 
 log = logging.getLogger("phonograph")
 
 WINDOW = 64
 """Within so many checks everything has been looked at."""
+_ALWAYS = 16
+"""So many that take turns are looked at in every check: of a small model, all."""
+_MAX_SLOW = 2
+"""So many containers of containers are looked at in every check; further ones take turns."""
+_OF_DICTS = (InDict, AllItems, HasKey, KeptEntries)
 _FEW = 80
-"""So many values in dicts are looked at one by one faster than by the dicts' versions."""
+"""So many values in dicts are looked at one by one faster than by versions, unless Python tells of stores."""
 _MAX_STRIKES = 2
 """After so many stores that changed no fact, a dict's facts are looked at one by one."""
 
@@ -48,12 +58,15 @@ class FactCheck:
 
     def __init__(self, facts: Sequence[Fact], by_value: Iterable[int] = ()) -> None:
         self.facts = tuple(facts)
-        in_dicts = sum(isinstance(fact.source, InDict | AllItems) for fact in self.facts)
-        self.uses_versions = in_dicts > _FEW and dict_versions.are_reliable()
+        in_dicts = sum(isinstance(fact.source, _OF_DICTS) for fact in self.facts)
+        are_many = in_dicts > (0 if dict_versions.are_told() else _FEW)
+        self.uses_versions = are_many and dict_versions.are_reliable()
         self._has_turns = in_dicts > _FEW and not self.uses_versions
         """Whether objects in dicts take turns too, so that a check stays cheap."""
         self.stale: Fact | None = None
         """The fact that differed in the last check."""
+        self.others: tuple[str, ...] = ()
+        """What else differed when it was found, by name."""
         self._by_value = set(by_value)
         """Dicts that are stored into all the time, whatever a body reads: by identity."""
         self._strikes: Counter[int] = Counter()
@@ -93,7 +106,11 @@ class FactCheck:
 
     def find(self) -> Fact | None:
         """The same, and the next check is not made ready."""
-        self.stale = next((fact for fact in self.facts if fact.differs), None)
+        differing = [fact for fact in self.facts if fact.differs]
+        if differing and (equal := rebound(self.facts)) is not None:
+            self.facts, differing = tuple(equal), []
+        self.stale = differing[0] if differing else None
+        self.others = tuple(dict.fromkeys(one.name for one in differing if one.name != differing[0].name))
         return self.stale
 
     # -- what is looked at in every check -----------------------------------------------------------------
@@ -104,9 +121,10 @@ class FactCheck:
         versioned: dict[int, dict[Any, Any]] = {}
         looked_at: list[Fact] = []
         rotating: list[Fact] = []
+        num_slow = 0
         for fact in self.facts:
             source = fact.source
-            if isinstance(source, AddressOf | OfFunction):
+            if isinstance(source, AddressOf | OfFunction | ClassOf):
                 rotating.append(fact)
             elif isinstance(source, HooksOf):
                 if self.uses_versions:
@@ -114,9 +132,11 @@ class FactCheck:
                 elif any(fact.value):
                     looked_at.append(fact)
             elif not isinstance(source, Computed):
-                holder = source.holder if isinstance(source, InDict | AllItems) else None
+                holder: Any = source.holder if isinstance(source, _OF_DICTS) else None
                 if not isinstance(holder, dict):
-                    looked_at.append(fact)
+                    is_slow = isinstance(source, AllContents) and not source.is_flat
+                    num_slow += is_slow
+                    (rotating if is_slow and num_slow > _MAX_SLOW else looked_at).append(fact)
                 elif self.uses_versions and id(holder) not in self._by_value:
                     versioned[id(holder)] = holder
                 elif not self._has_turns or isinstance(fact.value, PLAIN):
@@ -154,9 +174,9 @@ class FactCheck:
             code.call(dict_versions.unchanged_check(self._dicts))
         for fact in looked_at:
             code.add(fact)
-        chunks = list(_chunks(rotating))
-        if chunks:
-            code.terms.append(f"{code.name(itertools.cycle(chunks).__next__)}()()")
+        turns = list(_turns(rotating))
+        if turns:
+            code.terms.append(f"{code.name(itertools.cycle(turns).__next__)}()()")
         return code.compiled()
 
 
@@ -174,14 +194,26 @@ def _hook_dicts(source: HooksOf) -> Iterable[dict[Any, Any]]:
     return source.holder._forward_hooks, source.holder._forward_pre_hooks
 
 
-def _chunks(facts: Sequence[Fact]) -> Iterable[Callable[[], bool]]:
-    """Checks of some facts each, so few that all have their turn within the window."""
-    size = -(-len(facts) // WINDOW)
-    for begin in range(0, len(facts), size or 1):
+def _turns(facts: Sequence[Fact]) -> Iterator[Callable[[], bool]]:
+    """Checks of some facts each, so few that all have their turn within the window.
+
+    Each has the address of a parameter, so that a module whose parameters all move (`half()`) is seen at once.
+    """
+    parameters = [fact for fact in facts if isinstance(_moving(fact), torch.nn.Parameter)]
+    others = [fact for fact in facts if not isinstance(_moving(fact), torch.nn.Parameter)]
+    num_turns = min(WINDOW, -(-len(facts) // _ALWAYS))
+    for turn in range(num_turns):
         code = _Generated()
-        for fact in facts[begin : begin + size]:
+        for fact in parameters[turn::num_turns] or parameters[turn % max(1, len(parameters)) :][:1]:
+            code.add(fact)
+        for fact in others[turn::num_turns]:
             code.add(fact)
         yield code.compiled()
+
+
+def _moving(fact: Fact) -> torch.Tensor | None:
+    """The tensor whose address a fact is about."""
+    return fact.source.holder if isinstance(fact.source, AddressOf) else None
 
 
 def _state_guard() -> Callable[[], bool] | None:
@@ -223,6 +255,9 @@ class _Generated:
         if isinstance(source, AllItems) and not isinstance(source.holder, set):
             self._add_items(fact, source)
             return
+        if isinstance(source, AllContents) and source.is_flat:
+            self.terms.append(f"{self.name(source.holder)} == {self.name(source.holder.copy())}")
+            return
         place, then = _place(source, self), self.name(value)
         if place is None:
             self.terms.append(f"not {self.name(fact)}.differs")
@@ -235,11 +270,14 @@ class _Generated:
 
     def _add_items(self, fact: Fact, source: AllItems) -> None:
         """The same objects in the same order, told without comparing them by their own code."""
-        is_dict = isinstance(source.holder, dict)
-        then = tuple(value for _, value in fact.value) if is_dict else fact.value
-        holder = self.name(source.holder)
-        now = f"{holder}.values()" if is_dict else holder
-        same = f"len({holder}) == {len(then)} and all(map({self.name(operator.is_)}, {now}, {self.name(then)}))"
+        holder, is_same, then = self.name(source.holder), self.name(operator.is_), fact.value
+        if isinstance(source.holder, dict):
+            keys, then = tuple(key for key, _ in fact.value), tuple(value for _, value in fact.value)
+            same = f"all(map({is_same}, {holder}, {self.name(keys)}))"
+            same += f" and all(map({is_same}, {holder}.values(), {self.name(then)}))"
+        else:
+            same = f"all(map({is_same}, {holder}, {self.name(then)}))"
+        same = f"len({holder}) == {len(then)} and {same}"
         self.terms.append(f"({same} or not {self.name(fact)}.differs)")
 
     def compiled(self) -> Callable[[], bool]:
@@ -253,14 +291,23 @@ class _Generated:
 
 def _place(source: Any, code: _Generated) -> str | None:
     """An expression that reads a source; None where it takes more than one."""
-    if isinstance(source, InDict) and type(source.holder) is dict:
-        return f"{code.name(source.holder)}[{code.name(source.key)}]"
-    if isinstance(source, InCell):
-        return f"{code.name(source.holder)}.cell_contents"
-    if isinstance(source, InSlot):
-        return f"{code.name(source.slot)}.__get__({code.name(source.holder)})"
-    if isinstance(source, InList) and type(source.holder) is list:
-        return f"{code.name(source.holder)}[{source.index}]"
-    if isinstance(source, OfFunction) and source.part != "__kwdefaults__":
-        return f"{code.name(source.holder)}.{source.part}"
-    return None
+    text = _PLACES.get(type(source))
+    is_plain = not isinstance(source, InDict | InList) or type(source.holder) in (dict, list)
+    if text is None or not is_plain or getattr(source, "part", "") == "__kwdefaults__":
+        return None
+    names = {name: code.name(getattr(source, name)) for name in ("holder", "key", "slot") if hasattr(source, name)}
+    return text.format(**names, index=getattr(source, "index", ""), part=getattr(source, "part", ""))
+
+
+_PLACES = {
+    InDict: "{holder}[{key}]",
+    InCell: "{holder}.cell_contents",
+    InSlot: "{slot}.__get__({holder})",
+    InList: "{holder}[{index}]",
+    InContext: "{holder}.get()",
+    IsTrue: "(len({holder}) > 0)",
+    HasKey: "({key} in {holder})",
+    ClassOf: "type({holder})",
+    OfFunction: "{holder}.{part}",
+}
+"""By type of a source, the code that reads it."""

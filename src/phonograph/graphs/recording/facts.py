@@ -10,21 +10,23 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch.nn.modules.container import ModuleDict, ModuleList, Sequential
 
 from phonograph.errors import Frame
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.recording.contents import tensors_in
 from phonograph.graphs.recording.fact import (
     AddressOf,
     AllItems,
+    ClassOf,
     Fact,
     FactKind,
     HooksOf,
     InDict,
+    InList,
     OfFunction,
     Source,
     address_of,
@@ -86,7 +88,7 @@ class FactRecorder:
 
     roots: Sequence[Any]
     keys: Sequence[ShapeKey]
-    """All shapes, of which the largest and the smallest of each group are watched."""
+    """Of these shapes the largest and the smallest of each group are watched."""
     ignored: Sequence[str] = ()
     problem: str = ""
     """Why reads can't be recorded, or nothing."""
@@ -94,12 +96,15 @@ class FactRecorder:
     _first: dict[ShapeKey, Reads] = field(default_factory=dict)
     _read: dict[ShapeKey, Reads] = field(default_factory=dict)
     """What both runs of a shape read, as the second found it."""
+    _paths: dict[int, str] = field(default_factory=dict)
+    """By identity of a module, or of a dict of one, the path to it."""
 
     @contextmanager
     def watching(self, key: ShapeKey, around_gap: AroundGap = nullcontext) -> Iterator[AroundGap]:
         """Note what is read in here; comes out with what must be entered around every gap."""
         sizes = [one.size for one in self.keys if one.group == key.group]
-        if key.size not in (max(sizes), min(sizes)) or key in self._read or self.problem or not self._can_record():
+        is_asked = bool(sizes) and key.size in (max(sizes), min(sizes)) and key not in self._read
+        if not is_asked or self.problem or not self._can_record():
             yield around_gap
             return
         for root in self.roots:
@@ -132,13 +137,16 @@ class FactRecorder:
         """What was found and holds now, with its check."""
         found: dict[tuple[Any, ...], Fact] = {}
         read, unsteady = self._of_values()
+        self._name_by_paths()
         for fact in (*mode_facts(device), *read, *self._of_modules(), *self._of_functions()):
-            found.setdefault(fact.source.identity, fact)
+            found.setdefault(fact.source.identity, self._named(fact))
         for fact in list(found.values()):
-            if isinstance(fact.value, torch.Tensor) and (address := address_of(fact.value)) is not None:
-                source = AddressOf(fact.value)
-                found.setdefault(source.identity, Fact("address", fact.name, source, address, fact.read_as, fact.frame))
-        kept = [fact for fact in found.values() if not fact.is_named(self.ignored)]
+            for tensor in tensors_in(fact.value):
+                if (address := address_of(tensor)) is not None:
+                    source = AddressOf(tensor)
+                    found.setdefault(source.identity, replace(fact, kind="address", source=source, value=address))
+        whole = {id(fact.source.holder) for fact in found.values() if isinstance(fact.source, AllItems)}
+        kept = [fact for fact in found.values() if not fact.is_named(self.ignored) and not _is_in(fact, whole)]
         unsteady += [fact.name for fact in kept if fact.differs]
         notes = [f"no values that the body reads: {self.problem}"] if self.problem else []
         if unsteady:
@@ -161,21 +169,40 @@ class FactRecorder:
 
     def _of_modules(self) -> Iterator[Fact]:
         """Parameters, buffers and hooks of the modules whose code ran."""
+        names = self._paths
         modules = {one: met for reads in self._read.values() for one, met in reads.modules.items()}
-        names: dict[int, str] = {}
-        for module, _ in modules.values():
-            if id(module) not in names:
-                for path, below in module.named_modules(prefix=type(module).__name__):
-                    names.setdefault(id(below), path)
         if modules:
             yield _fact("hooks", "hooks of all modules", HooksOf(None), None)
         for module, frame in modules.values():
             name = names[id(module)]
             yield _fact("hooks", f"hooks of {name}", HooksOf(module), frame)
+            yield _fact("class", f"the class of {name}", ClassOf(module), frame)
             for held in (module._parameters, module._buffers):
-                yield from (_fact("tensor", f"{name}.{key}", InDict(held, key), frame) for key in held)
+                if isinstance(held, dict):
+                    yield from (_fact("tensor", f"{name}.{key}", InDict(held, key), frame) for key in held)
+                else:  # of a scripted module, whose tensors lie in C++
+                    yield from (_fact("address", f"{name}.{key}", AddressOf(one), frame) for key, one in held.items())
             if isinstance(module, ModuleList | Sequential | ModuleDict):
                 yield _fact("items", name, AllItems(module._modules), frame)
+
+    def _name_by_paths(self) -> None:
+        """Learn the paths of modules and of what they hold from the first that was met above them."""
+        for reads in self._read.values():
+            for module, _ in reads.modules.values():
+                if id(module) in self._paths:
+                    continue
+                for path, below in module.named_modules(prefix=type(module).__name__):
+                    self._paths.setdefault(id(below), path)
+                    for held in (vars(below), below._parameters, below._buffers, below._modules):
+                        self._paths.setdefault(id(held), path)
+
+    def _named(self, fact: Fact) -> Fact:
+        """The same fact, named by the path to its module."""
+        source = fact.source
+        if not isinstance(source, InDict | AllItems) or id(source.holder) not in self._paths:
+            return fact
+        path = self._paths[id(source.holder)]
+        return replace(fact, name=f"{path}.{source.key}" if isinstance(source, InDict) else path, short=fact.name)
 
     def _of_functions(self) -> Iterator[Fact]:
         """Code and defaults of the functions that ran."""
@@ -205,6 +232,11 @@ class Settlement:
     @property
     def facts(self) -> WatchedFacts:
         return WatchedFacts(self.check.facts, self.check.method, self.notes, self.check.stale)
+
+
+def _is_in(fact: Fact, whole: set[int]) -> bool:
+    """Whether an item lies in one of the lists that are looked at as a whole."""
+    return isinstance(fact.source, InList) and id(fact.source.holder) in whole
 
 
 def _fact(kind: FactKind, name: str, source: Source, frame: Frame | None) -> Fact:

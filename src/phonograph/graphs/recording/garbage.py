@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,16 +12,28 @@ from contextlib import contextmanager
 def gc_frozen(collect: bool) -> Iterator[None]:
     """Keep the garbage collector from running: a collection in the middle of a capture may free device memory.
 
-    Where the caller has turned it off, collecting is left to the caller.
+    Where the caller has turned it off, collecting is left to the caller. What the caller has frozen stays frozen:
+    only all objects at once can be unfrozen.
     """
     if collect or not gc.isenabled():
         yield
         return
     gc.collect()
     gc.disable()
-    gc.freeze()
+    is_frozen = _is_frozen()
+    if not is_frozen:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
         gc.enable()
+
+
+def _is_frozen() -> bool:
+    """Whether the caller has frozen what there is, and so the oldest of all dicts too.
+
+    gc.get_freeze_count would say so as well, by walking over all that is frozen.
+    """
+    return not any(one is sys.modules for one in gc.get_objects())

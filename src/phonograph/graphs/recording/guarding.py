@@ -25,6 +25,7 @@ from phonograph.graphs.recording.memory_names import names_of_memory
 GuardedSizes = Literal["all", "ends"]
 """Every recording, or the largest and the smallest of each product; where one of these differs, the others too."""
 _FIRST_SEED, _OTHER_SEEDS = 0, range(1, 7)
+_MAX_NAMED = 3
 _PLAIN = (bool, int, float, complex, str)
 
 
@@ -112,8 +113,18 @@ class Guard:
             batches = [part for one in (drawn, other) for part in (one.sample.batch, one.sample.kwargs)]
             difference = find_difference(trace, second, partial(names_of_memory, self.phase.code, batches))
             if difference is not None:
-                self.findings.append(Finding(key, difference))
+                self.findings.append(Finding(key, self._explained(difference, drawn.sample, other.sample)))
                 return
+
+    def _explained(self, difference: Difference, one: Sample, other: Sample) -> Difference:
+        """With the values that the samples differ in, and that are no slot: one of them is at fault."""
+        ours, theirs = _plain_values(self.phase, one), _plain_values(self.phase, other)
+        apart = [path for path in (ours | theirs) if ours.get(path) != theirs.get(path)]
+        if not apart:
+            return difference
+        more = ", …" if len(apart) > _MAX_NAMED else ""
+        told = f"{difference.problem}. The samples differ in {', '.join(apart[:_MAX_NAMED])}{more}, which is no slot"
+        return replace(difference, problem=told)
 
     def _new_trace(self) -> OpTrace:
         # What a host plan makes is put back after the run, and has its name only until then.

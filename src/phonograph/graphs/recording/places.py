@@ -7,6 +7,7 @@ import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from operator import is_
 from typing import Any, Protocol
 
@@ -186,7 +187,8 @@ class Whole:
             self.put(None, value)
 
 
-STATEFUL = (set, bytearray, np.ndarray, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+STATEFUL = (set, bytearray, np.ndarray, ContextVar, *_RANDOM)
 """Types without keys whose content is copied whole."""
 
 
@@ -201,7 +203,16 @@ def _state_of(holder: Any) -> Any:
         return holder.get_state().numpy().tobytes()
     if isinstance(holder, np.ndarray):
         return holder.copy()
+    if isinstance(holder, ContextVar):
+        return _in_context(holder)
     return set(holder) if isinstance(holder, set) else bytes(holder)
+
+
+def _in_context(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return ABSENT
 
 
 def _put_state(holder: Any, state: Any) -> None:
@@ -215,6 +226,9 @@ def _put_state(holder: Any, state: Any) -> None:
         holder.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(holder, np.ndarray):
         holder[...] = state
+    elif isinstance(holder, ContextVar):
+        if state is not ABSENT:  # nothing but a token takes a value away
+            holder.set(state)
     elif isinstance(holder, set):
         set.clear(holder)
         set.update(holder, state)

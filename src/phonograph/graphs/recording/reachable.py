@@ -7,12 +7,13 @@ import functools
 import io
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,10 @@ class Snapshot:
 
     def reach_globals(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         """Add the globals that a function uses, and of modules among them what it may use."""
-        self._add_names(namespace, code.co_names, str(namespace.get("__name__", "")))
+        # Names for `globals()` stand among the constants.
+        texts = [one for one in code.co_consts if isinstance(one, str) and one in namespace]
+        by_name = texts if "globals" in code.co_names else []
+        self._add_names(namespace, (*code.co_names, *by_name), str(namespace.get("__name__", "")))
         for name in code.co_names:
             value = namespace.get(name)
             if isinstance(value, types.ModuleType) and not (_is_closed(value.__name__) or is_importing(vars(value))):
@@ -123,6 +127,13 @@ class Snapshot:
                 if is_tensor and value.untyped_storage()._cdata == storage._cdata:
                     return _name_of(found, key if isinstance(then, dict | list) else None)
         return ""
+
+    def newest_like(self, change: StateChange) -> StateChange:
+        """The same change of the object that was met last by the same name."""
+        for found in reversed(self._found.values()):
+            if type(found.place) is type(change.place) and _name_of(found, change.key) == change.name:
+                return replace(change, place=found.place)
+        return change
 
     def known(self, place: Place) -> Place | None:
         """The place of the same object in this snapshot."""
@@ -176,6 +187,11 @@ class Snapshot:
     def _visit_tensor(self, value: torch.Tensor, before: _Found | None, key: Any) -> None:
         if not isinstance(value, torch.nn.Parameter):
             self.tensors[id(value)] = value
+        name = _name_of(before, key) if before is not None else type(value).__name__
+        place = Items(value, value.__dict__)
+        self._next(place.then.items(), self._add(place, before, key, name))
+        if value.requires_grad and value.is_leaf:
+            self._add(Named(value, ("grad",)), before, key, name)
 
     def _visit_iterator(self, value: Any, before: _Found | None, key: Any) -> None:
         self.iterators.append(_name_of(before, key) if before is not None else type(value).__name__)
@@ -231,7 +247,7 @@ class Snapshot:
 
 
 _Visit = Callable[[Snapshot, Any, _Found | None, Any], None]
-_LEAVES = frozenset({*PLAIN, types.BuiltinFunctionType, types.ModuleType, torch.nn.Parameter})
+_LEAVES = frozenset({*PLAIN, types.BuiltinFunctionType, types.ModuleType})
 _BY_TYPE: tuple[tuple[Any, _Visit], ...] = (
     (torch.Tensor, Snapshot._visit_tensor),
     (STATEFUL, Snapshot._visit_state),
@@ -245,7 +261,7 @@ _BY_TYPE: tuple[tuple[Any, _Visit], ...] = (
     (weakref.ref, Snapshot._visit_reference),
     (type, Snapshot._visit_class),
     ((staticmethod, classmethod, property, functools.cached_property), Snapshot._visit_descriptor),
-    (torch.nn.Module, Snapshot._visit_object),
+    ((torch.nn.Module, torch.optim.Optimizer, threading.local), Snapshot._visit_object),
 )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import inspect
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +18,18 @@ from typing import Any
 import torch
 
 from phonograph.errors import Frame
-from phonograph.graphs.recording.bytecode import Read
+from phonograph.graphs.recording.bytecode import Read, reads_of
+from phonograph.graphs.recording.contents import InThread
+from phonograph.graphs.recording.evaluation import UNKNOWN, Scene, callee_of, value_of
 from phonograph.graphs.recording.fact import AllItems, Fact, FactKind, InCell, InDict, InList, InSlot, Source
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.lookup import Held, lookup
-from phonograph.graphs.recording.places import ABSENT
-from phonograph.graphs.recording.tracing import traced
+from phonograph.graphs.recording.places import PLAIN
+from phonograph.graphs.recording.tracing import Callbacks, traced
+from phonograph.graphs.recording.uses import uses_of
 
-_UNKNOWN = object()
+_NOTHING: dict[int, tuple[CodeType, Any]] = {}
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class Reads:
@@ -38,11 +45,15 @@ class Reads:
         self._looks_into = looks_into if looks_into is not None else is_looked_into
         self._paused = 0
         self._entered: dict[int, CodeType] = {}
+        self._known: set[int] = set()
+        """Identities of the objects that were read: a function that returns one has read it from somewhere."""
+        self._returned: dict[int, dict[int, tuple[CodeType, Any]]] = {}
+        """By frame and offset, what functions returned there."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Note what is read in here, on this thread."""
-        with traced(self._enter, self._read, self._looks_into):
+        with traced(Callbacks(self._enter, self._read, self._leave), self._looks_into):
             yield
 
     @contextmanager
@@ -67,6 +78,7 @@ class Reads:
         if self._paused:
             return
         code = frame.f_code
+        self._returned.pop(id(frame), None)  # another frame may have had its identity
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, torch.nn.Module):
@@ -75,6 +87,16 @@ class Reads:
             self._entered[id(code)] = code
             for function in self._functions.of(frame):
                 self.called[id(function)] = function, _line(frame)
+
+    def _leave(self, frame: FrameType, value: Any) -> None:
+        """A function returns."""
+        caller, code = frame.f_back, frame.f_code
+        if self._paused or caller is None or id(value) not in self._known or code.co_flags & _GENERATORS:
+            return
+        offsets = [*reads_of(caller.f_code)]
+        at = bisect.bisect_right(offsets, caller.f_lasti) - 1
+        if at >= 0:
+            self._returned.setdefault(id(caller), {})[offsets[at]] = code, value
 
     def _meet(self, module: torch.nn.Module, frame: FrameType) -> None:
         if id(module) not in self.modules:
@@ -85,6 +107,7 @@ class Reads:
         """An instruction is about to read."""
         if self._paused:
             return
+        scene = Scene(frame, self._returned.get(id(frame), _NOTHING))
         if read.kind == "global":
             if read.key in frame.f_globals:
                 module = str(frame.f_globals.get("__name__", "")).rpartition(".")[2]
@@ -92,21 +115,30 @@ class Reads:
         elif read.kind == "cell":
             for cell in self._functions.cells(frame, read.key):
                 self._note("closure", read.key, InCell(cell), read, frame)
-        elif read.base is not None:
-            base = self._value(read.base, frame)
-            if base is not _UNKNOWN and not is_closed(base):
-                self._note_inside(read, base, frame)
+        elif read.kind == "attribute":
+            self._note_inside(read, value_of(read.base, scene), read.key, frame)
+        elif read.kind == "items" and isinstance(base := value_of(read.base, scene), list):
+            self._note("items", f"{read.base}[…]", AllItems(base), read, frame)
+        else:
+            if read.kind == "call" and len(read.parts) >= 2:
+                self._note_by_name(read, scene)
+            for name, source in uses_of(read, scene, self._looks_into):
+                self._note("item" if isinstance(source, InDict | InList) else "items", name, source, read, frame)
 
-    def _note_inside(self, read: Read, base: Any, frame: FrameType) -> None:
-        if read.kind == "attribute":
-            self._note_attribute(read, base, frame)
-        elif read.kind == "items":
-            if isinstance(base, list | set):
-                self._note("items", f"{_owner(read, base)}[…]", AllItems(base), read, frame)
-        elif isinstance(base, dict):
-            self._note("item", f"{_owner(read, base)}[{read.key!r}]", InDict(base, read.key), read, frame)
-        elif isinstance(base, list) and isinstance(read.key, int):
-            self._note("item", f"{_owner(read, base)}[{read.key!r}]", InList(base, read.key), read, frame)
+    def _note_by_name(self, read: Read, scene: Scene) -> None:
+        """`getattr(x, name)` and `hasattr(x, name)` read as `x.name` does."""
+        if any(callee_of(read.base, scene).function is one for one in (getattr, hasattr)):
+            owner, name = value_of(read.parts[0], scene), value_of(read.parts[1], scene)
+            if isinstance(name, str):
+                self._note_inside(Read("attribute", name, read.parts[0]), owner, name, scene.frame)
+
+    def _note_inside(self, read: Read, owner: Any, name: str, frame: FrameType) -> None:
+        if isinstance(owner, threading.local):
+            self._note("attribute", f"local.{name}", InThread(owner, name), read, frame)
+        elif owner is not UNKNOWN and not is_closed(owner):
+            self._note_attribute(read, owner, frame)
+            if isinstance(owner, dict) and dict.__contains__(owner, name):
+                self._note("item", f"{read.base}[{name!r}]", InDict(owner, name), read, frame)
 
     def _note_attribute(self, read: Read, owner: Any, frame: FrameType) -> None:
         found = lookup(owner, read.key)
@@ -124,6 +156,8 @@ class Reads:
         if identity not in self.facts:
             value = source.get()
             self.facts[identity] = Fact(kind, name, source, value, str(read), _line(frame))
+            if not isinstance(value, (*PLAIN, torch.Tensor)):
+                self._known.add(id(value))
             self._learn(value, frame)
 
     def _learn(self, value: Any, frame: FrameType) -> None:
@@ -132,33 +166,6 @@ class Reads:
             # Compiled and scripted modules: nobody sees what their code reads.
             for module in value.modules():
                 self._meet(module, frame)
-
-    def _value(self, read: Read, frame: FrameType) -> Any:
-        """What a read finds, without running code."""
-        if read.kind in ("local", "cell"):
-            return frame.f_locals.get(read.key, _UNKNOWN)
-        if read.kind == "global":
-            return frame.f_globals.get(read.key, _UNKNOWN)
-        base: Any = self._value(read.base, frame) if read.base is not None else _UNKNOWN
-        if base is _UNKNOWN or read.kind in ("items", "constant"):
-            return _UNKNOWN
-        if read.kind == "attribute":
-            return _plain_value(lookup(base, read.key))
-        try:
-            if isinstance(base, dict):
-                return dict.get(base, read.key, _UNKNOWN)
-            return base[read.key] if type(base) in (list, tuple) else _UNKNOWN
-        except (IndexError, TypeError):
-            return _UNKNOWN
-
-
-def _plain_value(found: list[Held]) -> Any:
-    """The value of an attribute, unless a descriptor makes it."""
-    if not found or found[-1].value is ABSENT:
-        return _UNKNOWN
-    value = found[-1].value
-    is_method = not found[-1].is_slot and hasattr(type(value), "__get__") and not isinstance(value, type)
-    return _UNKNOWN if is_method and len(found) > 1 else value
 
 
 def _source(held: Held) -> Source | None:
@@ -172,10 +179,6 @@ def _called(owner: Any) -> str:
     if isinstance(owner, types.ModuleType | type):
         return owner.__name__
     return owner.__qualname__ if isinstance(owner, types.FunctionType) else type(owner).__name__
-
-
-def _owner(read: Read, base: Any) -> str:
-    return str(read.base) if read.base is not None else type(base).__name__
 
 
 def _line(frame: FrameType) -> Frame:

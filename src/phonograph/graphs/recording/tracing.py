@@ -8,34 +8,42 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 from phonograph.graphs.recording.bytecode import Read, reads_of
 
-Enter = Callable[[FrameType], None]
-Step = Callable[[FrameType, Read], None]
 LooksInto = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What is called while code runs. What they raise is raised where the code runs."""
+
+    enter: Callable[[FrameType], None]
+    """A function begins on this thread."""
+    step: Callable[[FrameType, Read], None]
+    """An instruction is about to read."""
+    leave: Callable[[FrameType, Any], None]
+    """A function returns a value."""
 
 
 class TracingUnavailableError(Exception):
     """Somebody else traces: a debugger, or the measurement of coverage."""
 
 
-def traced(enter: Enter, step: Step, looks_into: LooksInto) -> AbstractContextManager[None]:
-    """Inside, `enter` is called for every function that begins on this thread, and `step` before each read.
-
-    What the callbacks raise is raised where the code runs.
-    """
+def traced(callbacks: Callbacks, looks_into: LooksInto) -> AbstractContextManager[None]:
+    """Inside, functions in files that are looked into are followed."""
     if sys.gettrace() is not None:
         raise TracingUnavailableError("a debugger, or the measurement of coverage, has Python's trace")
     if sys.version_info >= (3, 12):
-        return _monitored(enter, step, looks_into)
-    return _traced(enter, step, looks_into)
+        return _monitored(callbacks, looks_into)
+    return _traced(callbacks, looks_into)
 
 
 @contextmanager
-def _traced(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None]:
+def _traced(callbacks: Callbacks, looks_into: LooksInto) -> Iterator[None]:
     steps: dict[int, tuple[CodeType, Any]] = {}  # the code is kept, so that its identity is not given to another
 
     def on_call(frame: FrameType, event: str, arg: object) -> Any:
@@ -43,10 +51,10 @@ def _traced(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None]:
         found = steps.get(id(code))
         if found is None:
             is_left_out = not looks_into(code.co_filename) or code.co_name == "<module>"
-            found = steps[id(code)] = code, None if is_left_out else _stepping(reads_of(code), step)
+            found = steps[id(code)] = code, None if is_left_out else _stepping(reads_of(code), callbacks)
         if found[1] is not None:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            enter(frame)
+            callbacks.enter(frame)
         return found[1]
 
     sys.settrace(on_call)
@@ -56,22 +64,40 @@ def _traced(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None]:
         sys.settrace(None)
 
 
-def _stepping(reads: dict[int, Read], step: Step) -> Any:
+def _stepping(reads: dict[int, Read], callbacks: Callbacks) -> Any:
     def on_step(frame: FrameType, event: str, arg: object) -> Any:
         if event == "opcode":
             read = reads.get(frame.f_lasti)
             if read is not None:
-                step(frame, read)
+                callbacks.step(frame, read)
+        elif event == "return":
+            callbacks.leave(frame, arg)
         return on_step
 
     return on_step
 
 
 @contextmanager
-def _monitored(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None]:
+def _monitored(callbacks: Callbacks, looks_into: LooksInto) -> Iterator[None]:
     """Python 3.12 and later. Events are enabled for all code at once: code that is instrumented while it begins would
     miss its first instructions. A generator is entered at each resumption, as by a trace."""
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+    handlers = _handlers(monitoring, callbacks, looks_into)
+    with _own_tool(monitoring) as tool:
+        try:
+            for event, handler in handlers.items():
+                monitoring.register_callback(tool, event, handler)
+            monitoring.restart_events()
+            monitoring.set_events(tool, functools.reduce(operator.or_, handlers))
+            yield
+        finally:
+            monitoring.set_events(tool, 0)
+            for event in handlers:
+                monitoring.register_callback(tool, event, None)
+
+
+def _handlers(monitoring: Any, callbacks: Callbacks, looks_into: LooksInto) -> dict[int, Callable[..., Any]]:
+    """By event, what is called for it; code that is left out is not asked about again."""
     thread, events = threading.get_ident(), monitoring.events
 
     def is_left_out(code: CodeType) -> bool:
@@ -81,7 +107,7 @@ def _monitored(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None
         if is_left_out(code):
             return monitoring.DISABLE
         if threading.get_ident() == thread:
-            enter(sys._getframe(1))
+            callbacks.enter(sys._getframe(1))
         return None
 
     def on_instruction(code: CodeType, offset: int) -> Any:
@@ -89,21 +115,18 @@ def _monitored(enter: Enter, step: Step, looks_into: LooksInto) -> Iterator[None
         if read is None:
             return monitoring.DISABLE
         if threading.get_ident() == thread:
-            step(sys._getframe(1), read)
+            callbacks.step(sys._getframe(1), read)
         return None
 
-    callbacks = {events.PY_START: on_start, events.PY_RESUME: on_start, events.INSTRUCTION: on_instruction}
-    with _own_tool(monitoring) as tool:
-        try:
-            for event, callback in callbacks.items():
-                monitoring.register_callback(tool, event, callback)
-            monitoring.restart_events()
-            monitoring.set_events(tool, functools.reduce(operator.or_, callbacks))
-            yield
-        finally:
-            monitoring.set_events(tool, 0)
-            for event in callbacks:
-                monitoring.register_callback(tool, event, None)
+    def on_return(code: CodeType, offset: int, value: Any) -> Any:
+        if is_left_out(code):
+            return monitoring.DISABLE
+        if threading.get_ident() == thread:
+            callbacks.leave(sys._getframe(1), value)
+        return None
+
+    starts = {events.PY_START: on_start, events.PY_RESUME: on_start}
+    return {**starts, events.INSTRUCTION: on_instruction, events.PY_RETURN: on_return}
 
 
 _one_at_a_time = threading.Lock()

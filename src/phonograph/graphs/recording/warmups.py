@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from phonograph.errors import CaptureError
+from phonograph.errors import CaptureError, Frame, OutputError
 from phonograph.graphs.inputs.tree import leaves
-from phonograph.graphs.recording.fact import is_named
+from phonograph.graphs.recording.fact import address_of, is_named
 from phonograph.graphs.recording.outputs import is_near, own
-from phonograph.graphs.recording.places import Place, Whole
+from phonograph.graphs.recording.places import PLAIN, Place, Whole, same
 from phonograph.graphs.recording.python_state import Moves, PythonState, line_of
 from phonograph.graphs.recording.reachable import Snapshot, StateChange
 from phonograph.graphs.recording.tensor_state import MemoryRun, SavedState
@@ -23,6 +23,8 @@ _ONLY_IN_GAPS = (
     "If only gaps read it, keep it in a tensor that they write in place, or save it and put it back with preserve=; "
     "else pass it in a slot"
 )
+
+_CALL_ONCE = "Call the function once with a real batch before capture(), or make it outside of the body"
 
 TrialBody = Callable[[Moves | None], Any]
 """Runs the body once, and notes in `Moves` what its gaps change."""
@@ -46,6 +48,14 @@ class _First:
 
     before: Snapshot
     memory: MemoryRun
+    made: Sequence[StateChange]
+    outputs: Any
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What the body made in the first run, and the outputs of a later run."""
+
     made: Sequence[StateChange]
     outputs: Any
 
@@ -81,8 +91,8 @@ class Warmups:
                 self.python.now = self.python.taken()
             self._first = _First(before, memory, made, own(result) if made else None)
 
-    def second(self, bind: Bind) -> Settled:
-        """The second run: what changes now changes always."""
+    def second(self, bind: Bind, other: Bind | None = None) -> Settled:
+        """The second run: what changes now changes always. `other` loads another sample."""
         first = self._first
         assert first is not None
         with self._undone_on_failure(first.before):
@@ -93,23 +103,64 @@ class Warmups:
             if moved:
                 self._refuse(moved, bind)
             if first.made and self.may_rerun:
-                self._compare(first, bind, list(moves.elsewhere.values()))
+                by_body, outputs = self._compare(first, bind, list(moves.elsewhere.values()))
+                if other is not None:
+                    self._refuse_sampled(first, memory, _Compared(by_body, outputs), (bind, other))
             made = self._without(first, list(moves.elsewhere.values()))
             self._all_made += made
             return Settled(made, list(memory.uses.values()))
 
-    def _compare(self, first: _First, bind: Bind, elsewhere: Sequence[StateChange]) -> None:
-        """Refuse if what the first run made changes the outputs: then it is no constant.
+    def _compare(self, first: _First, bind: Bind, elsewhere: Sequence[StateChange]) -> tuple[list[StateChange], Any]:
+        """Refuse if what the first run made changes the outputs: then it is no constant. Gives what the body made, and
+        the outputs.
 
         What gaps change counts too, since the body may read it: if it does not, only the user can know.
         """
         self.state.restore()
         with self.python.kept():
             result, _ = self._run(bind)
+        origins = {self._origin(first.before, change) for change in elsewhere}
+        by_body = [change for change in first.made if _identity(change.place, change.key) not in origins]
         if not near(first.outputs, result):
-            origins = {self._origin(first.before, change) for change in elsewhere}
-            by_body = [change for change in first.made if _identity(change.place, change.key) not in origins]
-            self._refuse_made(by_body or first.made, in_gaps=not by_body)
+            self._refuse_made(by_body or first.made, self._making(first, bind), in_gaps=not by_body)
+        return by_body, own(result)
+
+    def _refuse_sampled(self, first: _First, second: MemoryRun, found: _Compared, binds: tuple[Bind, Bind]) -> None:
+        """Refuse if the first run made of its inputs what later runs read: those of a sample are nobody's.
+
+        What later runs write is state, which begins as it was when it was made.
+        """
+        watched = [one for one in enumerate(found.made) if not is_named(one[1].name, self.ignored)]
+        ours = {at: _constants(change.now, second) for at, change in watched}
+        if not any(ours.values()):
+            return
+        self.state.restore()
+        with self.python.kept():
+            first.before.restore()
+            self._run(binds[1])
+            theirs = {at: _constants(found.made[at].place.get(found.made[at].key), second) for at in ours}
+            differing = [found.made[at] for at in ours if not _are_equal(ours[at], theirs[at])]
+            self.state.restore()
+            result = own(self._run(binds[0])[0]) if differing else found.outputs
+        self.state.restore()
+        if differing and not near(found.outputs, result):
+            change = min(differing, key=lambda one: len(one.name))
+            problem = f"the first run makes {change.name} of its inputs, which in a capture are a random sample"
+            self._refuse_moved(problem, _CALL_ONCE, self._making(first, binds[0])(change))
+
+    def _making(self, first: _First, bind: Bind) -> Callable[[StateChange], Frame | None]:
+        """Finds the line that makes something, by one more first run."""
+
+        def find(change: StateChange) -> Frame | None:
+            if not self.may_rerun:
+                return None
+            self.state.restore()
+            first.before.restore()
+            body = bind()
+            with self.state.watching():
+                return line_of(change, lambda: body(None))
+
+        return find
 
     def _run(self, bind: Bind, moves: Moves | None = None) -> tuple[Any, MemoryRun]:
         body = bind()
@@ -172,12 +223,21 @@ class Warmups:
             body = bind()
             with self.state.watching():
                 frame = line_of(change, lambda: body(None))
+            if frame is None:  # it lies in what is made anew for every run
+                body = bind()
+                with self.state.watching():
+                    frame = line_of(self.python.now.newest_like(change), lambda: body(None))
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
         problem = f"the body changes {change.name}{more} in every run, and a replay runs no Python"
-        self.moved = self.moved or CaptureError(problem, _AS_TENSOR, frame=frame)
-        raise CaptureError(problem, _AS_TENSOR, frame=frame)
+        self._refuse_moved(problem, _AS_TENSOR, frame)
 
-    def _refuse_made(self, made: Sequence[StateChange], *, in_gaps: bool) -> None:
+    def _refuse_moved(self, problem: str, remedy: str, frame: Frame | None) -> NoReturn:
+        self.moved = self.moved or CaptureError(problem, remedy, frame=frame)
+        raise CaptureError(problem, remedy, frame=frame)
+
+    def _refuse_made(
+        self, made: Sequence[StateChange], line: Callable[[StateChange], Frame | None], *, in_gaps: bool
+    ) -> None:
         change = min(made, key=lambda one: len(one.name))
         if in_gaps:
             problem = (
@@ -188,9 +248,40 @@ class Warmups:
             problem = (
                 f"the body gives other outputs once it has changed {change.name}, and a recording has only one of them"
             )
-        remedy = _ONLY_IN_GAPS if in_gaps else _AS_TENSOR
-        self.moved = self.moved or CaptureError(problem, remedy)
-        raise CaptureError(problem, remedy)
+        self._refuse_moved(problem, _ONLY_IN_GAPS if in_gaps else _AS_TENSOR, line(change))
+
+
+_WRITTEN = object()
+"""In the place of a tensor that later runs write: state, which begins as it was when it was made."""
+
+
+def _constants(value: Any, second: MemoryRun) -> list[Any]:
+    """The numbers and texts in a value, and copies of the tensors that a run does not write; others are `_WRITTEN`."""
+    if isinstance(value, torch.nn.Module):
+        held: list[Any] = [*value.parameters(), *value.buffers()]
+    else:
+        try:
+            held = [leaf for _, leaf in leaves(value)]
+        except OutputError:  # something that no output may hold
+            held = []
+    found: list[Any] = []
+    for leaf in held:
+        if isinstance(leaf, PLAIN):
+            found.append(leaf)
+        elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and address_of(leaf) is not None:
+            is_state = leaf.untyped_storage()._cdata in second.num_writes
+            found.append(_WRITTEN if is_state else leaf.detach().clone())
+    return found
+
+
+def _are_equal(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(_is_equal, ours, theirs))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is _WRITTEN or same(one, other)
 
 
 def _identity(place: Place, key: Any) -> tuple[int, Any]:

@@ -23,8 +23,9 @@ from phonograph.graphs.phases.selection import Selection, select
 from phonograph.graphs.planning.resolve import PhasePlan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.backends import BACKENDS, DebugBackend, Recording
-from phonograph.graphs.recording.capture import Capture, Captured
+from phonograph.graphs.recording.capture import Capture
 from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.recording.captured import Captured
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.guarding import GuardOptions
 from phonograph.graphs.recording.outputs import OutputBuffers, own, trim
@@ -33,10 +34,8 @@ from phonograph.graphs.running.eager_pass import EagerOptions, eager_pass, kept_
 from phonograph.graphs.running.entries import Loaded, RecordingEntry, Verified
 from phonograph.graphs.running.explained import explained
 from phonograph.graphs.running.routes import Routes
-from phonograph.graphs.running.runner_options import FactsOption, Outputs, RunnerOptions, backend_options, buckets_for
+from phonograph.graphs.running.runner_options import RunnerOptions, backend_options, buckets_for
 from phonograph.graphs.running.stale import StaleWatch
-
-__all__ = ["FactsOption", "Outputs", "Runner", "RunnerOptions", "buckets_for"]
 
 log = logging.getLogger("phonograph")
 
@@ -246,7 +245,7 @@ class Runner:
         with torch.no_grad():
             return self._decide(batch, kwargs, self.registry.measure(batch, kwargs))
 
-    def _decide(self, batch: Any, kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Decision:
+    def _decide(self, batch: Any, kwargs: Mapping[str, Any], sizes: dict[str, int]) -> Decision:
         used = sizes[self.phase.bucketed]
         if self._routes is None:
             return self._disabled()
@@ -256,7 +255,7 @@ class Runner:
         if used >= len(route):
             return self._routes.too_large(used, len(route) - 1)
         decision = route[used]
-        return (self._refusal(batch, decision.key, sizes) if isinstance(decision, Replay) else None) or decision
+        return (self._unfit(batch, kwargs, decision.key, sizes) if isinstance(decision, Replay) else None) or decision
 
     def decisions(self) -> Iterator[tuple[RecordingGroup, Callable[[int], Decision]]]:
         """For every product, what becomes of its batches by size, as far as size and product decide."""
@@ -268,13 +267,15 @@ class Runner:
     def _disabled(self) -> RunEagerly:
         return RunEagerly(Reason.DISABLED, f"the backend of {self.phase.name} is disabled")
 
-    def _refusal(self, batch: Any, key: ShapeKey, sizes: Mapping[str, int]) -> RunEagerly | None:
+    def _unfit(self, batch: Any, kwargs: Mapping[str, Any], key: ShapeKey, sizes: dict[str, int]) -> RunEagerly | None:
         """Why the recording of its size can't serve a batch, or None if it can."""
         for name, limit in self._limits.items():
             if sizes[name] > limit:
                 return RunEagerly(Reason.TOO_LARGE, f"{sizes[name]} {name}, graphs hold {limit}")
-        unfilled = self._entries[key].unfilled(sizes)
-        if unfilled:
+        entry = self._entries[key]
+        if entry.carried and (changed := self.stale.of_fields(key, entry.carried, batch, kwargs)) is not None:
+            return changed
+        if unfilled := entry.unfilled(sizes):
             detail = f"{sizes[unfilled]} {unfilled}: the body could be tried with {self._limits[unfilled]} only"
             return RunEagerly(Reason.NOT_TRIMMED, detail)
         for admit in self.phase.admission:

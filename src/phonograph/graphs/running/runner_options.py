@@ -51,7 +51,7 @@ class RunnerOptions:
     profile: str | None = None
     """A folder for traces of warm-ups and captures."""
     facts: FactsOption = "check"
-    """When to check what recordings took for granted: at every call, when `verify` runs, or never."""
+    """When to check what recordings took for granted: at every call, when `verify` runs (by one shape), or never."""
     ignore: tuple[str, ...] = ()
     """Facts and Python state that don't matter, by dotted name (`cache.hits`)."""
 

@@ -6,13 +6,16 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from phonograph.devices.trace import raising_frame
 from phonograph.errors import PhonographError
+from phonograph.graphs.inputs.slot import Slot
 from phonograph.graphs.trust.comparison import Allowed, described, differing, mismatch, same_bits
+from phonograph.graphs.trust.further_runs import in_a_row, line_of_write, with_none
 from phonograph.graphs.trust.padding_writes import PaddingWrites
 from phonograph.graphs.trust.rounding import Rounding
 from phonograph.graphs.trust.trial import Result, Trial, Way
@@ -32,20 +35,41 @@ class Checks:
         self._roundings: dict[Way, Rounding] = {}
         self._has_raised = False
         """Whether the last check raised."""
+        self._is_quick = False
+        """Whether rows are judged by their largest number before rounding is tried, which takes many runs."""
 
     def all(self) -> list[Check]:
         """Everything that is known to go wrong."""
         found = [self._check("inputs", self._inputs)]
         found.append(self._check("poison", self._poison))
         found.append(self._check("same view", self._same_view))
-        return [*found, *self.quick()]
+        return [*found, *self._against_unpadded()]
 
     def quick(self) -> list[Check]:
-        """The replay against a run without padding: two runs where the phase says what it preserves."""
+        """The replay against a run without padding: two runs where the phase says what it preserves.
+
+        Rounding is tried only where a difference is too much for its row.
+        """
+        self._is_quick = True
+        return self._against_unpadded()
+
+    def _against_unpadded(self) -> list[Check]:
         unpadded = self._check("unpadded", self._unpadded)
         if self._has_raised:
             return [unpadded]  # the others need the same two runs
         return [unpadded, self._check("draws", self._draws), self._check("state", self._state)]
+
+    def unpadded(self) -> Check:
+        """The replay against a run without padding, in outputs alone."""
+        return self._check("unpadded", self._unpadded)
+
+    def absent(self, slot: Slot) -> Check:
+        """Whether the value that stands for an absent input is neutral."""
+        return self._check(f"absent {slot.name}", lambda: self._absent(slot))
+
+    def gaps(self) -> Check:
+        """Whether gaps give the same after another batch."""
+        return self._check("gaps", self._gaps)
 
     def stand_in(self) -> Check:
         """Whether the recording gives batches of a weaker product the bits that they get without it."""
@@ -122,9 +146,45 @@ class Checks:
             room = partial(allowed, ("state", name))
             apart = differing(found, wanted, tolerance=self._tolerance, allowed=room)
             if bool((apart & written).any()):
-                wrong.append(f"the state {name} {described(found, wanted, apart & written)} after the replay")
-            writes.note(name, _only_found(found, wanted, start, room))
-        return "; ".join([*wrong, *writes.problems()])
+                wrong.append(self._state_differs(name, found, wanted, apart & written))
+            alone = ~same_bits(found, start) & ~written
+            writes.note(name, _less_rounded(alone & apart if self._is_quick else alone, wanted, room))
+        return "; ".join([*(wrong or self._from_its_start() if noisy else wrong), *writes.problems()])
+
+    def _from_its_start(self) -> list[str]:
+        """The same for state as it is, which noise may hide: a maximum that padding alone raises."""
+        replayed, eager = self._trial.result(self._replay), self._trial.result(_UNPADDED)
+        allowed, wrong = self._allowed(_UNPADDED), list[str]()
+        for name, wanted in eager.state.items():
+            found, written = replayed.state[name], ~same_bits(wanted, eager.start[name])
+            apart = differing(found, wanted, tolerance=self._tolerance, allowed=partial(allowed, ("state", name)))
+            if bool((apart & written).any()):
+                wrong.append(self._state_differs(name, found, wanted, apart & written))
+        return wrong
+
+    def _state_differs(self, name: str, found: torch.Tensor, wanted: torch.Tensor, wrong: torch.Tensor) -> str:
+        frame = line_of_write(self._trial, name)
+        where = f" ({frame})" if frame is not None else ""
+        return f"the state {name} {described(found, wanted, wrong)} after the replay{where}"
+
+    def _gaps(self) -> str:
+        """After another batch, gaps give what they give eagerly after it; replays pass them the same tensors again."""
+        self._trial.discover()
+        replayed, eager = in_a_row(self._trial, self._replay), in_a_row(self._trial, _PADDED)
+        problem = _all_of(_named_outputs(replayed), _named_outputs(eager), self._tolerance or 0.0)
+        return (
+            f"after another batch {problem}. Does a gap remember what it was passed by `is` or id()?" if problem else ""
+        )
+
+    def _absent(self, slot: Slot) -> str:
+        """The value that stands for an absent input gives what None gives."""
+        self._trial.discover()
+        wanted = with_none(self._trial, slot)
+        if wanted is None:
+            return ""
+        eager = self._trial.result(_UNPADDED)
+        problem = _all_of(_outputs(eager), _named_outputs(wanted), self._tolerance, self._allowed(_UNPADDED))
+        return f"{problem} with absent={slot.absent} in the place of None" if problem else ""
 
     def _stands_in(self) -> str:
         trial = self._trial
@@ -149,14 +209,14 @@ class Checks:
                 result = trial.rounded(way, around)
                 return {**_outputs(result), **_state(result)}
 
-            self._roundings[way] = Rounding(run, trial.runner.device.torch_device)
-        return self._roundings[way].allowed
+            self._roundings[way] = Rounding(run)
+        measured = self._roundings[way].allowed
+        return (lambda name, wanted: chain((None,), measured(name, wanted))) if self._is_quick else measured
 
 
-def _only_found(found: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor, allowed: Allowed) -> torch.Tensor:
-    """What the replay alone has written. A number that was written may be the one that was there: then it is another
-    in a run that rounds in another way."""
-    alone = ~same_bits(found, start) & same_bits(wanted, start)
+def _less_rounded(alone: torch.Tensor, wanted: torch.Tensor, allowed: Allowed) -> torch.Tensor:
+    """What the replay alone has written, of what it seems to have. A number that a run writes may be the one that was
+    there: then it is another in a run that rounds in another way."""
     for moved in allowed(wanted) if bool(alone.any()) else ():
         if moved is not None:
             alone = alone & (moved == 0)
@@ -166,7 +226,11 @@ def _only_found(found: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor, 
 
 
 def _outputs(result: Result) -> dict[tuple[str, Any], Any]:
-    return {("output", path): value for path, value in result.outputs.items()}
+    return _named_outputs(result.outputs)
+
+
+def _named_outputs(outputs: Mapping[Any, Any]) -> dict[tuple[str, Any], Any]:
+    return {("output", path): value for path, value in outputs.items()}
 
 
 def _state(result: Result) -> dict[tuple[str, Any], Any]:

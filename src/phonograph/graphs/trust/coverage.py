@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,8 @@ from phonograph.graphs.phases.phase import Sample
 from phonograph.graphs.recording.python_state import PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
 from phonograph.graphs.running.runner import Runner
+
+log = logging.getLogger("phonograph")
 
 _SEED = 0
 _MAX_STATE_BYTES = 1 << 30
@@ -153,6 +156,17 @@ def _add(gaps: list[Gap], group: RecordingGroup, used: int, decision: RunEagerly
 
 
 def _cost(runner: Runner, gap: Gap) -> Cost | None:
+    """None where a batch can't be run eagerly either: that is no reason not to serve the others."""
+    try:
+        return _measured_cost(runner, gap)
+    except Exception as error:
+        what = (str(error).strip().splitlines() or ["no message"])[0]
+        size = f"{gap.last} {runner.phase.bucketed}"
+        log.warning("%s of %s fail eagerly too (%s: %s)", size, runner.phase.name, type(error).__name__, what)
+        return None
+
+
+def _measured_cost(runner: Runner, gap: Gap) -> Cost:
     phase = runner.phase
     eager = _seconds(runner, ShapeKey(phase.name, phase.bucketed, gap.last, *gap.group), _run_eagerly)
     nearest = min(runner.captured, key=lambda one: (one.group != gap.group, abs(one.size - gap.last)), default=None)

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from phonograph.devices import MemoryPool
-from phonograph.devices.nodes import NodeList, keeping_nodes, node_difference, nodes_of
+from phonograph.devices.nodes import NodeList, joined, keeping_nodes, node_difference, nodes_of, steady
 from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import VerifyError
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.recording.backends import BACKENDS, Backend, Recording, WarmUp
 from phonograph.graphs.recording.frozen_values import Difference
+from phonograph.graphs.recording.garbage import gc_frozen
 from phonograph.graphs.recording.guarding import (
     Drawn,
     Finding,
@@ -100,7 +100,8 @@ def guard(
             looking.findings.append(Finding(key, difference))
 
     trims = runner.buckets is not None and not runner.buckets.exact
-    with torch.no_grad(), runner.pool.using(f"guarding {runner.phase.name}"), runs.restored():
+    busy = runner.pool.using(f"guarding {runner.phase.name}")
+    with torch.no_grad(), gc_frozen(collect=not nodes), busy, runs.restored():
         looking.look(asked, GuardOptions(), attempt, trims=trims)
         known = {finding.key for finding in looking.findings}
         for key in asked if nodes else ():
@@ -177,12 +178,22 @@ class _Runs:
 
     def node_difference(self, key: ShapeKey) -> tuple[Difference | None, tuple[str, ...]]:
         """How the graphs of two samples differ, and what could not be read of them."""
-        recordings = [self._recorded(key, drawn_for(self.runner.phase, key, seed)) for seed in (0, 1)]
+        # Kept to the end: no memory of one is given to another, whose address would then be the same.
+        drawn = [drawn_for(self.runner.phase, key, seed) for seed in (0, 1)]
+        recordings: list[Recording] = []
+
+        def nodes(sample: int) -> NodeList:
+            recordings.append(self._recorded(key, drawn[sample]))
+            return joined([nodes_of(graph) for graph in recordings[-1].graphs])
+
         try:
-            one, other = ([nodes_of(graph) for graph in recording.graphs] for recording in recordings)
-            pairs = zip_longest(one, other, fillvalue=NodeList(()))
-            found = next((text for ours, theirs in pairs if (text := node_difference(ours, theirs))), "")
-            unseen = tuple(text for part in (*one, *other) for text in part.unseen)
+            one, other = nodes(0), nodes(1)
+            found = node_difference(one, other)
+            if found:
+                # In the other order: what merely alternates from capture to capture is no difference either.
+                other, one = steady(other, nodes(1)), steady(one, nodes(0))
+                found = node_difference(one, other)
+            unseen = tuple(dict.fromkeys((*one.unseen, *other.unseen)))
             return (Difference("", None, found) if found else None), unseen
         finally:
             for recording in recordings:
@@ -194,19 +205,25 @@ class _Runs:
         backend = self._new_backend(device.new_pool())
         with self._bound(drawn, Stage.WARMING) as (body, now), entering(now):
             backend.warm_up(key, body, WarmUp.REHEARSAL)
-        with self._bound(drawn, Stage.CAPTURING) as (body, now), entering(now), keeping_nodes(device):
-            return backend.capture(key, body)
+        with self._bound(drawn, Stage.CAPTURING) as (body, now), keeping_nodes(device):
+            with entering(replace(now, stage=Stage.WARMING)):
+                # Once more after the load: addresses of the sample, left on the stack, are not in the capture's
+                # parameters by accident.
+                backend.warm_up(key, body, WarmUp.REHEARSAL)
+            self._plan(now.batch, drawn)  # a plan is for one run
+            with entering(now):
+                return backend.capture(key, body)
 
     @contextmanager
     def _bound(self, drawn: Drawn, stage: Stage) -> Iterator[tuple[Callable[[], Any], Current]]:
-        """The body on a loaded sample, and what is current while it runs; what it writes is saved."""
+        """The body on a loaded sample, from the state of the first run, and what is current while it runs."""
         phase, registry, sample = self.runner.phase, self.runner.registry, drawn.sample
+        self._state.restore()
         with self._python.kept() if self._python is not None else nullcontext():
             view = registry.load(sample.batch, drawn.extent, kwargs=sample.kwargs, without=phase.without, anew=True)
             for name, tensor in phase.inputs(view.batch, view.kwargs, phase.without).items():
                 self.slots.setdefault(tensor.untyped_storage()._cdata, f"slot {name}")
-            if phase.host_plan is not None:
-                phase.host_plan(view.batch, drawn.extent)
+            self._plan(view.batch, drawn)
 
             def body() -> Any:
                 with weights_uncached():
@@ -215,3 +232,8 @@ class _Runs:
             watched = self._state.watching() if stage is Stage.WARMING else nullcontext()
             with phase.preserve(sample.batch) if phase.preserve is not None else watched:
                 yield body, Current(phase.name, self._backend.name, stage, view.batch)
+
+    def _plan(self, batch: Any, drawn: Drawn) -> None:
+        host_plan = self.runner.phase.host_plan
+        if host_plan is not None:
+            host_plan(batch, drawn.extent)

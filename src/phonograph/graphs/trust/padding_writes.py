@@ -9,12 +9,16 @@ from __future__ import annotations
 import torch
 
 from phonograph.graphs.inputs.fields import fetch
+from phonograph.graphs.phases.phase import Sample
 from phonograph.graphs.trust.comparison import same_bits
 from phonograph.graphs.trust.trial import Result, State, Trial
 
 _REMEDY = (
     "If pad values name a row or page that nobody uses, declare that: Pad.fill(value, null=True). Else mask the write"
 )
+
+_NUM_FULL = 8
+"""Batches that a scratch buffer is tried with: one alone may happen to write the very page that padding has written."""
 
 
 class PaddingWrites:
@@ -74,11 +78,21 @@ class PaddingWrites:
         return False
 
     def _less_scratch(self, left: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Without the places that a batch which fills the bucket writes, whatever they held.
+        """Without the places that every batch which fills the bucket writes, whatever they held."""
+        stays = {name: torch.zeros_like(places) for name, places in left.items()}
+        for turn in range(_NUM_FULL):
+            for name, places in self._unwritten(left, self._trial.full_sample(turn)).items():
+                stays[name] |= places
+            if all(torch.equal(stays[name], places) for name, places in left.items()):
+                break
+        return _some(stays)
+
+    def _unwritten(self, left: dict[str, torch.Tensor], full: Sample) -> dict[str, torch.Tensor]:
+        """Without the places that one batch writes.
 
         It is run twice: as if there had been no padding before it, and with what padding left in these places.
         """
-        trial, full = self._trial, self._trial.full_sample()
+        trial = self._trial
         starts: State = {
             name: torch.where(places, self._replayed.state[name], self._eager.start[name])
             for name, places in left.items()

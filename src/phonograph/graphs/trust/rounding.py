@@ -9,6 +9,8 @@ dispatch (Triton's) have what the body made for them changed where it is, before
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -31,6 +33,7 @@ _LATER_SCALE = 4
 """The changes of later runs are larger: what is picked among near equals must flip in one of them."""
 _OVERLAPS = 1
 """What torch answers about a tensor that has one element in several places."""
+_MAX_WEIGHT_BYTES = 1 << 20
 _MAX_CHANGED_BYTES = 64 << 20
 """A larger tensor (a cache, an embedding) is left as it is: the other input of its op is changed."""
 
@@ -47,9 +50,8 @@ def near_of(dtype: torch.dtype) -> float:
 class Rounding:
     """What rounding may move each result of one run by; found when it is first asked for."""
 
-    def __init__(self, run: Callable[[AbstractContextManager[None]], Values], device: torch.device) -> None:
+    def __init__(self, run: Callable[[AbstractContextManager[None]], Values]) -> None:
         self._run = run
-        self._device = device
         self._wanted: Values | None = None
         self._moves: dict[Any, torch.Tensor] = {}
         self._num_runs = 0
@@ -71,7 +73,7 @@ class Rounding:
                 self._wanted = self._run(_unchanged())
             for seed in range(self._num_runs, num_runs):
                 scale = _LATER_SCALE if seed >= _NUM_RUNS[0] else 1
-                self._add_moves(self._wanted, self._run(_perturbed(seed, self._device, scale)), scale)
+                self._add_moves(self._wanted, self._run(_perturbed(seed, scale)), scale)
         except Exception:
             self._moves = {}
         self._num_runs = num_runs
@@ -98,19 +100,21 @@ def _unchanged() -> Iterator[None]:
 
 
 @contextmanager
-def _perturbed(seed: int, device: torch.device, scale: int = 1) -> Iterator[None]:
+def _perturbed(seed: int, scale: int) -> Iterator[None]:
     """Inside, every op gets floating-point inputs that are changed by a share of a rounding, or a few of them."""
-    changes = _Changes(seed, device, scale)
+    changes = _Changes(seed, scale)
     with uncompiled(), following_launches(changes.add_launch, of_triton=True), OpWatch(changes.run):
         yield
 
 
 class _Changes:
-    """Random changes of what ops and kernels read."""
+    """Random changes of what ops and kernels read: until memory is written again, its numbers change in one way."""
 
-    def __init__(self, seed: int, device: torch.device, scale: int) -> None:
+    def __init__(self, seed: int, scale: int) -> None:
         self._share = scale / _SHARE
-        self._numbers = {on: torch.Generator(on).manual_seed(seed + 1) for on in {torch.device("cpu"), device}}
+        self._contents = itertools.count(seed << 32)
+        self._content_at: dict[int, int] = {}
+        """By address: which content is there now."""
         self._made: set[int] = set()
         """Addresses of memory that ops of this run have made: a kernel's weights and caches are none of it."""
 
@@ -118,25 +122,37 @@ class _Changes:
         """An op on changed copies of what it reads."""
         if _makes_views(func):
             return func(*args, **kwargs)
-        written = {id(tensor) for tensor in written_tensors(func, args, kwargs)}
+        written = list(written_tensors(func, args, kwargs))
+        left = {id(tensor) for tensor in (*written, *self._weights(args, kwargs))}
         args, kwargs = tree_map(
-            lambda leaf: leaf if id(leaf) in written else self._changed(leaf),
+            lambda leaf: leaf if id(leaf) in left else self._changed(leaf),
             (args, kwargs),
             is_leaf=lambda leaf: isinstance(leaf, torch.Tensor),
         )
         result = func(*args, **kwargs)
+        given = {_address(tensor) for tensor in tensors_in((args, kwargs))}
+        made = {_address(tensor) for tensor in tensors_in(result)} - given
         if func.namespace == "aten":
-            given = {_address(tensor) for tensor in tensors_in((args, kwargs))}
-            self._made.update({_address(tensor) for tensor in tensors_in(result)} - given)
+            self._made |= made
+        for address in made | {_address(tensor) for tensor in written}:
+            self._content_at[address] = next(self._contents)
         return result
+
+    def _weights(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
+        """Large inputs of an op that the run has not made, where something else is changed: that will do."""
+        given = list(tensors_in((args, kwargs)))
+        others = [tensor for tensor in given if _address(tensor) not in self._made]
+        return [tensor for tensor in others if tensor.nbytes > _MAX_WEIGHT_BYTES] if len(others) < len(given) else []
 
     def add_launch(self, name: str, grid: Any, arguments: Mapping[str, object]) -> None:
         """A kernel's arguments, where the run has made them: as they are about to be read, or overwritten."""
         with torch.no_grad(), _disable_current_modes():
             for tensor in tensors_in(list(arguments.values())):
-                factor = self._factor(tensor) if _address(tensor) in self._made else None
+                address = _address(tensor)
+                factor = self._factor(tensor) if address in self._made else None
                 if factor is not None and torch._debug_has_internal_overlap(tensor) != _OVERLAPS:
                     tensor.copy_(tensor * factor)
+                    self._content_at[address] = next(self._contents)
 
     def _changed(self, tensor: Any) -> Any:
         factor = self._factor(tensor)
@@ -144,10 +160,30 @@ class _Changes:
 
     def _factor(self, tensor: Any) -> torch.Tensor | None:
         """By what a tensor is changed; None for one that stays as it is."""
-        if not _is_rounded(tensor) or tensor.device not in self._numbers or tensor.nbytes > _MAX_CHANGED_BYTES:
+        if not _is_rounded(tensor) or tensor.nbytes > _MAX_CHANGED_BYTES:
             return None
-        noise = torch.randn(tensor.shape, generator=self._numbers[tensor.device], device=tensor.device)
-        return 1 + noise.to(_factor_dtype(tensor.dtype)) * (near_of(tensor.dtype) * self._share)
+        address = _address(tensor)
+        content = self._content_at.setdefault(address, next(self._contents)) if address else next(self._contents)
+        return _noise(tensor, content).mul_(near_of(tensor.dtype) * self._share).add_(1)
+
+
+def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers of mean 0 and variance 1, by where each element lies in its memory: views of one place have the same.
+
+    A wave whose frequency grows with the place: few launches, since a pass of small kernels is changed thousands of
+    times.
+    """
+    numbers, on = random.Random(seed), tensor.device
+    begin = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        places = torch.arange(begin, begin + tensor.numel(), dtype=torch.float64, device=on).reshape(tensor.shape)
+    else:
+        places = torch.full((), begin, dtype=torch.float64, device=on)
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            steps = torch.arange(size, dtype=torch.float64, device=on) * stride
+            places = places + steps.reshape(-1, *[1] * (tensor.dim() - dim - 1))
+    phases = places.mul(numbers.uniform(1, 2)).add_(numbers.uniform(100, 200)).mul_(places).add_(numbers.uniform(0, 7))
+    return phases.sin_().mul_(2**0.5)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -156,11 +192,6 @@ def _address(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return 0
-
-
-def _factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What holds a factor that is nearly 1."""
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _makes_views(func: Any) -> bool:

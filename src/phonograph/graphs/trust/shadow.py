@@ -11,7 +11,7 @@ import torch
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import expose, fetch
 from phonograph.graphs.inputs.tree import TreePath
-from phonograph.graphs.phases.context import Current, Stage, entering, unbroken
+from phonograph.graphs.phases.context import Breaker, Current, Stage, entering, unbroken
 from phonograph.graphs.phases.decisions import Replay, ShapeKey
 from phonograph.graphs.phases.live_arguments import shown
 from phonograph.graphs.running.runner import Runner
@@ -42,7 +42,16 @@ class Mismatch:
     """A replay that is not what the eager path gives."""
 
     key: ShapeKey
-    detail: str
+    where: str
+    """The output, or the state after it, that differs first."""
+    words: str
+    """How it differs, with values."""
+    of_integers: bool = False
+    """Whether these values are whole numbers."""
+
+    @property
+    def detail(self) -> str:
+        return f"{self.where} {self.words}, eagerly"
 
     def __str__(self) -> str:
         return f"{self.key}: {self.detail}"
@@ -62,18 +71,19 @@ def shadowed(runner: Runner, batch: Any, state: Sequence[StatePart]) -> tuple[An
     found, found_state = runner.parts(result), [part.read() for part in state]
     for part, values in zip(state, before, strict=True):
         part.write(values)
-    wanted = runner.parts(_eager(runner, decision.key, batch))
+    gaps = LiveGaps() if runner.recording(decision.key).has_gaps else None
+    wanted = runner.parts(run_eagerly(runner, decision.key, batch, gaps))
     wanted_state = [part.read() for part in state]
-    detail = _difference(found, wanted) or _state_difference(state, found_state, wanted_state)
-    if not detail:
+    difference = _difference(found, wanted) or _state_difference(state, found_state, wanted_state)
+    if difference is None:
         return result, None
     for part, values in zip(state, before, strict=True):
         part.write(values)
-    return None, Mismatch(decision.key, detail)
+    return None, Mismatch(decision.key, *difference)
 
 
-def _eager(runner: Runner, key: ShapeKey, batch: Any) -> Any:
-    """The body on the view that the recording had, then the tail; nothing is counted."""
+def run_eagerly(runner: Runner, key: ShapeKey, batch: Any, breaker: Breaker | None, *, with_tail: bool = True) -> Any:
+    """The body on the view that the recording had, then the tail; nothing is counted. The breaker calls the gaps."""
     phase, registry = runner.phase, runner.registry
     with torch.no_grad(), runner.pool.using(f"shadowing {phase.name}"):
         extent = Extent(registry.measure(batch, {}), phase.padded(key.size))
@@ -84,18 +94,17 @@ def _eager(runner: Runner, key: ShapeKey, batch: Any) -> Any:
         # As in a warm-up: what the host alone knows of a batch is frozen in the recording, and is its sample's.
         sample = phase.sample_for(key, Extent(extent.padded, extent.padded), 0)
         slots = {slot.path: fetch(view.batch, {}, slot.path) for slot in phase.slots if slot.name not in phase.without}
-        gaps = _Gaps() if runner.recording(key).has_gaps else None
-        now = Current(phase.name, runner.plan.backend, Stage.WARMING, live, gaps)
+        now = Current(phase.name, runner.plan.backend, Stage.WARMING, live, breaker)
         with entering(now):
             outputs = phase.forward(expose(sample.batch, slots), sample.kwargs)
         outputs = runner.trim(key, outputs, extent.used)
-        if phase.tail is None or phase.tail_captured:
+        if phase.tail is None or phase.tail_captured or not with_tail:
             return outputs
         with entering(replace(now, stage=Stage.REPLAYING, breaker=None)):
             return phase.tail(outputs, live)
 
 
-class _Gaps:
+class LiveGaps:
     """Calls the gaps of a body where they stand, with the live batch, as a replay does."""
 
     def gap(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,19 +113,25 @@ class _Gaps:
             return function(*given, **named)
 
 
-def _difference(found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any]) -> str:
+_Difference = tuple[str, str, bool]
+
+
+def _difference(found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any]) -> _Difference | None:
     for path, value in wanted.items():
         if isinstance(value, torch.Tensor) and (words := _other_bits(found.get(path), value)):
-            return f"output {path or '(the only one)'} {words}, eagerly"
-    return ""
+            return f"output {path or '(the only one)'}", words, not value.is_floating_point()
+    return None
 
 
-def _state_difference(state: Sequence[StatePart], found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
+def _state_difference(
+    state: Sequence[StatePart], found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
+) -> _Difference | None:
     for part, one, other in zip(state, found, wanted, strict=True):
         if words := _other_bits(one, other):
             first = int((~same_bits(one, other)).nonzero()[0, 0])  # of keys and values, the layer
-            return f"{part.name}{f'[{first}]' if part.dim else ''} after it {words}, eagerly"
-    return ""
+            where = f"{part.name}{f'[{first}]' if part.dim else ''} after it"
+            return where, words, not other.is_floating_point()
+    return None
 
 
 def _other_bits(found: Any, wanted: torch.Tensor) -> str:

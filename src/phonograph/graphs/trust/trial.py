@@ -25,6 +25,8 @@ from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.left_out import ReadsOfLeftOut
 
 _MAX_STATE_BYTES = 1 << 30
+_FAR_SEED = 1_000_003
+"""Between the seeds of batches that are to be unlike: from neighbours, generators draw first numbers that are alike."""
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 State = Mapping[str, torch.Tensor]
@@ -83,9 +85,9 @@ class Trial:
         self.extent = Extent(measured, phase.padded(key.size))
         self.unpadded = Extent(measured, measured)
         self.used = measured[phase.bucketed]
-        self._reach(self.sample)
-        self._memory = list(state)
-        self._elements = {f"state[{index}]": tensor for index, tensor in enumerate(state)}
+        self.reach(self.sample)
+        self.memory = list(state)
+        self.elements = {f"state[{index}]": tensor for index, tensor in enumerate(state)}
         self._results: dict[object, Any] = {}
         self.input_write = ""
         """How the body writes to an input, if it does."""
@@ -103,7 +105,7 @@ class Trial:
     @property
     def makes_noise(self) -> bool:
         """Whether there is state that was found: what a phase preserves it fills itself."""
-        return bool(self._elements) and self.extent.is_padded
+        return bool(self.elements) and self.extent.is_padded
 
     def result(self, way: Way) -> Result:
         """What a run gives; raises what it raised."""
@@ -111,7 +113,7 @@ class Trial:
 
     def result_of(self, sample: Sample, *, instead: State | None = None, watching: Any = _NOTHING) -> Result:
         """What another sample gives without padding, after noise; `instead` is state that then takes its place."""
-        self._reach(sample)
+        self.reach(sample)
         sizes = self.runner.registry.measure(sample.batch, sample.kwargs)
         return self._ran(Way(padded=False, noisy=True), sample, Extent(sizes, sizes), instead, watching)
 
@@ -135,10 +137,10 @@ class Trial:
         within = {path: value for path, value in values.items() if path not in aside}
         return Sample(expose(sample.batch, within), expose(dict(sample.kwargs), aside))
 
-    def full_sample(self) -> Sample:
-        """A batch that fills the bucket."""
+    def full_sample(self, turn: int = 0) -> Sample:
+        """A batch that fills the bucket; another one for every turn."""
         padded = self.extent.padded
-        return self.runner.phase.sample_for(self.served, Extent(padded, padded), self.seed)
+        return self.runner.phase.sample_for(self.served, Extent(padded, padded), self.seed + turn * _FAR_SEED)
 
     @property
     def untouched_draw(self) -> torch.Tensor:
@@ -173,11 +175,11 @@ class Trial:
                 "Give the phase a `preserve` that saves the rows that a batch touches."
             )
         self.num_unsaved_bytes = saved.skipped_bytes
-        self._memory += saved.memory
+        self.memory += saved.memory
         for index, tensor in enumerate(saved.elements):
             if self.runner.registry.holds(tensor):
                 continue  # an input, which is no state
-            self._elements[self._name_of(tensor) or f"tensor {index}"] = tensor
+            self.elements[self._name_of(tensor) or f"tensor {index}"] = tensor
 
     def _watch(self, saved: SavedState, *, padded: bool) -> None:
         suspects = list(self._python.now.tensors.values()) if self._python is not None else []
@@ -194,7 +196,7 @@ class Trial:
     def _name_of(self, tensor: torch.Tensor) -> str:
         return self._python.now.name_of_memory(tensor.untyped_storage()) if self._python is not None else ""
 
-    def _reach(self, sample: Sample) -> None:
+    def reach(self, sample: Sample) -> None:
         if self._python is not None:
             self._python.reach([*fields_of(sample.batch), *sample.kwargs.values()])
 
@@ -222,10 +224,16 @@ class Trial:
     ) -> Result:
         sample = sample if sample is not None else self.sample
         extent = extent if extent is not None else self.extent if way.padded or way.replay else self.unpadded
-        with self._started(sample, instead, noisy=way.noisy) as state:
+        with self.started(sample, instead, noisy=way.noisy) as state:
             start = {name: tensor.clone() for name, tensor in state.items()}
-            run = self._replay(way, sample, extent) if way.replay else self._eager(way, sample, extent, watching)
+            run = self.run(way, sample, extent, watching)
             return Result(run, start, {name: t.clone() for name, t in state.items()}, self._next_draw())
+
+    def run(
+        self, way: Way, sample: Sample, extent: Extent, watching: AbstractContextManager[object] = _NOTHING
+    ) -> dict[TreePath, Any]:
+        """The outputs of one run, from whatever state there is."""
+        return self._replay(way, sample, extent) if way.replay else self._eager(way, sample, extent, watching)
 
     def _replay(self, way: Way, sample: Sample, extent: Extent) -> dict[TreePath, Any]:
         runner, phase, key = self.runner, self.runner.phase, way.key if way.key is not None else self.key
@@ -265,9 +273,9 @@ class Trial:
         return runner.parts(outputs)
 
     @contextmanager
-    def _started(self, sample: Sample, instead: State | None, *, noisy: bool) -> Iterator[State]:
+    def started(self, sample: Sample, instead: State | None, *, noisy: bool) -> Iterator[State]:
         """The same state and random numbers for every run, and afterwards what was there before."""
-        held = [tensor.clone() for tensor in self._memory]
+        held = [tensor.clone() for tensor in self.memory]
         preserve = self.runner.phase.preserve
         with ExitStack() as stack:
             stack.enter_context(generators_restored(self.runner.device))
@@ -275,7 +283,7 @@ class Trial:
                 stack.enter_context(self._python.kept())
             kept = stack.enter_context(preserve(sample.batch)) if preserve is not None else None
             self._seed_generators()
-            state = self._elements | _named(kept)
+            state = self.elements | _named(kept)
             try:
                 if noisy:
                     self._make_noise()
@@ -283,13 +291,13 @@ class Trial:
                     state[name].copy_(value)
                 yield state
             finally:
-                for tensor, before in zip(self._memory, held, strict=True):
+                for tensor, before in zip(self.memory, held, strict=True):
                     tensor.copy_(before)
 
     def _make_noise(self) -> None:
         """Numbers around 1 in the place of floating-point state: safe as a divisor, under a root, and as an index."""
         numbers = torch.Generator().manual_seed(self.seed)
-        for tensor in self._elements.values():
+        for tensor in self.elements.values():
             if tensor.is_floating_point():
                 noise = torch.rand(tensor.shape, generator=numbers) + 0.5
                 tensor.copy_(torch.where(tensor.isfinite(), noise.to(tensor), tensor))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -65,8 +66,12 @@ def verify(
         return trials.report(checks, 0.0)
     with torch.no_grad(), runner.pool.using(f"verifying {runner.phase.name}"), untouched(runner):
         for key in runner.captured:
+            found: list[Check] = []
             for index, sizes in enumerate(_sizes_to_try(runner, key, batches)):
-                checks += trials.checks(key, sizes, index)
+                found += trials.checks(key, sizes, index)
+            if all(check.passed for check in found):
+                found += trials.further(key, _used_sizes(runner, key, batches))
+            checks += found
     checks += _stale(runner)
     return trials.report(checks, time.perf_counter() - begun)
 
@@ -89,6 +94,10 @@ def verify_some(runner: Runner, *, seconds: float, seed: int = 0) -> VerifyRepor
                 break
             checks += trials.quick_checks(key, runner.phase.padded(min(_used_sizes(runner, key, 2))))
     return trials.report(checks, time.perf_counter() - begun)
+
+
+_MAX_BETWEEN = 3
+"""So many sizes between the largest and the smallest of a bucket are tried."""
 
 
 @dataclass(eq=False)
@@ -119,6 +128,33 @@ class _Trials:
             other = self._trial(key, sizes, self.seed + index, replace(key, values=weaker))
             found.append(other if isinstance(other, Check) else Checks(other, self.tolerance).stand_in())
         return found
+
+    def further(self, key: ShapeKey, tried: Sequence[int]) -> list[Check]:
+        """What else is tried of a recording without a failure, and told where it fails.
+
+        Sizes between, absent inputs against None, gaps after another batch.
+        """
+        between = list(range(min(tried) + 1, max(tried)))
+        step = -(-len(between) // _MAX_BETWEEN) or 1
+        phase, found = self.runner.phase, list[Check]()
+        for size in between[::step]:
+            found += self._one(key, phase.padded(size), Checks.unpadded) if size not in tried else []
+        smallest = phase.padded(min(tried))
+        for slot in phase.slots:
+            if slot.absent is not None and slot.compute is None and slot.name not in phase.without:
+                served = replace(key, absent=key.absent | {slot.name})
+                found += self._one(key, smallest, partial(Checks.absent, slot=slot), served)
+        if self.runner.recording(key).has_gaps:
+            found += self._one(key, smallest, Checks.gaps)
+        return [check for check in found if not check.passed]
+
+    def _one(
+        self, key: ShapeKey, sizes: Mapping[str, int], check: Callable[[Checks], Check], served: ShapeKey | None = None
+    ) -> list[Check]:
+        trial = self._trial(key, sizes, self.seed, served)
+        if isinstance(trial, Check):
+            return [trial]
+        return [check(Checks(trial, self.tolerance))] if trial.is_served else []
 
     def quick_checks(self, key: ShapeKey, sizes: Mapping[str, int]) -> list[Check]:
         trial = self._trial(key, sizes, self.seed)

@@ -68,6 +68,7 @@ class BodyReader(Generic[T]):
     def __init__(
         self, kind: type[T], max_bytes: int, seconds: float, arrivals: Arrivals, bounds: Callable[[], ModelBounds]
     ) -> None:
+        self._kind = kind
         self._decode = msgspec.json.Decoder(kind).decode
         self._fields = tuple(field.encode_name for field in msgspec.structs.fields(kind))
         self._max_bytes = max_bytes
@@ -125,7 +126,8 @@ class BodyReader(Generic[T]):
     def _misfit(self, problem: str) -> ApiError:
         """The sentence of the decoder, with the field that it is about."""
         if found := _UNKNOWN.search(problem):
-            return unknown_field(found[1], self._fields)
+            inside = _PLACE.search(problem)
+            return unknown_field(found[1], self._fields) if not inside else self._unknown_inside(inside[1], found[1])
         if found := _MISSING.search(problem):
             return ApiError(400, f"`{found[1]}` is missing. Add it.", param=found[1], code="missing_field")
         place = _PLACE.search(problem)
@@ -135,6 +137,17 @@ class BodyReader(Generic[T]):
         if where:
             return ApiError(400, f"`{where}`: {said}.", param=where, code="invalid_value")
         return ApiError(400, f"the body: {said}.", code="invalid_value")
+
+    def _unknown_inside(self, place: str, name: str) -> ApiError:
+        """Of an object that is a field of the body."""
+        kind = msgspec.inspect.type_info(self._kind)
+        assert isinstance(kind, msgspec.inspect.StructType)
+        named = [one.type for one in kind.fields if one.encode_name == place]
+        parts = [part for one in named for part in (one.types if isinstance(one, msgspec.inspect.UnionType) else [one])]
+        known = [
+            field.encode_name for part in parts if isinstance(part, msgspec.inspect.StructType) for field in part.fields
+        ]
+        return unknown_field(name, known, f"{place}.")
 
 
 def _refuse_other_types(request: Request) -> None:

@@ -29,6 +29,8 @@ from phonograph.server.openai.request_validation import (
     check_logprobs,
     check_message_fields,
     check_tokenize,
+    check_tokenize_fields,
+    check_tool_fields,
 )
 from phonograph.server.openai.requests import (
     ChatRequest,
@@ -171,10 +173,11 @@ class Api:
 
     def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
         """The names of the functions."""
-        names = [_function_name(place, tool) for place, tool in enumerate(tools)]
-        if not self._llm.text.template.takes_tools:
+        names, template = [_function_name(place, tool) for place, tool in enumerate(tools)], self._llm.text.template
+        if not template.takes_tools:
             message = "`tools` can't be served: this model's chat template has no place for them. Leave them out."
             raise ApiError(400, message, param="tools", code="unsupported")
+        check_tool_fields(tools, template.message_fields, shown_whole=template.shows_tools_whole)
         return names
 
     async def _response(
@@ -215,6 +218,7 @@ class Api:
                 found = "neither" if body.prompt is None else "both"
                 message = f"expected either `prompt` or `messages`, found {found}. Send one of them."
                 raise ApiError(400, message, param="prompt", code="invalid_value")
+            check_tokenize_fields(body)
             return body
 
         body, size = await self._tokenize_bodies.read(request, self._llm.text.off_loop, checked)
@@ -224,11 +228,13 @@ class Api:
                 for_template(body.messages),
                 tools=body.tools if body.tools and self._checked_tools(body.tools) else None,
                 variables=body.chat_template_kwargs,
-                add_generation_prompt=body.add_generation_prompt,
+                add_generation_prompt=body.add_generation_prompt is not False,
                 size=size,
             )
         else:
-            (tokens,) = await self._llm.text.encode([body.prompt or ""], add_special=body.add_special_tokens)
+            (tokens,) = await self._llm.text.encode(
+                [body.prompt or ""], add_special=body.add_special_tokens is not False
+            )
         return _json(TokenizeResponse(len(tokens), self._llm.about.limits.max_len, tokens))
 
     async def detokenize(self, request: Request) -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.server.http import request_limits as limits
-from phonograph.server.http.failures import unknown_field
+from phonograph.server.http.failures import ApiError, unknown_field
 from phonograph.server.http.json_shape import Shape, shape_of
 from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.openai.requests import (
@@ -19,6 +19,9 @@ from phonograph.server.openai.requests import (
 )
 from phonograph.server.openai.tool_calls import argument_texts
 
+_TOOL_FIELDS = frozenset(("type", "function"))
+_TOOL_FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "strict"))
+"""`strict` is taken, since OpenAI's client always sends it: a template may show it, and no call is forced to follow."""
 MESSAGE_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id"))
 """What messages may have with every template; of OpenAI's others, a template may read some."""
 _PART_FIELDS = frozenset(("type", "text"))
@@ -79,6 +82,32 @@ def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[st
             _refuse_unread(call, _CALL_FIELDS, read, f"{where}tool_calls[{number}].")
             for function in _objects([call.get("function")]):
                 _refuse_unread(function, _FUNCTION_FIELDS, read, f"{where}tool_calls[{number}].function.")
+
+
+def check_tool_fields(tools: Sequence[dict[str, Any]], read: Collection[str], *, shown_whole: bool) -> None:
+    """Refuse what is in tools and does not reach the model: the template neither names it nor shows tools as JSON."""
+    for place, tool in enumerate(() if shown_whole else tools):
+        _refuse_unread(tool, _TOOL_FIELDS, read, f"tools[{place}].")
+        for function in _objects([tool.get("function")]):
+            _refuse_unread(function, _TOOL_FUNCTION_FIELDS, read, f"tools[{place}].function.")
+
+
+def check_tokenize_fields(request: TokenizeRequest) -> None:
+    """Refuse what would do nothing: a prompt is rendered by no template, and messages write special tokens out."""
+    of_messages = {
+        "tools": request.tools,
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "add_generation_prompt": request.add_generation_prompt,
+    }
+    unread = [name for name, value in of_messages.items() if value not in (None, [], {})]
+    if request.prompt is not None and unread:
+        raise _unread(unread[0], "a prompt is rendered by no template. Send `messages`, or leave it out.")
+    if request.messages is not None and request.add_special_tokens:
+        raise _unread("add_special_tokens", "the template of messages writes them out. Send false, or leave it out.")
+
+
+def _unread(name: str, because: str) -> ApiError:
+    return ApiError(400, f"`{name}` would have no effect: {because}", param=name, code="invalid_value")
 
 
 def _objects(found: object) -> list[dict[str, Any]]:

@@ -18,6 +18,18 @@ Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": limits.STOPS.m
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
+WITHOUT_EFFECT = {
+    "user": "for OpenAI's own accounts",
+    "metadata": "kept with a completion that OpenAI stores",
+    "store": "nothing is stored here, and no answer depends on it",
+    "service_tier": "there is one tier",
+    "safety_identifier": "for OpenAI's own policies",
+    "prompt_cache_key": "prompts share what they begin with, whoever sends them",
+    "modalities": "text is the only one that is taken, and the only one there is",
+    "include_obfuscation": "nothing is obfuscated",
+}
+"""Fields that clients send and nobody reads, with the reason that no answer would be another. All others are read."""
+
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to stream."""
@@ -68,7 +80,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    # Accepted, since clients send them, and without effect: they concern OpenAI's own service.
+    # Accepted, and without effect: `WITHOUT_EFFECT` says why.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -117,9 +129,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_special_tokens: bool = True
-    """Put what the tokenizer puts around a text; not for messages, whose template writes it out."""
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    """Put what the tokenizer puts around a text. Default: true; not for messages, whose template writes it out."""
+    add_generation_prompt: bool | None = None
+    """Of messages: end with the beginning of an answer. Default: true."""
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -10,6 +10,7 @@ from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.ops.attention.reference import ReferenceAttention
 from phonograph.engine.ops.native.library import Library
 from phonograph.engine.ops.queries import Queries, StepAttention
+from phonograph.errors import DeclarationError
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class _ByToken:
     def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
         q, (keys, values) = q.contiguous(), (self.cache.keys, self.cache.values)
         num_tokens, num_heads, head_dim = q.shape
+        if head_dim != keys.shape[4] or num_heads % keys.shape[3]:
+            raise DeclarationError(
+                f"attention of {num_heads} heads of {head_dim} numbers over pages of {keys.shape[3]} heads of "
+                f"{keys.shape[4]}: they don't fit. Correct Model.keeps, or the heads."
+            )
         offset = layer * keys.stride(0) * keys.itemsize
         out = torch.empty_like(q) if out is None else out
         self.library.attended(

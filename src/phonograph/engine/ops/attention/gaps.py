@@ -49,15 +49,21 @@ class GapAttention:
         out: torch.Tensor,
     ) -> torch.Tensor:
         """In a gap; `keys` tell which cache. What is mixed is written to `out`."""
+        return self.prepared(keys, rows, positions, table, q.shape[1]).attend(layer, q, window, out)
+
+    def prepared(
+        self, keys: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int
+    ) -> StepAttention:
+        """For the step that is replayed; the first gap of a shape prepares for all of them."""
         batch = current().batch
         if self._batch is not batch:
             self._batch, self._steps = batch, {}
-        found = self._steps.get((id(keys), q.shape[1]))
-        if found is None:  # the first gap of a shape prepares for all of them
+        found = self._steps.get((id(keys), num_heads))
+        if found is None:
             queries = Queries(rows, positions, table, None, batch.spans, batch.spans_from)
-            found = self._inner.prepare(self._caches[id(keys)], queries, q.shape[1])
-            self._steps[id(keys), q.shape[1]] = found
-        return found.attend(layer, q, window, out)
+            found = self._inner.prepare(self._caches[id(keys)], queries, num_heads)
+            self._steps[id(keys), num_heads] = found
+        return found
 
 
 @dataclass(frozen=True)

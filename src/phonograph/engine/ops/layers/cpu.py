@@ -19,6 +19,7 @@ MOST_BYTES = 4 << 30
 """What packed matrices may take together, in addition to the plain ones."""
 MOST_TOKENS = 64
 """Beyond this many tokens torch's product with the plain matrix is as fast."""
+_MOST_CHECKED = 1024
 _REFERENCE = ReferenceKernels()
 
 
@@ -36,6 +37,8 @@ class CpuKernels:
         self._num_matrices = 0
         self._num_bytes = 0
         self._num_packed: Counter[Bits] = Counter()
+        self._checked: dict[int, tuple[Heads, PagedCache]] = {}
+        """Heads by their identity, and the pages that they fit."""
 
     def prepare(self, matrix: Matrix) -> Matrix:
         self._num_matrices += 1
@@ -155,6 +158,12 @@ class CpuKernels:
     ) -> torch.Tensor:
         if qkv.dtype != torch.float32 or cache.keys.dtype != torch.float32:
             return _REFERENCE.rotate_and_store(qkv, heads, places, cache, layer, out)
+        checked = self._checked.get(id(heads))
+        if checked is None or checked[1] is not cache:
+            heads.check(qkv.shape[1], places.cos.shape[1], tuple(cache.keys.shape[-2:]))
+            if len(self._checked) >= _MOST_CHECKED:
+                self._checked.clear()
+            self._checked[id(heads)] = heads, cache
         num_tokens, num_heads, head_dim = qkv.shape[0], heads.num_heads, heads.head_dim
         qkv, offset = qkv.contiguous(), layer * cache.keys.stride(0) * cache.keys.itemsize
         queries = qkv.new_empty(num_tokens, num_heads, head_dim) if out is None else out

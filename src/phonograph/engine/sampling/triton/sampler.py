@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 import triton
 
-from phonograph.engine.sampling.sampler import Sampling, SamplingRows, TopLogprobs
+from phonograph.engine.requests.parameter import Sampling
+from phonograph.engine.sampling.sampler import SamplingRows, TopLogprobs
 from phonograph.engine.sampling.triton.picking import CHUNK, KEPT, favourites, rank, settle, survey
-from phonograph.engine.state.columns import SAMPLING
+from phonograph.engine.state.columns import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
 
 
 class TritonSampler:
     """The protocol `Sampler`, for logits in any float type; picks the tokens that the torch sampler picks."""
 
     name = "triton"
-    columns = SAMPLING
+    columns = (TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED)
     rows = SamplingRows
 
     def pick(self, logits: torch.Tensor, rows: SamplingRows | None, level: Sampling) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from phonograph.devices import DeviceGraph
+from phonograph.errors import Frame
 from phonograph.graphs.inputs.fields import Path
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.recording.weight_caches import weights_uncached
@@ -50,6 +51,20 @@ Bind = Callable[[BodyView], Body]
 """Takes a view; the body on it, to be run any number of times. Called where no op is watched."""
 
 
+@dataclass(frozen=True)
+class RecordedGap:
+    """A gap of a recording: whose call it is, and where the graphs around it leave and find their values."""
+
+    function: Callable[..., Any]
+    name: str
+    called: Frame | None
+    """The user's line that calls it; None for a call in our own code."""
+    arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    """What it is called with, now."""
+    outputs: Any
+    """Where the next graph reads what it returned."""
+
+
 @dataclass(eq=False)
 class Recording:
     """What a backend made of one shape: graphs and gaps in order, and the outputs they write."""
@@ -58,12 +73,23 @@ class Recording:
     outputs: Any
     graphs: Sequence[DeviceGraph] = ()
     has_gaps: bool = False
+    gaps: Sequence[RecordedGap] = ()
+    """In order; graphs and gaps take turns among the steps where there are some."""
     holds: Sequence[Any] = ()
     """What the graphs read and perhaps nothing else keeps alive."""
     replay: ReplayStep = field(init=False)
 
     def __post_init__(self) -> None:
         self.replay = self.steps[0] if len(self.steps) == 1 else _all(self.steps)
+
+    @contextmanager
+    def replaying(self, replay: Callable[[Sequence[ReplayStep]], None]) -> Iterator[None]:
+        """Inside, a replay is left to a function, which gets the steps."""
+        usual, self.replay = self.replay, lambda: replay(self.steps)
+        try:
+            yield
+        finally:
+            self.replay = usual
 
     def release(self) -> None:
         """Give the graphs back; the recording can't be replayed any more."""
@@ -112,6 +138,11 @@ class Backend(Protocol):
     @property
     def is_exact(self) -> bool:
         """Whether replays compute, bit by bit, what the body does on the same view."""
+        ...
+
+    @property
+    def records_body(self) -> bool:
+        """Whether a capture runs the body itself, in Python, and not what was made of it."""
         ...
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from phonograph.devices import Device, DeviceGraph, MemoryPool, Recorder
+from phonograph.devices.trace import user_frame
 from phonograph.errors import BreakError, OutputError
 from phonograph.graphs.inputs.tree import Marker, Noted, TreePath, leaves, map_leaves, reachable
 from phonograph.graphs.phases.context import current, entering, unbroken
@@ -20,6 +21,7 @@ from phonograph.graphs.recording.backends.base import (
     BackendOptions,
     Bind,
     Body,
+    RecordedGap,
     Recording,
     ReplayStep,
     ViewBody,
@@ -99,6 +101,7 @@ class _Capturing:
         self._modes = Modes.of(device.torch_device)
         self.steps: list[ReplayStep] = []
         self.graphs: list[DeviceGraph] = []
+        self.gaps: list[RecordedGap] = []
 
     def gap(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         spec = self._next_spec(function)
@@ -120,6 +123,7 @@ class _Capturing:
         with unbroken():
             gap.run()
         self.steps.append(gap.run)
+        self.gaps.append(RecordedGap(function, spec.name, user_frame(), arguments.now, gap.outputs))
         self._recorder.begin()
         return outputs
 
@@ -213,6 +217,7 @@ class BreakableBackend:
 
     name = "breakable"
     is_exact = True
+    records_body = True
     notes: Sequence[str] = ()
 
     def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:
@@ -245,7 +250,7 @@ class BreakableBackend:
                 outputs = body()
             breaker.close_segment()
         has_gaps = len(breaker.steps) > 1
-        return Recording(breaker.steps, outputs, breaker.graphs, has_gaps)
+        return Recording(breaker.steps, outputs, breaker.graphs, has_gaps, breaker.gaps)
 
 
 @contextmanager

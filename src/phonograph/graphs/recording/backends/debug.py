@@ -26,6 +26,7 @@ class DebugBackend:
         self.name = inner.name
 
     is_exact = True
+    records_body = True
 
     @property
     def notes(self) -> Sequence[str]:

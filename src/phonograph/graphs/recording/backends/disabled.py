@@ -25,6 +25,7 @@ class DisabledBackend:
 
     name = "disabled"
     is_exact = True
+    records_body = True
     notes: Sequence[str] = ()
 
     def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:

@@ -24,6 +24,7 @@ class FullBackend:
 
     name = "full"
     is_exact = True
+    records_body = True
     notes: Sequence[str] = ()
 
     def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from phonograph.graphs.inputs.tree import reachable
 
 _MAX_LOOKED_INTO = 1000
 _MAX_STEPS = 4
+_PLAIN = {str, int, float, bool, bytes, NoneType}
 _AT_CALL = "Pass it as an argument, or as a default (def gap(q, scale=scale))"
 _RETURN_IT = "Return what it makes, and put it into the container in the body"
 _WRITE_IT_INSIDE = "Write it in the gap, or write to a copy (h = h.clone())"
@@ -178,17 +179,18 @@ def _is_met_again(wanted: set[int]) -> bool:
             found += [*frame.f_locals.values(), *frame.f_globals.values()]
         frame = frame.f_back
     seen: set[int] = set()
-    for _ in range(_MAX_STEPS):
-        new = [one for one in found if id(one) not in seen]
-        if any(id(one) in wanted for one in new):
+    for step in range(_MAX_STEPS):
+        new = {id(one): one for one in found if id(one) not in seen}
+        if not wanted.isdisjoint(new):
             return True
-        seen.update(map(id, new))
-        found = [item for one in new for item in _items(one)]
+        seen.update(new)
+        # There may be a million of them: what is behind the last is not looked at.
+        found = [item for one in new.values() for item in _items(one)] if step + 1 < _MAX_STEPS else []
     return False
 
 
 def _items(value: Any) -> list[Any]:
-    if isinstance(value, ModuleType | type | torch.Tensor):
+    if type(value) in _PLAIN or isinstance(value, ModuleType | type | torch.Tensor):
         return []
     if isinstance(value, dict):
         return list(value.values())

@@ -110,6 +110,7 @@ class TcPiecewiseBackend:
     """Records graphs of compiled pieces between breaks."""
 
     name = "tc_piecewise"
+    records_body = False
 
     def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:
         if options.compiler not in device.capabilities.compilers:

@@ -1,0 +1,184 @@
+"""Contents: all that a container holds, several levels deep, as a value that can be compared later."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections import deque
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from phonograph.graphs.recording.lookup import instance_dict
+from phonograph.graphs.recording.places import ABSENT, PLAIN
+
+CONTAINERS = (list, dict, set, deque, bytearray, np.ndarray)
+_MAX_DEPTH = 6
+_MAX_LEAVES = 512
+_MAX_ARRAY_BYTES = 1 << 14
+
+
+class TooLargeError(Exception):
+    """A container holds too much to be compared at calls."""
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value can be changed in place, and holds others."""
+    return isinstance(value, CONTAINERS)
+
+
+def is_record(value: Any) -> bool:
+    """Whether an object is nothing but its fields."""
+    return isinstance(value, types.SimpleNamespace) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type | torch.nn.Module)
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllContents:
+    """What a container holds, and what the containers and records in it hold."""
+
+    holder: Any
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("contents", id(self.holder))
+
+    def get(self) -> Any:
+        try:
+            return _frozen(self.holder, _MAX_DEPTH, [_MAX_LEAVES])
+        except (TooLargeError, RuntimeError):  # it may grow, or change while it is read
+            return ABSENT
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether Python's own comparison tells a change: plain values alone, that are equal to no other kind."""
+        holder = self.holder
+        if type(holder) is dict:
+            return all(type(one) in _FLAT for pair in holder.items() for one in pair)
+        return type(holder) in (list, set) and all(type(one) in _FLAT or isinstance(one, type) for one in holder)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptEntries:
+    """The entries that a dict had; others may be added."""
+
+    holder: dict[Any, Any]
+    keys: tuple[Any, ...]
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("entries", id(self.holder))
+
+    def get(self) -> Any:
+        return tuple(dict.get(self.holder, key, ABSENT) for key in self.keys)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IsTrue:
+    """Whether a container holds anything."""
+
+    holder: Any
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("truth", id(self.holder))
+
+    def get(self) -> Any:
+        return len(self.holder) > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HasKey:
+    """Whether a dict or a set has a plain key."""
+
+    holder: Any
+    key: Any
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("has", id(self.holder), self.key)
+
+    def get(self) -> Any:
+        return dict.__contains__(self.holder, self.key) if isinstance(self.holder, dict) else self.key in self.holder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InContext:
+    """The value of a context variable where it is asked for."""
+
+    holder: ContextVar[Any]
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("context", id(self.holder))
+
+    def get(self) -> Any:
+        try:
+            return self.holder.get()
+        except LookupError:
+            return ABSENT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InThread:
+    """An attribute of a `threading.local`, of the thread that asks."""
+
+    holder: Any
+    key: str
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("thread", id(self.holder), self.key)
+
+    def get(self) -> Any:
+        return (instance_dict(self.holder) or {}).get(self.key, ABSENT)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the frozen value of a fact."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from tensors_in(one)
+
+
+def _frozen(value: Any, depth: int, left: list[int]) -> Any:
+    """A value of tuples with the same leaves; equal ones come of equal contents."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise TooLargeError
+    if isinstance(value, PLAIN) or depth == 0:
+        return value
+    if isinstance(value, list | tuple | deque):
+        return type(value), *(_frozen(one, depth - 1, left) for one in value)
+    if isinstance(value, dict):
+        return type(value), *((key, _frozen(one, depth - 1, left)) for key, one in dict.items(value))
+    if isinstance(value, set):
+        left[0] -= len(value)
+        return type(value), frozenset(value)
+    if isinstance(value, np.ndarray):
+        if value.nbytes > _MAX_ARRAY_BYTES or value.dtype.hasobject:
+            raise TooLargeError
+        return (
+            np.ndarray,
+            value.shape,
+            str(value.dtype),
+            value.tobytes() if value.size > _MAX_LEAVES else (*value.flat,),
+        )
+    if isinstance(value, bytearray):
+        return bytes(value)
+    return _frozen_record(value, depth, left) if is_record(value) else value
+
+
+def _frozen_record(value: Any, depth: int, left: list[int]) -> Any:
+    held = instance_dict(value) or {}
+    return type(value), *((key, _frozen(one, depth - 1, left)) for key, one in held.items())
+
+
+_FLAT = frozenset({str, int, type(None)})

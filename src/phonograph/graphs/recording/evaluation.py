@@ -1,0 +1,200 @@
+"""Evaluation: what a read finds in a frame, without running anybody's code."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import types
+from collections import UserDict, UserList
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from phonograph.graphs.recording.bytecode import Read
+from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
+from phonograph.graphs.recording.places import ABSENT, PLAIN
+
+UNKNOWN: Any = object()
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_OF_TENSORS = ("shape", "dtype", "device", "ndim")
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "/": operator.truediv,
+    "%": operator.mod,
+    "FORMAT_SIMPLE": format,
+    "str": str,
+    "repr": repr,
+    "BUILD_STRING": lambda *parts: "".join(parts),
+    "BUILD_TUPLE": lambda *parts: parts,
+}
+_PURE = (str, int, float, bool, min, max, abs, round)
+"""Builtins that give for plain values what they would give in the body."""
+_LONG = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A frame at one of its instructions, and what functions returned to it."""
+
+    frame: FrameType
+    returned: Mapping[int, tuple[CodeType, Any]]
+    """By offset of the instruction that called: the code that ran, and what it returned."""
+
+
+@dataclass(frozen=True)
+class Callee:
+    """What is called: a function, or the attribute of an owner."""
+
+    function: Any
+    owner: Any = UNKNOWN
+    name: str = ""
+
+
+def value_of(read: Read | None, scene: Scene) -> Any:
+    """What a read finds, or `UNKNOWN`."""
+    frame = scene.frame
+    if read is None:
+        return UNKNOWN
+    if read.kind in ("local", "cell"):
+        return frame.f_locals.get(read.key, UNKNOWN)
+    if read.kind == "global":
+        return frame.f_globals.get(read.key, frame.f_builtins.get(read.key, UNKNOWN))
+    if read.kind == "constant":
+        return read.key
+    if read.kind in ("computed", "call"):
+        return _computed(read, scene) if read.kind == "computed" else _called(read, scene)
+    return _inside(read, scene)
+
+
+def _inside(read: Read, scene: Scene) -> Any:
+    """An attribute or an item of what another read finds."""
+    base = value_of(read.base, scene)
+    if base is UNKNOWN or read.kind not in ("attribute", "item"):
+        return UNKNOWN
+    is_attribute = read.kind == "attribute"
+    found = attribute_of(base, read.key) if is_attribute else item_of(base, key_of(read, scene))
+    if found is UNKNOWN and read.offset in scene.returned:
+        by = lookup(base, read.key if is_attribute else "__getitem__")
+        return _returned(read, by[-1].value if by else UNKNOWN, scene)
+    return found
+
+
+def _returned(read: Read, function: Any, scene: Scene) -> Any:
+    """What this function returned to the read's instruction, if it is known."""
+    code, value = scene.returned.get(read.offset, (None, UNKNOWN))
+    for name in ("__func__", "fget", "func"):  # methods, properties, partials
+        function = getattr(function, name, function) if not isinstance(function, torch.nn.Module) else function
+    return value if code is not None and getattr(function, "__code__", None) is code else UNKNOWN
+
+
+def key_of(read: Read, scene: Scene) -> Any:
+    """The key of an item: a constant, or what the frame has for it."""
+    found = value_of(read.parts[0], scene) if read.parts else read.key
+    return found if found is UNKNOWN or is_key(found) else UNKNOWN
+
+
+def is_key(value: Any) -> bool:
+    """Whether a dict can be asked for a value without running code of its own."""
+    return isinstance(value, PLAIN) or (type(value) is tuple and all(map(is_key, value)))
+
+
+def attribute_of(base: Any, name: str) -> Any:
+    if name == "__dict__":
+        held = instance_dict(base)
+        return UNKNOWN if held is None else held
+    if type(base) in _TENSORS and name in _OF_TENSORS:
+        return getattr(base, name) if not torch._C._len_torch_function_stack() else UNKNOWN
+    found = plain_value(lookup(base, name))
+    # A dict whose attributes are its keys.
+    return dict.get(base, name, UNKNOWN) if found is UNKNOWN and isinstance(base, dict) else found
+
+
+def unwrapped(value: Any) -> Any:
+    """What a container of the standard library keeps its items in."""
+    if isinstance(value, UserDict | UserList):
+        return value.data
+    if isinstance(value, types.MappingProxyType):
+        return next((one for one in gc.get_referents(value) if isinstance(one, dict)), value)
+    return value
+
+
+def item_of(base: Any, key: Any) -> Any:
+    if key is UNKNOWN:
+        return UNKNOWN
+    base = unwrapped(base)
+    try:
+        if isinstance(base, dict):
+            return dict.get(base, key, UNKNOWN)
+        return base[key] if type(base) in (list, tuple, torch.Size) else UNKNOWN
+    except (IndexError, TypeError):
+        return UNKNOWN
+
+
+def plain_value(found: list[Held]) -> Any:
+    """The value of an attribute, unless a descriptor makes it."""
+    if not found or found[-1].value is ABSENT:
+        return UNKNOWN
+    value = found[-1].value
+    is_method = not found[-1].is_slot and hasattr(type(value), "__get__") and not isinstance(value, type)
+    return UNKNOWN if isinstance(value, property) or (is_method and len(found) > 1) else value
+
+
+def callee_of(read: Read | None, scene: Scene) -> Callee:
+    """What a call calls. A method is told by its owner and name."""
+    if read is None or read.kind != "attribute":
+        return Callee(value_of(read, scene))
+    owner = value_of(read.base, scene)
+    found = lookup(owner, read.key) if owner is not UNKNOWN else []
+    return Callee(found[-1].value if found else UNKNOWN, owner, read.key)
+
+
+def _computed(read: Read, scene: Scene) -> Any:
+    operation = _OPERATIONS.get(read.key)
+    parts = [value_of(part, scene) for part in read.parts]
+    if operation is None or not all(map(is_key, parts)):
+        return UNKNOWN
+    return _applied(operation, parts)
+
+
+def _applied(function: Callable[..., Any], parts: list[Any]) -> Any:
+    """Of short plain values."""
+    if any(isinstance(part, str | bytes) and len(part) > _LONG for part in parts):
+        return UNKNOWN
+    try:
+        return function(*parts)
+    except Exception:
+        return UNKNOWN
+
+
+def _called(read: Read, scene: Scene) -> Any:
+    """What a call gives, of functions that only look something up."""
+    callee, arguments = callee_of(read.base, scene), [value_of(part, scene) for part in read.parts]
+    function, owner = callee.function, callee.owner
+    if function is globals and not arguments:
+        return scene.frame.f_globals
+    if function is vars and len(arguments) == 1 and arguments[0] is not UNKNOWN:
+        owned = arguments[0]
+        return vars(owned) if isinstance(owned, types.ModuleType) else attribute_of(owned, "__dict__")
+    if function is getattr and len(arguments) >= 2 and isinstance(arguments[1], str) and arguments[0] is not UNKNOWN:
+        return _or_default(attribute_of(arguments[0], arguments[1]), lookup(arguments[0], arguments[1]), arguments[2:])
+    if isinstance(owner, dict) and callee.name == "get" and arguments and is_key(arguments[0]):
+        return dict.get(owner, arguments[0], arguments[1] if len(arguments) > 1 else None)
+    if read.offset in scene.returned:
+        return _returned(read, function, scene)
+    if type(owner) in _TENSORS and callee.name in ("size", "dim") and all(map(is_key, arguments)):
+        return owner.size(*arguments) if callee.name == "size" else owner.dim()
+    if function is len and len(arguments) == 1 and type(arguments[0]) in (list, dict, set, tuple, str):
+        return len(arguments[0])
+    is_pure = any(function is one for one in _PURE)
+    return _applied(function, arguments) if is_pure and all(map(is_key, arguments)) else UNKNOWN
+
+
+def _or_default(found: Any, held: list[Held], default: list[Any]) -> Any:
+    is_absent = all(one.value is ABSENT for one in held)
+    return default[0] if found is UNKNOWN and is_absent and default else found

@@ -1,0 +1,155 @@
+"""Uses: what a body reads by calls into closed code, by operators, by keys that it computes, and by asking for truth.
+
+Code that is looked into shows its reads itself. Of what is passed to other code (Python's builtins, torch, the standard
+library), all that a container holds counts as read.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections import ChainMap, UserDict
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from phonograph.graphs.recording.bytecode import Read
+from phonograph.graphs.recording.contents import (
+    AllContents,
+    HasKey,
+    InContext,
+    IsTrue,
+    KeptEntries,
+    is_container,
+    is_record,
+)
+from phonograph.graphs.recording.evaluation import (
+    UNKNOWN,
+    Callee,
+    Scene,
+    callee_of,
+    is_key,
+    key_of,
+    unwrapped,
+    value_of,
+)
+from phonograph.graphs.recording.fact import AllItems, InDict, InList, Source
+
+Use = tuple[str, Source]
+"""What it is called, and where it lies."""
+_MAX_ENTRIES = 128
+_MAPPINGS = (dict, os._Environ, UserDict, ChainMap, types.MappingProxyType)
+_LOOKS_UP = ("get", "setdefault", "__getitem__")
+_WRITES = ("append", "add", "update", "clear", "extend", "insert", "remove", "discard", "pop", "popleft", "appendleft")
+_NO_READS = (isinstance, issubclass, type, id, callable, print, getattr, hasattr, setattr, vars, super, hash, delattr)
+_QUIET = ("logging", "warnings", "contextlib", "threading", "typing", "dataclasses.field")
+"""Modules whose functions don't compute anything of their arguments."""
+
+
+def uses_of(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
+    """What an instruction reads of the containers that it is given."""
+    if read.kind == "call":
+        yield from _of_call(read, scene, looks_into)
+    elif read.kind == "whole":
+        for part in read.parts:
+            yield from _whole(str(part), value_of(part, scene))
+    elif read.base is not None:
+        base, name = value_of(read.base, scene), str(read.base)
+        if read.kind == "truth" and is_container(base):
+            yield f"the truth of {name}", IsTrue(base)
+        elif read.kind == "items":
+            yield from _whole(name, base)
+        elif read.kind == "contains":
+            yield from _membership(name, base, value_of(read.parts[0], scene))
+        elif read.kind == "item":
+            yield from _item(name, base, key_of(read, scene))
+
+
+def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
+    callee, arguments = callee_of(read.base, scene), [value_of(part, scene) for part in read.parts]
+    owner, name = callee.owner, str(read.base.base) if read.base is not None and read.base.base is not None else ""
+    if isinstance(owner, ContextVar) and callee.name == "get":
+        yield f"the context variable {owner.name}", InContext(owner)
+    elif callee.name in _LOOKS_UP and arguments and isinstance(owner, _MAPPINGS):
+        yield from _item(name, owner, arguments[0] if is_key(arguments[0]) else UNKNOWN)
+    elif _is_getenv(callee.function) and arguments:
+        yield from _item(name, callee.function.__globals__["environ"], arguments[0])
+    elif is_container(unwrapped(owner)):
+        if callee.name not in _WRITES:
+            yield from _whole(name, owner)
+    elif _is_closed(callee, looks_into) or _is_made_by_closed(read.base, scene, looks_into):
+        for part, value in zip(read.parts, arguments, strict=True):
+            if is_container(value) or is_record(value):
+                yield from _whole(str(part), value)
+
+
+def _is_getenv(function: Any) -> bool:
+    return isinstance(function, types.FunctionType) and (function.__module__, function.__name__) == ("os", "getenv")
+
+
+def _whole(name: str, value: Any) -> Iterator[Use]:
+    """All that a container holds; where that holds nothing in turn, one level is cheaper to look at."""
+    value = unwrapped(value)
+    if type(value) is list or isinstance(value, dict):
+        held: Any = value if isinstance(value, list) else dict.values(value)
+        is_nested = any(is_container(one) or is_record(one) or isinstance(one, tuple) for one in held)
+        yield f"{name}[…]", AllContents(value) if is_nested else AllItems(value)
+    elif is_container(value) or is_record(value):
+        yield f"{name}[…]", AllContents(value)
+
+
+def _membership(name: str, base: Any, key: Any) -> Iterator[Use]:
+    base = unwrapped(base)
+    if isinstance(base, os._Environ | ChainMap):
+        yield from _item(name, base, key)
+    elif isinstance(base, dict | set) and is_key(key):
+        yield f"{key!r} in {name}", HasKey(base, key)
+    elif isinstance(base, list | set):
+        yield from _whole(name, base)
+
+
+def _item(name: str, base: Any, key: Any) -> Iterator[Use]:
+    """One entry; where the key is not known, all that are there."""
+    base = unwrapped(base)
+    if isinstance(base, os._Environ):
+        if isinstance(key, str):
+            yield f"environ[{key!r}]", InDict(getattr(base, "_data", {}), base.encodekey(key))
+    elif isinstance(base, ChainMap):
+        for one in base.maps:
+            yield from _item(name, one, key)
+    elif isinstance(base, dict):
+        if key is not UNKNOWN:
+            yield f"{name}[{key!r}]", InDict(base, key)
+        elif len(base) <= _MAX_ENTRIES:
+            yield f"{name}[…]", KeptEntries(base, tuple(base))
+    elif isinstance(base, list) and isinstance(key, int) and not isinstance(key, bool):
+        yield f"{name}[{key!r}]", InList(base, key)
+    elif is_container(base) and not isinstance(base, set):
+        yield from _whole(name, base)
+
+
+def _is_made_by_closed(read: Read | None, scene: Scene, looks_into: Any) -> bool:
+    """Whether what is called comes from a call of closed code: `operator.attrgetter("a.b")(config)`."""
+    return read is not None and read.kind == "call" and _is_closed(callee_of(read.base, scene), looks_into)
+
+
+def _is_closed(callee: Callee, looks_into: Any) -> bool:
+    """Whether nobody sees what a function reads, and it may compute with that."""
+    function: Any = callee.function
+    if function is UNKNOWN:
+        return isinstance(callee.owner, torch.Tensor | str)
+    if any(function is one for one in _NO_READS):
+        return False
+    if isinstance(function, staticmethod | classmethod | types.MethodType):
+        function = function.__func__
+    if isinstance(function, functools.partial):
+        return _is_closed(Callee(function.func), looks_into)
+    if isinstance(function, types.FunctionType):
+        return not looks_into(function.__code__.co_filename) and not function.__module__.startswith(_QUIET)
+    if isinstance(function, type):
+        return function.__module__ in ("builtins", "itertools", "operator", "collections", "numpy")
+    kinds = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+    return isinstance(function, kinds) or type(function).__module__.partition(".")[0] in ("torch", "numpy")

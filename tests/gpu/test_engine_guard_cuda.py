@@ -1,0 +1,36 @@
+"""The engine's own passes on a GPU, with the guard set to refuse: no finding, in ops or in nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.process.arguments import EngineArguments
+from phonograph.graphs.planning.settings import Asked, ask
+from phonograph.graphs.trust.guard import guard
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"max_seqs": 4, "max_tokens": 64, "max_len": 128},
+    "smollm2-135m": {"max_seqs": 16, "max_tokens": 512, "max_len": 1024, "cache_tokens": 16_384},
+    "qwen3-0.6b": {"max_seqs": 32, "max_tokens": 2048, "max_len": 2048, "cache_tokens": 32_768},
+}
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_the_guard_refuses_nothing_of_the_engine(shape: str) -> None:
+    refusing = Asked((ask("guard", "refuse", origin="a test"),))
+    llm = EngineArguments(None, shape, "cuda", EngineOptions(verify="fast", **SIZES[shape]), refusing).open()
+    assert llm.plan.guard == "refuse"
+    for report in llm.reports:
+        assert not report.findings, str(report)
+        assert not report.failures, str(report)
+    for name, runner in llm.executor.runners.items():
+        with torch.inference_mode():
+            found = guard(runner, sizes="ends", nodes=True)
+        assert found.ok, f"{name}: {found}"
+        assert not any("nodes unseen" in text for text in found.unseen), f"{name}: {found}"

@@ -1,0 +1,171 @@
+"""Nodes: what nobody sets in a kernel's parameters is no difference, and what a sample froze there is one."""
+
+from __future__ import annotations
+
+import gc
+import struct
+from itertools import count
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phonograph import EmulatedDevice, Extent, RunnerOptions, Stage, current
+from phonograph.devices.base import DeviceGraph
+from phonograph.devices.cuda_nodes import words_of
+from phonograph.devices.nodes import Node, NodeList, Unsteady, joined, node_difference, nodes_of, steady
+from phonograph.graphs.trust import guard as guarding
+from phonograph.graphs.trust.guard import guard
+from runners import WIDTH, make_runner
+
+OWN = [(0x7F00_0000_0000, 2 << 20), (0x7F10_0000_0000, 20 << 20)]
+
+
+def kernel(*arguments: Any, name: str = "gemm") -> NodeList:
+    return NodeList((Node("kernel", name, (8, 1, 1), tuple((f"byte {at}", one) for at, one in enumerate(arguments))),))
+
+
+def sample(extent: Extent, seed: int) -> dict[str, Any]:
+    numbers = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(extent.used["seqs"], WIDTH, generator=numbers), "scale": 1 / (1 + seed)}
+
+
+# -- two captures of one sample -----------------------------------------------------------------------------------
+
+
+def test_what_is_another_in_every_capture_is_no_difference() -> None:
+    one, other = steady(kernel(8, 17), kernel(8, 99)), kernel(8, 5)
+    assert one.nodes[0].arguments == (("byte 0", 8), ("byte 1", Unsteady.ARGUMENT))
+    assert one.unseen == ("numbers that differ from capture to capture in gemm (1×)",)
+    assert node_difference(one, other) == node_difference(other, one) == ""
+
+
+def test_what_each_sample_gives_again_is_a_difference() -> None:
+    one, other = steady(kernel(8, 17), kernel(8, 18)), steady(kernel(4, 3), kernel(4, 1))
+    assert "byte 0: gets 8 with one sample and 4 with another" in node_difference(one, other)
+
+
+def test_nodes_that_come_and_go_are_told_and_not_compared() -> None:
+    found = steady(kernel(1), kernel(1, name="other"))
+    assert not found.is_read
+    assert "nodes unseen: two captures of one sample differ: node 0 (kernel gemm) is kernel other" in found.unseen[0]
+    assert node_difference(found, kernel(2)) == ""
+
+
+def test_nodes_that_could_not_be_read_are_not_compared() -> None:
+    class Silent:
+        def replay(self) -> None: ...
+
+        def release(self) -> None: ...
+
+    unread = joined([kernel(1), nodes_of(Silent())])
+    assert not unread.is_read
+    assert node_difference(unread, joined([kernel(1)])) == node_difference(kernel(1), unread) == ""
+    assert steady(unread, kernel(1)) == steady(kernel(1), unread) == unread
+
+
+def test_a_node_that_moves_over_a_gap_is_a_difference() -> None:
+    one, other = kernel(1), kernel(2)
+    assert node_difference(joined([one, other]), joined([one, other])) == ""
+    both = NodeList(one.nodes + other.nodes)
+    assert node_difference(joined([one, other]), joined([both, NodeList(())]))
+
+
+@pytest.mark.parametrize("noise", [lambda number: number, lambda number: number % 2], ids=["any", "in turn"])
+def test_a_guard_looks_again_before_it_says_that_nodes_differ(noise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = count()
+
+    def noisy(graph: DeviceGraph) -> NodeList:
+        number, found = noise(next(captures)), nodes_of(graph)
+        nodes = [Node(n.kind, n.name, n.launch, (*n.arguments, ("byte that nobody sets", number))) for n in found.nodes]
+        return NodeList(tuple(nodes), found.unseen)
+
+    monkeypatch.setattr(guarding, "nodes_of", noisy)
+    device, unguarded = EmulatedDevice(), RunnerOptions(guard="off")
+    right = make_runner(lambda batch: batch["x"] * 2 + 1, device, sample=sample, sizes=(4, 8))
+    report = guard(right, nodes=True)
+    assert report.ok, str(report)
+    assert any("differ from capture to capture in aten.mul" in text for text in report.unseen)
+    wrong = make_runner(lambda batch: batch["x"] * batch["scale"], device, sample=sample, sizes=(4,), options=unguarded)
+    runs = guarding._Runs(wrong)
+    with torch.no_grad(), runs.restored():
+        difference, _ = runs.node_difference(wrong.captured[0])
+    assert difference is not None
+    assert "gets 1.0 with one sample and 0.5 with another" in str(difference)
+
+
+def test_no_garbage_is_collected_while_graphs_are_recorded() -> None:
+    seen = Mock()  # what a body notes in its own objects is undone
+
+    def body(batch: dict[str, Any]) -> Any:
+        seen(current().stage, gc.isenabled())
+        return batch["x"] * 2
+
+    runner = make_runner(body, EmulatedDevice(), sample=sample, sizes=(4,))
+    seen.reset_mock()
+    assert guard(runner, nodes=True).ok
+    assert (Stage.CAPTURING, False) in {call.args for call in seen.call_args_list}
+    assert (Stage.CAPTURING, True) not in {call.args for call in seen.call_args_list}
+    assert gc.isenabled()
+
+
+def test_every_run_has_a_plan_of_its_own() -> None:
+    """A plan that its run uses up."""
+    plans: list[int] = []
+
+    def host_plan(batch: dict[str, Any], extent: Extent) -> None:
+        plans[:] = [extent.used["seqs"]]
+
+    def body(batch: dict[str, Any]) -> Any:
+        plans.pop()
+        return batch["x"] * 2
+
+    unguarded = RunnerOptions(guard="off")
+    runner = make_runner(body, EmulatedDevice(), sample=sample, sizes=(4,), host_plan=host_plan, options=unguarded)
+    report = guard(runner, nodes=True)
+    assert runner.captured
+    assert report.ok, str(report)
+
+
+# -- a kernel's parameters ----------------------------------------------------------------------------------------
+
+
+def test_an_address_in_the_graphs_own_memory_is_its_offset_there() -> None:
+    one, other = (words_of(struct.pack("<Q", start + 512), [(start, 2 << 20)]) for start in (1 << 40, 3 << 41))
+    assert one == other == [(0, "own memory of 2,097,152 bytes + 512"), (4, "")]
+
+
+def test_a_parameter_has_as_many_words_whatever_is_in_it() -> None:
+    """Else nodes whose bytes nobody set would have other arguments in every capture."""
+    inside, outside = (words_of(struct.pack("<Q", word), OWN) for word in (OWN[0][0] + 8, 12))
+    assert len(inside) == len(outside) == 2
+    assert len(words_of(b"\x5c", OWN)) == len(words_of(b"\x01", OWN)) == 1
+
+
+def test_other_addresses_are_numbers_like_any() -> None:
+    one, other = (list(words_of(struct.pack("<Q", address), OWN)) for address in (0x7E00_0000_0200, 0x7E00_0000_0400))
+    assert one != other
+
+
+def test_a_number_beside_bytes_that_nobody_sets_is_seen() -> None:
+    clean, garbage, frozen = (struct.pack("<iI", *pair) for pair in ((8, 0), (8, 0x7F6C1234), (5, 0)))
+    assert dict(words_of(clean, OWN))[0] == dict(words_of(garbage, OWN))[0] == 8
+    assert dict(words_of(frozen, OWN))[0] == 5
+
+
+def test_an_object_without_members_is_no_number_and_a_bool_is_one() -> None:
+    assert words_of(b"\x5c", OWN) == [(0, Unsteady.ARGUMENT)]
+    assert list(words_of(b"\x01", OWN)) == [(0, 1)]
+
+
+@given(st.binary(max_size=8))
+def test_every_byte_of_a_parameter_counts(parameter: bytes) -> None:
+    """But for the byte of an object without members; memory of the graph's own is below all these numbers."""
+    found = list(words_of(parameter, []))
+    if len(parameter) == 1 and parameter[0] > 1:
+        return
+    sizes = [min(4, len(parameter) - at) for at, _ in found]
+    assert b"".join(n.to_bytes(size, "little") for (_, n), size in zip(found, sizes, strict=True)) == parameter
