@@ -22,7 +22,7 @@ from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
-from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder, Noting
+from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.captured import Captured
 from phonograph.graphs.recording.carried import FieldReads, carried_by
@@ -63,6 +63,8 @@ class Capture:
     _warmups: Warmups | None = None
     _settled: dict[ShapeKey, Settled] = field(default_factory=dict)
     _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
+    _reads: dict[ShapeKey, FieldReads] = field(default_factory=dict)
+    """What bodies read of their batches, where a capture can't tell."""
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
     _input_write: InputWriteError | None = None
@@ -152,8 +154,20 @@ class Capture:
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
             self.progress(f"warming {key}", index + 1, len(keys))
+        if not self.backend.records_body and not self.phase.compares_others:
+            for key in keys:
+                self._attempt(key, self._note_reads)
         if self.guard.mode != "off":
             self._guard_all(keys)
+
+    def _note_reads(self, key: ShapeKey) -> None:
+        """What a capture runs is made of the body, and reads nothing in Python: a run of the body itself does."""
+        reads = self._reads[key] = FieldReads()
+        with self._kept(key):
+            bound = self._binder.bound(key, Stage.WARMING, as_written=True, noting=reads.noting)
+            watching = self._state.watching() if self.phase.preserve is None else nullcontext()
+            with entering(bound.now), self._preserved(bound.batch), watching:
+                self.backend.warm_up(key, bound.body, WarmUp.FREE)
 
     def _guard_all(self, keys: Sequence[ShapeKey]) -> None:
         """Refuse or report shapes whose ops depend on the sample."""
@@ -360,20 +374,11 @@ class Capture:
 
     def _recorded(self, key: ShapeKey) -> Recording:
         with self._kept(key):
-            reads, as_written = FieldReads(), self.backend.records_body
-            noting = None if self.phase.compares_others else reads.noting
-            if noting is not None and not as_written:
-                self._note_reads(key, noting)
+            reads, as_written = self._reads.get(key) or FieldReads(), self.backend.records_body
+            noting = reads.noting if as_written and not self.phase.compares_others else None
             bound = self._binder.bound(key, Stage.CAPTURING, as_written=as_written, noting=noting)
             with entering(bound.now), self._preserved(bound.batch):
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
             self._carried[key] = carried_by(self.phase, key, Sample(bound.batch, bound.kwargs), reads)
         recording.holds = self._settled.get(key, Settled()).holds
         return recording
-
-    def _note_reads(self, key: ShapeKey, noting: Noting) -> None:
-        """What a capture runs is made of the body, and reads nothing in Python: a run of the body itself does."""
-        bound = self._binder.bound(key, Stage.WARMING, as_written=True, noting=noting)
-        watching = self._state.watching() if self.phase.preserve is None else nullcontext()
-        with generators_restored(self.device), entering(bound.now), self._preserved(bound.batch), watching:
-            self.backend.warm_up(key, bound.body, WarmUp.REHEARSAL)
