@@ -13,7 +13,7 @@ import torch
 from phonograph.devices import Device, Fence
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.execution.reproducer_files import EngineState
-from phonograph.engine.execution.shadow import Shadow, Shadowing
+from phonograph.engine.execution.shadow import Shadow, Shadowing, expect_exact
 from phonograph.engine.execution.step_builder import StepTables
 from phonograph.engine.execution.step_order import StepOrder
 from phonograph.engine.models.interface import Model
@@ -113,6 +113,8 @@ class Executor:
         self._num_launched = 0
         self._order = StepOrder()
         self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config)
+        if shadow is not None:
+            expect_exact(self.runners)
         self.shadow = Shadow(shadow, self.state) if shadow is not None else None
         self._is_trial = largest_only
         self.coverage: dict[str, Coverage] = {}

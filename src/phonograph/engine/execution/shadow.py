@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from phonograph.engine.execution.reproducer_files import EngineState, Reproducer
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.base import Pass
 from phonograph.engine.state.column import Writer
-from phonograph.errors import VerifyError
+from phonograph.errors import PlanError, VerifyError
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.shadow import StatePart, shadowed
@@ -41,6 +42,16 @@ def shadowing_for(options: EngineOptions) -> Shadowing | None:
     if not options.shadow_verify:
         return None
     return Shadowing(options.shadow_verify, options.shadow_dir, options.shadow_tokens)
+
+
+def expect_exact(runners: Mapping[str, Runner]) -> None:
+    """Refuse recordings that round otherwise than the body: all of them would be taken for wrong."""
+    rounding = [name for name, runner in runners.items() if not runner.backend.is_exact]
+    if rounding:
+        raise PlanError(
+            f"shadow_verify compares bits, and what is compiled for {', '.join(rounding)} rounds otherwise than the "
+            "eager path. Use --tc-compiler eager, another backend, or no --shadow-verify."
+        )
 
 
 class Shadow:
