@@ -8,7 +8,9 @@ import functools
 import itertools
 import linecache
 import logging
+import queue
 import random
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -359,6 +361,32 @@ class Cached:
         return x * self.table
 
 
+def put_in(held: queue.Queue[int] | queue.SimpleQueue[int]) -> Body:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held.put(1)
+        return x * held.qsize()
+
+    return body
+
+
+def taken_from(held: queue.Queue[int] | queue.SimpleQueue[int]) -> Body:
+    for n in range(20):
+        held.put(n)
+
+    return lambda x: x * held.get()
+
+
+def once_set() -> Body:
+    warm = threading.Event()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        factor = 3 if warm.is_set() else 2
+        warm.set()
+        return x * factor
+
+    return body
+
+
 REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "an attribute": (Counter, "Counter.n"),
     "a slot of a class": (Slotted, "Slotted.pos"),
@@ -375,6 +403,11 @@ REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "an array": (in_an_array, "held"),
     "a memo that never hits": (by_identity, "tables["),
     "what the last call left": (Previous, "Previous.size"),
+    "a queue": (lambda: put_in(queue.Queue()), "Queue.queue"),
+    "a queue that is read": (lambda: taken_from(queue.Queue()), "Queue.queue"),
+    "a simple queue": (lambda: put_in(queue.SimpleQueue()), "held"),
+    "a simple queue that is read": (lambda: taken_from(queue.SimpleQueue()), "held"),
+    "an event": (once_set, "Event._flag"),
     "random numbers": (drawn, "random"),
     "numpy's random numbers": (drawn_from_numpy, "numbers"),
     "torch's random numbers": (drawn_from_torch, "numbers"),
@@ -757,3 +790,14 @@ def test_a_module_that_the_first_run_makes_is_a_constant() -> None:
     slots = [Slot("x", ("rows", 4), torch.float32)]
     run = graphed(Lazy(), slots=slots, bucketed="rows", buckets=[4], device="emulated")
     assert not run.capture().failures
+
+
+def test_an_event_that_is_set_later_is_seen() -> None:
+    """What a body asks of an event is compared at every call."""
+    steering = threading.Event()
+    run = made_from(lambda x: x * 2 if steering.is_set() else x)
+    run.capture(silent)
+    x = torch.ones(2, WIDTH)
+    assert torch.equal(run(x), x)
+    steering.set()
+    assert torch.equal(run(x), x * 2)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import queue
 import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from operator import is_
 from typing import Any, Protocol
@@ -188,7 +190,7 @@ class Whole:
 
 
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-STATEFUL = (set, bytearray, np.ndarray, ContextVar, *_RANDOM)
+STATEFUL = (set, bytearray, np.ndarray, ContextVar, queue.SimpleQueue, *_RANDOM)
 """Types without keys whose content is copied whole."""
 
 
@@ -205,6 +207,8 @@ def _state_of(holder: Any) -> Any:
         return holder.copy()
     if isinstance(holder, ContextVar):
         return _in_context(holder)
+    if isinstance(holder, queue.SimpleQueue):
+        return _queued(holder)
     return set(holder) if isinstance(holder, set) else bytes(holder)
 
 
@@ -213,6 +217,22 @@ def _in_context(variable: ContextVar[Any]) -> Any:
         return variable.get()
     except LookupError:
         return ABSENT
+
+
+def _queued(holder: queue.SimpleQueue[Any]) -> list[Any]:
+    """What waits in a queue. It can only be taken out, and is put in again."""
+    found = _emptied(holder)
+    for one in found:
+        holder.put(one)
+    return found
+
+
+def _emptied(holder: queue.SimpleQueue[Any]) -> list[Any]:
+    found: list[Any] = []
+    with suppress(queue.Empty):
+        while True:
+            found.append(holder.get_nowait())
+    return found
 
 
 def _put_state(holder: Any, state: Any) -> None:
@@ -229,6 +249,10 @@ def _put_state(holder: Any, state: Any) -> None:
     elif isinstance(holder, ContextVar):
         if state is not ABSENT:  # nothing but a token takes a value away
             holder.set(state)
+    elif isinstance(holder, queue.SimpleQueue):
+        _emptied(holder)
+        for one in state:
+            holder.put(one)
     elif isinstance(holder, set):
         set.clear(holder)
         set.update(holder, state)

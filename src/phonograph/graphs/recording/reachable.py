@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import io
+import queue
 import random
 import sys
 import threading
@@ -261,7 +262,7 @@ _BY_TYPE: tuple[tuple[Any, _Visit], ...] = (
     (weakref.ref, Snapshot._visit_reference),
     (type, Snapshot._visit_class),
     ((staticmethod, classmethod, property, functools.cached_property), Snapshot._visit_descriptor),
-    ((torch.nn.Module, torch.optim.Optimizer, threading.local), Snapshot._visit_object),
+    ((torch.nn.Module, torch.optim.Optimizer, threading.local, threading.Event, queue.Queue), Snapshot._visit_object),
 )
 
 
