@@ -387,6 +387,37 @@ def once_set() -> Body:
     return body
 
 
+def replacing_data() -> Body:
+    held = torch.zeros(WIDTH)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held.data = held.data + 1
+        return x * held
+
+    return body
+
+
+def setting_memory() -> Body:
+    held = torch.zeros(WIDTH)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held.set_((held + 1).untyped_storage(), 0, (WIDTH,), (1,))
+        return x * held
+
+    return body
+
+
+class ReplacingAWeight(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * 2
+        return super().forward(x)
+
+
 REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "an attribute": (Counter, "Counter.n"),
     "a slot of a class": (Slotted, "Slotted.pos"),
@@ -408,6 +439,9 @@ REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "a simple queue": (lambda: put_in(queue.SimpleQueue()), "held"),
     "a simple queue that is read": (lambda: taken_from(queue.SimpleQueue()), "held"),
     "an event": (once_set, "Event._flag"),
+    "the memory of a tensor": (replacing_data, "held.data"),
+    "the memory of a tensor, by set_": (setting_memory, "held.data"),
+    "the memory of a weight": (ReplacingAWeight, "ReplacingAWeight.weight.data"),
     "random numbers": (drawn, "random"),
     "numpy's random numbers": (drawn_from_numpy, "numbers"),
     "torch's random numbers": (drawn_from_torch, "numbers"),
@@ -801,3 +835,18 @@ def test_an_event_that_is_set_later_is_seen() -> None:
     assert torch.equal(run(x), x)
     steering.set()
     assert torch.equal(run(x), x * 2)
+
+
+def test_a_lazy_module_is_refused_before_its_first_call_and_left_as_it_was() -> None:
+    layer = nn.LazyLinear(3)
+    run = made_from(layer)
+    failures = run.capture(silent).failures
+    assert len(failures) == 4
+    assert "LazyLinear.weight has no shape yet" in str(failures[0].error)
+    assert "once with a real batch before capture()" in str(failures[0].error)
+    assert isinstance(layer.weight, nn.UninitializedParameter)
+    x = torch.ones(2, WIDTH)
+    first = run(x)
+    run.capture(silent)
+    assert torch.equal(run(x), first)
+    assert run.stats.replays.total() == 1

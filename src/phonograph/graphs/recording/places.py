@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from operator import is_
 from typing import Any, Protocol
 
@@ -189,6 +190,50 @@ class Whole:
             self.put(None, value)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """The memory that a tensor is of."""
+
+    number: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    storage: torch.UntypedStorage
+    """Held, so that no other memory gets its number."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        return Memory(
+            storage._cdata, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype, storage
+        )
+
+
+class Data:
+    """Which memory a tensor is of: `data` and `set_` replace it."""
+
+    def __init__(self, holder: torch.Tensor) -> None:
+        self.holder = holder
+        self.then = Memory.of(holder)
+
+    def get(self, key: Any) -> Any:
+        return Memory.of(self.holder)
+
+    def changed(self) -> Iterator[tuple[Any, Any, Any]]:
+        now = self.get(None)
+        if self.then.number != now.number or not same(self.then, now):
+            yield "data", self.then, now
+
+    def put(self, key: Any, value: Any) -> None:
+        empty = torch.empty(0, dtype=value.dtype, device=value.storage.device)
+        self.holder.data = empty.set_(value.storage, value.offset, value.shape, value.stride)
+
+    def restore(self) -> None:
+        for key, value, _ in list(self.changed()):
+            self.put(key, value)
+
+
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 STATEFUL = (set, bytearray, np.ndarray, ContextVar, queue.SimpleQueue, *_RANDOM)
 """Types without keys whose content is copied whole."""
@@ -270,6 +315,8 @@ def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:
         return bool(one == other) if not isinstance(one, float) else repr(one) == repr(other)
     if isinstance(one, torch.Tensor):
         return _same_memory(one, other)
+    if isinstance(one, torch.UntypedStorage):
+        return bool(one._cdata == other._cdata)
     if isinstance(one, np.ndarray):
         return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
     return depth > 0 and _same_parts(one, other, depth - 1)

@@ -81,7 +81,7 @@ class Warmups:
 
     def first(self, bind: Bind) -> None:
         """The first run: whatever is made lazily is made here."""
-        self.python.refuse_iterators()
+        self.python.refuse_what_cant_be_undone()
         before, self._first = self.python.now, None
         with self._undone_on_failure(before):
             with self.python.followed():
