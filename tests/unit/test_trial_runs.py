@@ -418,6 +418,35 @@ class ReplacingAWeight(nn.Linear):
         return super().forward(x)
 
 
+class Sized:
+    """Keeps the size of its last call, for others to read."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Any], then: Any = None) -> None:
+        self.read = read
+        self.n = then
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.n = self.read(x)
+        return x * 2
+
+
+class SizedCache:
+    """Makes its table anew where the size is another."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.is_small = False
+        self.table = torch.ones(0, 1)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.n != x.shape[0]:
+            self.n = x.shape[0]
+            self.table = torch.arange(float(self.n))[:, None]
+        if self.n < 4 and not self.is_small:
+            self.is_small = True
+        return x + self.table
+
+
 REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "an attribute": (Counter, "Counter.n"),
     "a slot of a class": (Slotted, "Slotted.pos"),
@@ -442,6 +471,9 @@ REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "the memory of a tensor": (replacing_data, "held.data"),
     "the memory of a tensor, by set_": (setting_memory, "held.data"),
     "the memory of a weight": (ReplacingAWeight, "ReplacingAWeight.weight.data"),
+    "the size of a call": (lambda: Sized(len), "Sized.n"),
+    "the shape of a call": (lambda: Sized(lambda x: x.shape), "Sized.n"),
+    "whether a call is small": (lambda: Sized(lambda x: len(x) < 4, then=False), "Sized.n"),
     "random numbers": (drawn, "random"),
     "numpy's random numbers": (drawn_from_numpy, "numbers"),
     "torch's random numbers": (drawn_from_torch, "numbers"),
@@ -456,6 +488,7 @@ RECORDED: dict[str, Callable[[], Body]] = {
     "state for each shape": per_shape_state,
     "a table for each shape": Memo,
     "a table for the last shape": LastMemo,
+    "a table for the last size": SizedCache,
     "an lru_cache": remembered,
     "a global table": globally_remembered,
     "a cached property": Cached,
@@ -850,3 +883,14 @@ def test_a_lazy_module_is_refused_before_its_first_call_and_left_as_it_was() -> 
     run.capture(silent)
     assert torch.equal(run(x), first)
     assert run.stats.replays.total() == 1
+
+
+def test_a_value_that_is_set_by_size_is_named_with_its_line_unless_it_is_ignored() -> None:
+    body = Sized(len, then=0)
+    error = made_from(body).capture(silent).failures[0].error
+    assert error is not None
+    assert error.frame is not None
+    assert linecache.getline(__file__, error.frame.line).strip() == "self.n = self.read(x)"
+    assert body.n == 0
+    made = made_from(body, ignore=("Sized.n",))
+    assert not made.capture(silent).failures
