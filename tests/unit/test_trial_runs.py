@@ -894,3 +894,29 @@ def test_a_value_that_is_set_by_size_is_named_with_its_line_unless_it_is_ignored
     assert body.n == 0
     made = made_from(body, ignore=("Sized.n",))
     assert not made.capture(silent).failures
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_gap_that_collects_what_it_is_passed_must_copy_it(copies: bool) -> None:
+    """Replays pass the same memory again."""
+    hidden: list[torch.Tensor] = []
+    last = Plain(q=None)
+
+    @graph_break
+    def collect(q: torch.Tensor) -> None:
+        last.q = q  # for the rest of the step
+        hidden.append(q.clone() if copies else q)
+        del hidden[:-2]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        collect(y)
+        return y + 1
+
+    made = made_from(body)
+    failures = made.capture(silent).failures
+    assert bool(failures) is not copies
+    assert all("keeps in hidden a tensor that it was passed" in str(row.error) for row in failures)
+    for n in (1.0, 5.0):
+        made(torch.full((4, WIDTH), n))
+    assert [one[0, 0].item() for one in hidden] == [2.0, 10.0]

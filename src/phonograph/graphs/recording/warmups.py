@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from phonograph.errors import CaptureError, Frame, OutputError
-from phonograph.graphs.inputs.tree import leaves
+from phonograph.graphs.inputs.tree import leaves, reachable
 from phonograph.graphs.recording.fact import address_of, is_named
 from phonograph.graphs.recording.outputs import is_near, own
 from phonograph.graphs.recording.places import PLAIN, Place, Whole, same
@@ -81,6 +81,8 @@ class Warmups:
     """The first refusal for Python state: what one shape moves, the others may read."""
     _first: _First | None = None
     _all_made: list[StateChange] = field(default_factory=list)
+    _gap_memory: set[int] = field(default_factory=set)
+    """The memory of tensors that gaps were passed."""
     _has_settled: bool = False
     """Whether a shape has been warmed."""
 
@@ -88,6 +90,7 @@ class Warmups:
         """The first run: whatever is made lazily is made here."""
         self.python.refuse_what_cant_be_undone()
         before, self._first = self.python.now, None
+        self._gap_memory.clear()
         with self._undone_on_failure(before):
             with self.python.followed():
                 result, memory = self._run(bind)
@@ -107,6 +110,7 @@ class Warmups:
             moved = [change for change in moves.by_body.values() if not is_named(change.name, self.ignored)]
             if moved:
                 self._refuse(moved, bind)
+            self._refuse_collected(first, list(moves.elsewhere.values()))
             if first.made and self.may_rerun:
                 by_body, outputs = self._compare(first, bind, list(moves.elsewhere.values()))
                 if other is not None:
@@ -117,6 +121,24 @@ class Warmups:
             self._all_made += made
             self._has_settled = True
             return Settled(made, list(memory.uses.values()))
+
+    def note_gap(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+        """A gap of the first run has been called."""
+        tensors = (one for _, one in reachable((args, kwargs)) if isinstance(one, torch.Tensor))
+        self._gap_memory.update(one.untyped_storage()._cdata for one in tensors if one.layout is torch.strided)
+
+    def _refuse_collected(self, first: _First, elsewhere: Sequence[StateChange]) -> None:
+        """Refuse if, after the second run, something still holds what a gap was passed in the first."""
+        passed = self._gap_memory & first.memory.survivors()
+        for change in (*elsewhere, *first.made) if passed else ():
+            held = change.place.get(change.key)
+            tensors = [one for _, one in reachable(held) if isinstance(one, torch.Tensor)]
+            if any(one.layout is torch.strided and one.untyped_storage()._cdata in passed for one in tensors):
+                problem = (
+                    f"a @graph_break keeps in {change.name} a tensor that it was passed, and every replay writes to "
+                    "the same memory again"
+                )
+                self._refuse_moved(problem, "Keep a copy (tensor.clone())", None)
 
     def _compare(self, first: _First, bind: Bind, elsewhere: Sequence[StateChange]) -> tuple[list[StateChange], Any]:
         """Refuse if what the first run made changes the outputs: then it is no constant. Gives what the body made, and
