@@ -135,6 +135,8 @@ class Reads:
     def _note_inside(self, read: Read, owner: Any, name: str, frame: FrameType) -> None:
         if isinstance(owner, threading.local):
             self._note("attribute", f"local.{name}", InThread(owner, name), read, frame)
+        elif isinstance(owner, threading.Event) and name in ("is_set", "wait"):
+            self._note("attribute", f"{read.base}.is_set()", InDict(vars(owner), "_flag"), read, frame)
         elif owner is not UNKNOWN and not is_closed(owner):
             self._note_attribute(read, owner, frame)
             if isinstance(owner, dict) and dict.__contains__(owner, name):
