@@ -47,6 +47,12 @@ _WRITES = ("append", "add", "update", "clear", "extend", "insert", "remove", "di
 _NO_READS = (isinstance, issubclass, type, id, callable, print, getattr, hasattr, setattr, vars, super, hash, delattr)
 _QUIET = ("logging", "warnings", "contextlib", "threading", "typing", "dataclasses.field")
 """Modules whose functions don't compute anything of their arguments."""
+_TENSOR_WALKS = (
+    *("parameters", "named_parameters", "get_parameter", "state_dict"),
+    *("buffers", "named_buffers", "get_buffer"),
+)
+_MODULE_WALKS = ("modules", "named_modules", "children", "named_children", "get_submodule", "apply")
+"""Methods of every `nn.Module` that go over what it holds."""
 
 
 def uses_of(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
@@ -77,6 +83,8 @@ def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
         yield from _item(name, owner, arguments[0] if is_key(arguments[0]) else UNKNOWN)
     elif _is_getenv(callee.function) and arguments:
         yield from _item(name, callee.function.__globals__["environ"], arguments[0])
+    elif isinstance(owner, torch.nn.Module):
+        yield from _walk(owner, callee)
     elif is_container(unwrapped(owner)):
         if callee.name not in _WRITES:
             yield from _whole(name, owner)
@@ -84,6 +92,18 @@ def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
         for part, value in zip(read.parts, arguments, strict=True):
             if is_container(value) or is_record(value):
                 yield from _whole(str(part), value)
+
+
+def _walk(module: torch.nn.Module, callee: Callee) -> Iterator[Use]:
+    """The tensors and modules that a method of torch's finds below a module."""
+    is_torchs = getattr(callee.function, "__module__", None) == torch.nn.Module.__module__
+    if not is_torchs or callee.name not in (*_TENSOR_WALKS, *_MODULE_WALKS):
+        return
+    for path, below in module.named_modules(prefix=type(module).__name__):
+        kinds = (below._modules, below._parameters, below._buffers)
+        for held in kinds if callee.name in _TENSOR_WALKS else kinds[:1]:
+            if isinstance(held, dict):  # of scripted modules they lie in C++
+                yield path, AllItems(held)
 
 
 def _is_getenv(function: Any) -> bool:

@@ -1,0 +1,115 @@
+"""Facts that lie behind methods of modules, tuples, classes, weak references and imports: a change of one is seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from phonograph import Graphed, Reason, Replay, RunEagerly, Slot, graphed
+from phonograph.graphs.progress import silent
+
+X = torch.ones(3, 4)
+SLOTS = [Slot("x", ("rows", 4), torch.float32)]
+
+
+def made(body: Callable[..., Any]) -> Graphed:
+    run = graphed(body, slots=SLOTS, bucketed="rows", buckets=[4, 8], device="emulated")
+    assert not run.capture(silent).failures
+    return run
+
+
+Make = Callable[[], tuple[Callable[..., Any], Callable[[], object]]]
+"""A body, and what changes what it reads."""
+
+
+def of(held: Any, body: Callable[[Any, torch.Tensor], Any], change: Callable[[Any], object]) -> Make:
+    def make() -> tuple[Callable[..., Any], Callable[[], object]]:
+        mine = copy.deepcopy(held)
+
+        def step(x: torch.Tensor) -> Any:
+            return body(mine, x)
+
+        return step, lambda: change(mine)
+
+    return make
+
+
+# -- what modules hold, by their methods ----------------------------------------------------------------------
+
+
+class Children(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def of_linears(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for one in model.modules():
+        x = one(x) if isinstance(one, nn.Linear) else x
+    return x
+
+
+def replace_weight(model: nn.Module) -> None:
+    model.get_submodule("1").weight = nn.Parameter(torch.full((4, 4), 3.0))
+
+
+def replace_layer(model: nn.Module) -> None:
+    model.get_submodule("0").register_module("extra", nn.Linear(4, 4))
+    model.register_module("1", nn.Linear(4, 4))
+
+
+MODULES: dict[str, Make] = {
+    "parameters()": of(layers(), lambda m, x: x * sum(p.sum() for p in m.parameters()), replace_weight),
+    "named_parameters()": of(layers(), lambda m, x: x @ dict(m.named_parameters())["1.weight"], replace_weight),
+    "get_parameter()": of(layers(), lambda m, x: x @ m.get_parameter("1.weight"), replace_weight),
+    "state_dict()": of(layers(), lambda m, x: x @ m.state_dict()["1.weight"], replace_weight),
+    "data of parameters()": of(
+        layers(),
+        lambda m, x: x * sum(p.sum() for p in m.parameters()),
+        lambda m: setattr(m[1].weight, "data", torch.full((4, 4), 3.0)),
+    ),
+    "children()": of(Children(), lambda m, x: m(x), lambda m: setattr(m, "act", nn.Softplus())),
+    "get_submodule()": of(layers(), lambda m, x: m.get_submodule("1")(x), replace_layer),
+    "modules()": of(layers(), of_linears, replace_layer),
+}
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MODULES.items()])
+def test_a_change_of_what_is_read_is_seen_at_once(make: Make) -> None:
+    body, change = make()
+    run = made(body)
+    run(X)
+    assert isinstance(run.runner.last, Replay)
+    change()
+    found = run(X)
+    last = run.runner.last
+    assert isinstance(last, RunEagerly)
+    assert last.reason is Reason.STALE
+    with torch.no_grad():
+        assert torch.equal(found, body(X))
+
+
+def test_children_may_change_their_own_weights_where_only_modules_are_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def body(x: torch.Tensor) -> Any:
+        return x * len(list(model.children()))
+
+    run = made(body)
+    replace_weight(model)
+    run(X)
+    assert isinstance(run.runner.last, Replay)
