@@ -103,6 +103,42 @@ def test_a_change_of_what_is_read_is_seen_at_once(make: Make) -> None:
         assert torch.equal(found, body(X))
 
 
+# -- shapes that fail, and generated code -----------------------------------------------------------------------
+
+
+def test_facts_are_those_of_the_shapes_that_can_be_recorded() -> None:
+    held = {"scale": 2.0}
+
+    def body(x: torch.Tensor) -> Any:
+        assert 2 < x.shape[0] < 8
+        return x * held["scale"]
+
+    run = graphed(body, slots=SLOTS, bucketed="rows", buckets=[1, 2, 4, 8, 16], device="emulated", smallest=3)
+    assert len(run.capture(silent).failures) == 4
+    run(X)
+    assert isinstance(run.runner.last, Replay)
+    held["scale"] = 9.0
+    assert torch.equal(run(X), X * 9)
+
+
+@pytest.mark.parametrize("names", [{}, {"__name__": "generated"}], ids=["without a name", "with a name"])
+def test_globals_of_generated_functions_are_facts(names: dict[str, Any]) -> None:
+    namespace: dict[str, Any] = {"SCALE": 2.0, **names}
+    exec("def scaled(x):\n    return x * SCALE", namespace)
+
+    def body(x: torch.Tensor) -> Any:
+        return namespace["scaled"](x)
+
+    run = made(body)
+    run(X)
+    assert isinstance(run.runner.last, Replay)
+    namespace["SCALE"] = 9.0
+    assert torch.equal(run(X), X * 9)
+
+
+# -- no alarms ------------------------------------------------------------------------------------------------
+
+
 def test_children_may_change_their_own_weights_where_only_modules_are_asked_for() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 

@@ -168,7 +168,7 @@ def _is_closed(callee: Callee, looks_into: Any) -> bool:
     if isinstance(function, functools.partial):
         return _is_closed(Callee(function.func), looks_into)
     if isinstance(function, types.FunctionType):
-        return not looks_into(function.__code__.co_filename) and not function.__module__.startswith(_QUIET)
+        return not looks_into(function.__code__.co_filename) and not str(function.__module__).startswith(_QUIET)
     if isinstance(function, type):
         return function.__module__ in ("builtins", "itertools", "operator", "collections", "numpy")
     kinds = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
