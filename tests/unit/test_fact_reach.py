@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -88,7 +90,30 @@ MODULES: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MODULES.items()])
+# -- tuples with names ------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    scales: list[float]
+    config: SimpleNamespace
+    weights: list[torch.Tensor]
+
+
+LAYER = Layer([2.0], SimpleNamespace(scale=2.0), [torch.ones(4)])
+TUPLES: dict[str, Make] = {
+    "a field's item": of(LAYER, lambda t, x: x * t.scales[0], lambda t: operator.setitem(t.scales, 0, 9.0)),
+    "a field by index": of(LAYER, lambda t, x: x * t[0][0], lambda t: operator.setitem(t.scales, 0, 9.0)),
+    "a field's attribute": of(LAYER, lambda t, x: x * t.config.scale, lambda t: setattr(t.config, "scale", 9.0)),
+    "a field's tensor": of(
+        LAYER, lambda t, x: x * t.weights[0], lambda t: operator.setitem(t.weights, 0, torch.full((4,), 9.0))
+    ),
+    "a field to a builtin": of(LAYER, lambda t, x: x * sum(t.scales), lambda t: t.scales.append(9.0)),
+}
+
+SEEN = MODULES | TUPLES
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in SEEN.items()])
 def test_a_change_of_what_is_read_is_seen_at_once(make: Make) -> None:
     body, change = make()
     run = made(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import operator
 import types
-from collections import UserDict, UserList
+from collections import UserDict, UserList, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -19,6 +19,7 @@ from phonograph.graphs.recording.places import ABSENT, PLAIN
 
 UNKNOWN: Any = object()
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_FIELD = type(namedtuple("_Pair", "one").one)  # type: ignore[attr-defined]
 _OF_TENSORS = ("shape", "dtype", "device", "ndim")
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "+": operator.add,
@@ -110,6 +111,10 @@ def attribute_of(base: Any, name: str) -> Any:
         return UNKNOWN if held is None else held
     if type(base) in _TENSORS and name in _OF_TENSORS:
         return getattr(base, name) if not torch._C._len_torch_function_stack() else UNKNOWN
+    if name == "__class__":
+        return type(base)
+    if isinstance(base, tuple) and isinstance(getter := getattr(type(base), name, None), _FIELD):
+        return item_of(base, getter.__reduce__()[1][0])
     found = plain_value(lookup(base, name))
     # A dict whose attributes are its keys.
     return dict.get(base, name, UNKNOWN) if found is UNKNOWN and isinstance(base, dict) else found
@@ -131,7 +136,8 @@ def item_of(base: Any, key: Any) -> Any:
     try:
         if isinstance(base, dict):
             return dict.get(base, key, UNKNOWN)
-        return base[key] if type(base) in (list, tuple, torch.Size) else UNKNOWN
+        is_tuple = isinstance(base, tuple) and type(base).__getitem__ is tuple.__getitem__  # also one with names
+        return base[key] if is_tuple or type(base) in (list, torch.Size) else UNKNOWN
     except (IndexError, TypeError):
         return UNKNOWN
 
