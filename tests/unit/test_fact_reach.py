@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -110,7 +110,85 @@ TUPLES: dict[str, Make] = {
     "a field to a builtin": of(LAYER, lambda t, x: x * sum(t.scales), lambda t: t.scales.append(9.0)),
 }
 
-SEEN = MODULES | TUPLES
+# -- classes ----------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * 2
+
+
+def classes(body: Callable[[Any, torch.Tensor], Any], change: Callable[[Any], object]) -> Make:
+    """A body over an object of a new class, whose parent is new too."""
+
+    def make() -> tuple[Callable[..., Any], Callable[[], object]]:
+        class Parent(Wide):
+            scale = 2.0
+
+            def forward(self, x: torch.Tensor) -> Any:
+                return x * 2
+
+            def run(self, x: torch.Tensor) -> Any:
+                return x * 2
+
+        class Child(Parent):
+            scale = 50.0
+
+            def run(self, x: torch.Tensor) -> Any:
+                return super().run(x) * super().scale
+
+            def forward(self, x: torch.Tensor) -> Any:
+                return super().forward(x)
+
+        mine = Child()
+        return lambda x: body(mine, x), lambda: change(mine)
+
+    return make
+
+
+class Aliased:
+    alias: ClassVar = {"heads": "n_head"}
+
+    def __init__(self) -> None:
+        self.n_head = 2.0
+
+    def __getattribute__(self, key: str) -> Any:
+        return super().__getattribute__(type(self).alias.get(key, key))
+
+
+class Held:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def scaled(self, x: torch.Tensor) -> Any:
+        return x * self.scale
+
+
+class OtherHeld(Held):
+    def scaled(self, x: torch.Tensor) -> Any:
+        return x * 9
+
+
+def parent(one: Any) -> Any:
+    return type(one).__mro__[1]
+
+
+CLASSES: dict[str, Make] = {
+    "type(self).x": classes(lambda c, x: x * type(c).scale, lambda c: setattr(type(c), "scale", 9.0)),
+    "self.__class__.x": classes(lambda c, x: x * c.__class__.scale, lambda c: setattr(type(c), "scale", 9.0)),
+    "super().x": classes(lambda c, x: c.run(x), lambda c: setattr(parent(c), "scale", 9.0)),
+    "super().run(x)": classes(lambda c, x: c.run(x), lambda c: setattr(parent(c), "run", lambda self, x: x * 9)),
+    "super().forward(x)": classes(lambda c, x: c(x), lambda c: setattr(parent(c), "forward", lambda self, x: x * 9)),
+    "super().__getattribute__(…)": of(Aliased(), lambda c, x: x * c.heads, lambda c: setattr(c, "n_head", 9.0)),
+    "object.__getattribute__(…)": of(
+        Held(), lambda c, x: x * object.__getattribute__(c, "scale"), lambda c: setattr(c, "scale", 9.0)
+    ),
+    "an exchanged class": of(Held(), lambda c, x: c.scaled(x), lambda c: setattr(c, "__class__", OtherHeld)),
+}
+
+SEEN = MODULES | TUPLES | CLASSES
 
 
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in SEEN.items()])
@@ -162,6 +240,20 @@ def test_globals_of_generated_functions_are_facts(names: dict[str, Any]) -> None
 
 
 # -- no alarms ------------------------------------------------------------------------------------------------
+
+
+def test_an_object_with_methods_may_be_replaced_by_an_equal_one() -> None:
+    held = {"object": Held()}
+
+    def body(x: torch.Tensor) -> Any:
+        return held["object"].scaled(x)
+
+    run = made(body)
+    held["object"] = Held()
+    run(X)
+    assert isinstance(run.runner.last, Replay)
+    held["object"].scale = 9.0
+    assert torch.equal(run(X), X * 9)
 
 
 def test_children_may_change_their_own_weights_where_only_modules_are_asked_for() -> None:

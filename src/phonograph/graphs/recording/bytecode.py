@@ -100,6 +100,10 @@ class _Reading:
             self.stack.append(self._note(instruction, Read("cell", value)))
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             self._attribute(instruction, with_null=name == "LOAD_METHOD" or (_HAS_METHOD_BIT and bool(arg & 1)))
+        elif name == "LOAD_SUPER_ATTR":
+            called, *arguments = self._pop_all(3)
+            self.stack.append(Read("call", None, called, tuple(arguments)) if called is not None else None)
+            self._attribute(instruction, with_null=bool(arg & 1))
         elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
             self._item(instruction)
         elif name in ("COPY", "SWAP") and len(self.stack) >= arg:

@@ -182,13 +182,10 @@ def _called(read: Read, scene: Scene) -> Any:
     """What a call gives, of functions that only look something up."""
     callee, arguments = callee_of(read.base, scene), [value_of(part, scene) for part in read.parts]
     function, owner = callee.function, callee.owner
-    if function is globals and not arguments:
-        return scene.frame.f_globals
-    if function is vars and len(arguments) == 1 and arguments[0] is not UNKNOWN:
-        owned = arguments[0]
-        return vars(owned) if isinstance(owned, types.ModuleType) else attribute_of(owned, "__dict__")
-    if function is getattr and len(arguments) >= 2 and isinstance(arguments[1], str) and arguments[0] is not UNKNOWN:
-        return _or_default(attribute_of(arguments[0], arguments[1]), lookup(arguments[0], arguments[1]), arguments[2:])
+    if function is super or (function is globals and not arguments):
+        return _parent(arguments, scene.frame) if function is super else scene.frame.f_globals
+    if any(function is one for one in (vars, type, getattr)) and arguments and arguments[0] is not UNKNOWN:
+        return _of_object(function, *arguments)
     if isinstance(owner, dict) and callee.name == "get" and arguments and is_key(arguments[0]):
         return dict.get(owner, arguments[0], arguments[1] if len(arguments) > 1 else None)
     if read.offset in scene.returned:
@@ -199,6 +196,26 @@ def _called(read: Read, scene: Scene) -> Any:
         return len(arguments[0])
     is_pure = any(function is one for one in _PURE)
     return _applied(function, arguments) if is_pure and all(map(is_key, arguments)) else UNKNOWN
+
+
+def _of_object(function: Any, owner: Any, *arguments: Any) -> Any:
+    """`vars`, `type` and `getattr` of an object."""
+    if function is vars:
+        return vars(owner) if isinstance(owner, types.ModuleType) else attribute_of(owner, "__dict__")
+    if function is type:
+        return UNKNOWN if arguments else type(owner)
+    if not arguments or not isinstance(arguments[0], str):
+        return UNKNOWN
+    return _or_default(attribute_of(owner, arguments[0]), lookup(owner, arguments[0]), list(arguments[1:]))
+
+
+def _parent(arguments: list[Any], frame: FrameType) -> Any:
+    """What `super()` gives in a frame."""
+    if not arguments and frame.f_code.co_argcount:
+        arguments = [frame.f_locals.get(name, UNKNOWN) for name in ("__class__", frame.f_code.co_varnames[0])]
+    is_known = len(arguments) == 2 and isinstance(arguments[0], type) and arguments[1] is not UNKNOWN
+    kind = arguments[1] if is_known and isinstance(arguments[1], type) else type(arguments[-1]) if is_known else object
+    return super(*arguments) if is_known and issubclass(kind, arguments[0]) else UNKNOWN
 
 
 def _or_default(found: Any, held: list[Held], default: list[Any]) -> Any:
