@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import operator
+import sys
+import threading
+import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -188,7 +193,80 @@ CLASSES: dict[str, Make] = {
     "an exchanged class": of(Held(), lambda c, x: c.scaled(x), lambda c: setattr(c, "__class__", OtherHeld)),
 }
 
-SEEN = MODULES | TUPLES | CLASSES
+# -- threads, imports, weak references, partials ----------------------------------------------------------------
+
+
+def in_thread() -> tuple[Callable[..., Any], Callable[[], object]]:
+    held = threading.local()
+    held.scale = 2.0
+    return lambda x: x * held.scale, lambda: setattr(held, "scale", 9.0)
+
+
+def imported(body: Callable[[torch.Tensor], Any]) -> Make:
+    def make() -> tuple[Callable[..., Any], Callable[[], object]]:
+        settings: Any = ModuleType("settings_of_a_test")
+        sys.modules["settings_of_a_test"] = settings
+        settings.SCALE = 2.0
+        return body, lambda: setattr(settings, "SCALE", 9.0)
+
+    return make
+
+
+def from_import(x: torch.Tensor) -> Any:
+    from settings_of_a_test import SCALE  # type: ignore[import-not-found]
+
+    return x * SCALE
+
+
+def by_reference(refer: Callable[[Any], Any], body: Callable[[Any, torch.Tensor], Any]) -> Make:
+    def make() -> tuple[Callable[..., Any], Callable[[], object]]:
+        held = Held()
+        reference = refer(held)
+        return lambda x: body(reference, x), lambda: setattr(held, "scale", 9.0)
+
+    return make
+
+
+def by_weak_key() -> tuple[Callable[..., Any], Callable[[], object]]:
+    held = Held()
+    scales = weakref.WeakKeyDictionary({held: 2.0})
+    return lambda x: x * scales[held], lambda: operator.setitem(scales, held, 9.0)
+
+
+def scaled(x: torch.Tensor, by: Any) -> Any:
+    return x * by
+
+
+WEIGHTED = functools.partial(scaled, by=torch.ones(4))
+SCALED = functools.partial(scaled, by=2.0)
+
+
+def of_one_code() -> tuple[Callable[..., Any], Callable[[], object]]:
+    functions: list[Any] = [lambda x, by=by: x * by for by in (2.0, 3.0)]
+
+    def body(x: torch.Tensor) -> Any:
+        for function in functions:
+            x = function(x)
+        return x
+
+    return body, lambda: setattr(functions[0], "__defaults__", (9.0,))
+
+
+ELSEWHERE: dict[str, Make] = {
+    "a thread local": in_thread,
+    "from … import": imported(from_import),
+    "import_module()": imported(lambda x: x * importlib.import_module("settings_of_a_test").SCALE),
+    "weakref.ref": by_reference(weakref.ref, lambda r, x: x * r().scale),
+    "weakref.proxy": by_reference(weakref.proxy, lambda r, x: x * r.scale),
+    "WeakKeyDictionary": by_weak_key,
+    "a partial's tensor": of(
+        WEIGHTED, lambda p, x: p(x), lambda p: setattr(p.keywords["by"], "data", torch.full((4,), 9.0))
+    ),
+    "a partial's keyword": of(SCALED, lambda p, x: p(x), lambda p: p.keywords.update(by=9.0)),
+    "defaults of functions of one code": of_one_code,
+}
+
+SEEN = MODULES | TUPLES | CLASSES | ELSEWHERE
 
 
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in SEEN.items()])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
 import operator
+import sys
 import types
+import weakref
 from collections import UserDict, UserList, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,18 +63,37 @@ class Callee:
 
 def value_of(read: Read | None, scene: Scene) -> Any:
     """What a read finds, or `UNKNOWN`."""
+    found = UNKNOWN if read is None else _found(read, scene)
+    if type(found) in weakref.ProxyTypes:
+        try:
+            return found.__init__.__self__  # a method of what it stands for
+        except (ReferenceError, AttributeError):
+            return UNKNOWN
+    return found
+
+
+def _found(read: Read, scene: Scene) -> Any:
     frame = scene.frame
-    if read is None:
-        return UNKNOWN
     if read.kind in ("local", "cell"):
         return frame.f_locals.get(read.key, UNKNOWN)
     if read.kind == "global":
         return frame.f_globals.get(read.key, frame.f_builtins.get(read.key, UNKNOWN))
     if read.kind == "constant":
         return read.key
+    if read.kind == "import":
+        return _imported(read.key[0], read.key[1], frame)
     if read.kind in ("computed", "call"):
         return _computed(read, scene) if read.kind == "computed" else _called(read, scene)
     return _inside(read, scene)
+
+
+def _imported(name: str, level: int, frame: FrameType) -> Any:
+    """The module that `from name import …` has found."""
+    package = str(frame.f_globals.get("__package__") or "")
+    try:
+        return sys.modules.get(importlib.util.resolve_name("." * level + name, package), UNKNOWN)
+    except ImportError:
+        return UNKNOWN
 
 
 def _inside(read: Read, scene: Scene) -> Any:
@@ -122,8 +145,8 @@ def attribute_of(base: Any, name: str) -> Any:
 
 def unwrapped(value: Any) -> Any:
     """What a container of the standard library keeps its items in."""
-    if isinstance(value, UserDict | UserList):
-        return value.data
+    if isinstance(value, UserDict | UserList | weakref.WeakKeyDictionary):
+        return vars(value)["data"]
     if isinstance(value, types.MappingProxyType):
         return next((one for one in gc.get_referents(value) if isinstance(one, dict)), value)
     return value
@@ -186,6 +209,8 @@ def _called(read: Read, scene: Scene) -> Any:
         return _parent(arguments, scene.frame) if function is super else scene.frame.f_globals
     if any(function is one for one in (vars, type, getattr)) and arguments and arguments[0] is not UNKNOWN:
         return _of_object(function, *arguments)
+    if type(function) is weakref.ref or function is importlib.import_module:
+        return _elsewhere(function, arguments, scene.frame)
     if isinstance(owner, dict) and callee.name == "get" and arguments and is_key(arguments[0]):
         return dict.get(owner, arguments[0], arguments[1] if len(arguments) > 1 else None)
     if read.offset in scene.returned:
@@ -196,6 +221,15 @@ def _called(read: Read, scene: Scene) -> Any:
         return len(arguments[0])
     is_pure = any(function is one for one in _PURE)
     return _applied(function, arguments) if is_pure and all(map(is_key, arguments)) else UNKNOWN
+
+
+def _elsewhere(function: Any, arguments: list[Any], frame: FrameType) -> Any:
+    """What a weak reference refers to, and a module by its name."""
+    if function is not importlib.import_module:
+        found = function()
+        return UNKNOWN if found is None else found
+    is_known = len(arguments) == 1 and isinstance(arguments[0], str) and not arguments[0].startswith(".")
+    return _imported(arguments[0], 0, frame) if is_known else UNKNOWN
 
 
 def _of_object(function: Any, owner: Any, *arguments: Any) -> Any:

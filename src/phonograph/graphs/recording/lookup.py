@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,8 +69,9 @@ def _slot_value(owner: Any, slot: types.MemberDescriptorType) -> Any:
 
 def instance_dict(owner: Any) -> dict[str, Any] | None:
     """The attributes of an object, or None where it keeps none."""
+    kind = threading.local if isinstance(owner, threading.local) else object
     try:
-        held = object.__getattribute__(owner, "__dict__")
+        held = kind.__getattribute__(owner, "__dict__")
     except (AttributeError, TypeError):
         return None
     return held if isinstance(held, dict) else None

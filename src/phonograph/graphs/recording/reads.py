@@ -121,10 +121,17 @@ class Reads:
         elif read.kind == "items" and isinstance(base := value_of(read.base, scene), list):
             self._note("items", f"{read.base}[…]", AllItems(base), read, frame)
         else:
+            if read.kind == "call":
+                self._note_called(callee_of(read.base, scene).function, frame)
             if read.kind == "call" and read.parts:
                 self._note_by_name(read, scene)
             for name, source in uses_of(read, scene, self._looks_into):
                 self._note("item" if isinstance(source, InDict | InList) else "items", name, source, read, frame)
+
+    def _note_called(self, function: Any, frame: FrameType) -> None:
+        """Functions of one code may have defaults of their own."""
+        if isinstance(function, types.FunctionType) and self._looks_into(function.__code__.co_filename):
+            self.called.setdefault(id(function), (function, _line(frame)))
 
     def _note_by_name(self, read: Read, scene: Scene) -> None:
         """`getattr(x, name)`, `hasattr(x, name)` and `super().__getattribute__(name)` read as `x.name` does."""

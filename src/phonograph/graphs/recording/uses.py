@@ -13,6 +13,7 @@ from collections import ChainMap, UserDict
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -41,7 +42,7 @@ from phonograph.graphs.recording.fact import AllItems, InDict, InList, Source
 Use = tuple[str, Source]
 """What it is called, and where it lies."""
 _MAX_ENTRIES = 128
-_MAPPINGS = (dict, os._Environ, UserDict, ChainMap, types.MappingProxyType)
+_MAPPINGS = (dict, os._Environ, UserDict, ChainMap, types.MappingProxyType, WeakKeyDictionary)
 _LOOKS_UP = ("get", "setdefault", "__getitem__")
 _WRITES = ("append", "add", "update", "clear", "extend", "insert", "remove", "discard", "pop", "popleft", "appendleft")
 _NO_READS = (isinstance, issubclass, type, id, callable, print, getattr, hasattr, setattr, vars, super, hash, delattr)
@@ -77,6 +78,9 @@ def uses_of(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
 def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
     callee, arguments = callee_of(read.base, scene), [value_of(part, scene) for part in read.parts]
     owner, name = callee.owner, str(read.base.base) if read.base is not None and read.base.base is not None else ""
+    if isinstance(callee.function, functools.partial):
+        yield from _whole(f"{read.base}.keywords", callee.function.keywords)
+        yield f"{read.base}.args", AllContents(callee.function.args)
     if isinstance(owner, ContextVar) and callee.name == "get":
         yield f"the context variable {owner.name}", InContext(owner)
     elif callee.name in _LOOKS_UP and arguments and isinstance(owner, _MAPPINGS):
