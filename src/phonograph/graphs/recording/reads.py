@@ -76,7 +76,7 @@ class Reads:
 
     def _enter(self, frame: FrameType) -> None:
         """A function is called."""
-        if self._paused:
+        if self._paused or _is_our_own(frame):
             return
         code = frame.f_code
         self._returned.pop(id(frame), None)  # another frame may have had its identity
@@ -106,7 +106,7 @@ class Reads:
 
     def _read(self, frame: FrameType, read: Read) -> None:
         """An instruction is about to read."""
-        if self._paused:
+        if self._paused or _is_our_own(frame):
             return
         scene = Scene(frame, self._returned.get(id(frame), _NOTHING))
         if read.kind == "global":
@@ -201,6 +201,14 @@ def _called(owner: Any) -> str:
     if isinstance(owner, types.ModuleType | type):
         return owner.__name__
     return owner.__qualname__ if isinstance(owner, types.FunctionType) else type(owner).__name__
+
+
+def _is_our_own(frame: FrameType) -> bool:
+    """Whether code is what a dataclass of the graph layer was given."""
+    is_generated = frame.f_code.co_filename == "<string>"
+    return is_generated and str(frame.f_globals.get("__name__")).startswith(
+        ("phonograph.graphs.", "phonograph.devices")
+    )
 
 
 def _line(frame: FrameType) -> Frame:
