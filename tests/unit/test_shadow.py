@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.step import Step
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.graphs.planning.settings import ask
+from phonograph.graphs.running.runner import Runner
 
 pytestmark = pytest.mark.slow
 
@@ -133,6 +135,52 @@ def test_a_wrong_decode_is_found_and_nobody_sees_it(right: list[list[int]]) -> N
     spoil(llm.executor, "decode", other_tokens)
     assert generated(llm) == right
     assert llm.executor.runners["decode"].stats.eager[Reason.MISTRUSTED] > 0
+
+
+def swap_rows(runner: Runner) -> None:
+    """Overwrite the input buffer of a recording, as a stray kernel may."""
+    assert runner._loaded is not None
+    entry, used = runner._entries[runner._loaded.key], {"seqs": runner._loaded.used}
+    _, steps = entry.fitted(used, runner.registry, runner.phase.without).prepared
+    (rows,) = steps.used.values()
+    rows.copy_(rows.flip(0))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_repeat_of_spoiled_buffers_is_found(
+    share: float, right: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm, repeat, num_repeats = opened(shadow_verify=share), Runner.repeat, 0
+
+    def spoiled(runner: Runner) -> Any:
+        nonlocal num_repeats
+        num_repeats += 1
+        swap_rows(runner)
+        return repeat(runner)
+
+    monkeypatch.setattr(Runner, "repeat", spoiled)
+    assert (generated(llm) == right) == (share == 1)
+    assert num_repeats > 0, "a step that is checked is a repeat where it would be one without"
+    assert ("(a repeat: the last batch was not loaded again)" in caplog.text) == (share == 1)
+
+
+def test_a_step_that_is_repeated_by_mistake_is_found(right: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
+    llm = opened(shadow_verify=1.0)
+    passes = llm.executor.passes
+    passes["decode"] = dataclasses.replace(passes["decode"], is_steady=lambda step: True)
+    assert generated(llm) == right
+    assert "(a repeat: the last batch was not loaded again)" in caplog.text
+
+
+def test_as_many_steps_are_repeats_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat, found = Runner.repeat, []
+    for share in (0.0, 0.3, 1.0):
+        llm, runners = opened(shadow_verify=share), list[Runner]()
+        monkeypatch.setattr(Runner, "repeat", lambda runner, seen=runners: (seen.append(runner), repeat(runner))[1])
+        generated(llm)
+        found.append(len(runners))
+    assert found[0] > 0
+    assert len(set(found)) == 1, found
 
 
 def test_without_it_the_fault_reaches_the_answers(right: list[list[int]]) -> None:

@@ -216,9 +216,10 @@ class Executor:
 
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
+        repeats = chosen.is_steady(step) and runner.can_repeat
         if self.shadow is not None and chosen.written is not None and self.shadow.is_due():
-            return _picked(self.shadow.run(runner, chosen.batch(step), chosen))
-        if chosen.is_steady(step) and runner.can_repeat:
+            return _picked(self.shadow.run(runner, chosen.batch(step), chosen, repeats=repeats))
+        if repeats:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())
         return _picked(runner.run(chosen.batch(step)))

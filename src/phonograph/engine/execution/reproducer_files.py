@@ -43,7 +43,9 @@ def described_model(config: ModelConfig) -> dict[str, str]:
 
 def told(mismatch: Mismatch, *, with_tokens: bool) -> str:
     """A mismatch in words; without values and places where they may be token ids."""
-    return mismatch.detail if with_tokens or not mismatch.of_integers else f"{mismatch.where} differs"
+    return (
+        mismatch.detail if with_tokens or not mismatch.of_integers else f"{mismatch.where} differs{mismatch.of_repeat}"
+    )
 
 
 class Reproducers:

@@ -62,12 +62,15 @@ class Shadow:
         """Whether the next step is checked."""
         return self._numbers.random() < self._asked.share
 
-    def run(self, runner: Runner, batch: Any, chosen: Pass) -> Any:
-        """Serve a batch of a pass that says what it writes; raises where the replay is wrong."""
+    def run(self, runner: Runner, batch: Any, chosen: Pass, *, repeats: bool) -> Any:
+        """Serve a batch of a pass that says what it writes; raises where the replay is wrong.
+
+        `repeats` says that without a check the step would be a repeat: then that is what is checked.
+        """
         assert chosen.written is not None
         rows, positions = chosen.written(batch)
         state = self.state(rows, positions)
-        outputs, mismatch = shadowed(runner, batch, state)
+        outputs, mismatch = shadowed(runner, batch, state, repeats=repeats)
         self.num_checked += isinstance(runner.last, Replay)
         if mismatch is None:
             return outputs
