@@ -41,13 +41,15 @@ def generated(llm: LLM) -> list[list[int]]:
 Places = list[tuple[int, int]]
 """(row, position) of the last token that each row of a step has."""
 Fault = Callable[[Executor, Places], None]
-MOST_USED = {"decode": (4, (("sampling", "detailed"),)), "prefill": (16, ())}
-"""(size, axes) of the recording that serves most steps here."""
+Kind = tuple[int, tuple[tuple[str, str], ...]]
+"""(size, axes) of a recording."""
+MOST_USED: dict[str, Kind] = {"decode": (4, (("sampling", "detailed"),)), "prefill": (16, ())}
+"""By pass, the recording that serves most steps here."""
 
 
-def spoil(executor: Executor, phase: str, fault: Fault, *, after: int = 0) -> str:
+def spoil(executor: Executor, phase: str, fault: Fault, *, after: int = 0, kind: Kind | None = None) -> str:
     """Let one recording do something else besides, from some replay on; returns its name."""
-    runner, (size, values) = executor.runners[phase], MOST_USED[phase]
+    runner, (size, values) = executor.runners[phase], kind or MOST_USED[phase]
     key = next(key for key in runner.captured if (key.size, key.values) == (size, values))
     recording, launch, places, count = runner.recording(key), executor.launch, Places(), 0
 
@@ -181,6 +183,32 @@ def test_as_many_steps_are_repeats_as_without(monkeypatch: pytest.MonkeyPatch) -
         found.append(len(runners))
     assert found[0] > 0
     assert len(set(found)) == 1, found
+
+
+@pytest.mark.parametrize("at", [6, 9, 14])
+def test_a_wrong_replay_fails_nobody_whose_step_raised_before(
+    at: int, right: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = opened(shadow_verify=1.0)
+    launch, count = llm.executor.launch, 0
+
+    def launched(step: Step) -> Any:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise RuntimeError("something else")
+        return launch(step)
+
+    def fault(executor: Executor, places: Places) -> None:
+        if count > at:
+            other_tokens(executor, places)
+
+    llm.executor.launch = launched  # type: ignore[method-assign]
+    for key in llm.executor.runners["decode"].captured:
+        spoil(llm.executor, "decode", fault, kind=(key.size, key.values))
+    assert generated(llm) == right
+    assert "trying its sequences one by one" in caplog.text
+    assert "is computed again" in caplog.text
 
 
 def test_without_it_the_fault_reaches_the_answers(right: list[list[int]]) -> None:
