@@ -227,6 +227,8 @@ def test_the_reproducer_reproduces(tmp_path: Path, phase: str, with_tokens: bool
     (found,) = (tmp_path / "wrong").iterdir()
     content = torch.load(found, weights_only=True)
     assert bool(content["columns"]["last_token"].any()) == with_tokens
+    assert all(bool(one.numel()) == with_tokens for one in content["cache"]), "keys of the first layer tell the tokens"
+    assert (" for " in content["detail"]) == with_tokens, "and so does one number of them"
     if phase == "prefill":
         assert bool(content["batch"]["tokens"].any()) == with_tokens
     fresh = opened()
