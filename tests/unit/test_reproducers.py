@@ -339,19 +339,21 @@ def test_a_failure_to_write_is_said_and_harms_nobody(
 def test_a_folder_that_cannot_be_written_harms_nobody(
     right: LLM, wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, kind: str
 ) -> None:
-    folder = tmp_path / "folder"
+    """After the start, where it was tried."""
+    folder = tmp_path / "above" / "folder"
+    llm = wrong(folder)
     if kind == "a file":
+        folder.rmdir()
         folder.touch()
     elif kind == "below a file":
-        folder.touch()
-        folder = folder / "below"
+        folder.rmdir()
+        folder.parent.rmdir()
+        folder.parent.touch()
     elif kind == "closed":
-        folder.mkdir(mode=0o500)
+        folder.chmod(0o500)
         if os.access(folder, os.W_OK):  # root may write everywhere
             monkeypatch.setattr(os, "open", lambda *_, **__: no_permission())
-    llm = wrong(folder)
-    if kind == "removed":
-        folder.mkdir()
+    elif kind == "removed":
         saved = torch.save
 
         def removing(content: Any, file: Any) -> None:

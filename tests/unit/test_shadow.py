@@ -17,6 +17,7 @@ from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.rerun import rerun
+from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.step import Step
 from phonograph.graphs.phases.decisions import Reason
@@ -263,6 +264,42 @@ def test_what_is_no_reproducer_is_refused(tmp_path: Path) -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(PlanError, match="shadow_verify"):
         EngineOptions(shadow_verify=share)
+
+
+def test_a_folder_without_checks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--shadow-verify"):
+        EngineOptions(shadow_dir=tmp_path)
+
+
+def test_a_folder_that_is_none_is_refused_before_the_first_request(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PlanError, match=r"shadow_dir: writing to .*file/wrong failed"):
+        opened(shadow_verify=0.5, shadow_dir=tmp_path / "file" / "wrong")
+
+
+def test_the_trial_of_a_folder_leaves_nothing(tmp_path: Path) -> None:
+    shadowing_for(EngineOptions(shadow_verify=0.5, shadow_dir=tmp_path / "wrong"))
+    assert list((tmp_path / "wrong").iterdir()) == []
+
+
+def test_it_is_said_where_nothing_can_be_checked(caplog: pytest.LogCaptureFixture) -> None:
+    llm = opened("disabled", shadow_verify=0.5)
+    assert "nothing is recorded, so --shadow-verify checks no step" in caplog.text
+    assert "nothing is recorded, and --shadow-verify checks no step" in llm.checks
+    assert llm.checks in llm.explain()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "before the first request a few recordings of each phase; in service no step (no --shadow-verify)"),
+        ({"verify": "off"}, "before the first request no recording (--verify off); in service"),
+        ({"shadow_verify": 0.001}, "in service 0.001 of the steps that are replays, no reproducers (no --shadow-dir)"),
+        ({"shadow_verify": 1.0, "shadow_dir": Path("x")}, "1 of the steps that are replays, reproducers go to x"),
+    ],
+)
+def test_the_checks_in_words(options: dict[str, Any], said: str) -> None:
+    assert said in described_checks(EngineOptions(**options), is_recorded=True)
 
 
 def test_the_command_runs_a_reproducer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
