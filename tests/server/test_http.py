@@ -18,7 +18,7 @@ from phonograph.engine.llm import LLM
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.server.http.failures import ApiError
 from phonograph.server.openai import requests
-from phonograph.server.openai.request_validation import check_tool_fields
+from phonograph.server.openai.request_validation import check_message_fields, check_tool_fields
 from phonograph.server.openai.requests import (
     WITHOUT_EFFECT,
     ChatRequest,
@@ -237,6 +237,17 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"a": 1}}]}]},
         "no effect here",
         "messages[0].content[0].cache_control",
+    ),
+    *(
+        (path, {"messages": [{"role": role, "content": "x", name: value}]}, "only messages of", f"messages[0].{name}")
+        for path in (CHAT, "/tokenize")
+        for role, name, value in (
+            ("user", "tool_calls", [{"id": "a"}]),
+            ("user", "tool_call_id", "a"),
+            ("system", "tool_call_id", "a"),
+            ("assistant", "tool_call_id", "a"),
+            ("tool", "tool_calls", [{"id": "a"}]),
+        )
     ),
     (CHAT, {"messages": [*HELLO, calling(index=0)]}, "no effect here", "messages[1].tool_calls[0].index"),
     (
@@ -500,3 +511,42 @@ def test_fields_of_tools_reach_the_template_or_are_refused(tool: dict[str, Any],
     with pytest.raises(ApiError) as found:
         check_tool_fields([TOOL, tool], (), shown_whole=False)
     assert found.value.error.param == place
+
+
+RESULT = {"role": "tool", "content": "noon", "tool_call_id": "a"}
+
+
+@pytest.mark.parametrize(
+    ("message", "read", "refused"),
+    [
+        (calling(), (), "tool_calls"),
+        (calling(), ("tool_call_id",), "tool_calls"),
+        (calling(), ("tool_calls",), None),
+        (RESULT, (), "tool_call_id"),
+        (RESULT, ("tool_call_id",), None),
+        (RESULT, ("tool_calls",), None),  # results follow their calls
+        ({**RESULT, "tool_call_id": ""}, (), None),
+        ({"role": "user", "content": "x", "tool_calls": [], "tool_call_id": None}, (), None),
+    ],
+)
+def test_calls_and_results_reach_the_template_or_are_refused(
+    message: dict[str, Any], read: tuple[str, ...], refused: str | None
+) -> None:
+    if refused is None:
+        check_message_fields([*HELLO, message], read)
+        return
+    with pytest.raises(ApiError) as found:
+        check_message_fields([*HELLO, message], read)
+    assert found.value.error.param == f"messages[1].{refused}"
+    assert f"`messages[1].{refused}` can't be served" in found.value.error.message
+    assert "chat template does not read calls of tools" in found.value.error.message
+
+
+def test_the_default_models_template_reads_no_calls(real_server: Server) -> None:
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "what time is it?"}]
+    for path in (CHAT, "/tokenize"):
+        found = error_of(real_server.post(path, {"messages": [*asked, calling(), RESULT]}), 400)
+        assert found["param"] == "messages[1].tool_calls"
+        assert error_of(real_server.post(path, {"messages": [*asked, RESULT]}), 400)["param"].endswith("tool_call_id")
+    plain = {**RESULT, "tool_call_id": None}
+    assert real_server.post("/tokenize", {"messages": [*asked, plain]}).status_code == 200
