@@ -13,13 +13,17 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phonograph.engine.llm import LLM
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.server.http.failures import ApiError
+from phonograph.server.http.neutral_fields import without_neutral
 from phonograph.server.openai import requests
 from phonograph.server.openai.request_validation import check_message_fields, check_tool_fields
 from phonograph.server.openai.requests import (
+    ONLY_NEUTRAL,
     WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,
@@ -313,17 +317,29 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "guided_json": False}, "Unsatisfiable", "guided_json"),
     (TEXT, {"prompt": "x", "guided_grammar": 'start: a\na: "x" a'}, "following the grammar", "guided_grammar"),
     *(
-        (TEXT, {"prompt": "x", name: value}, "unknown field", name)
+        (TEXT, {"prompt": "x", name: value}, f"`{name}` is not supported: ", name)
         for name, value in (
             ("top_a", 0.2),
             ("typical_p", 0.9),
             ("min_tokens", 4),
+            ("min_tokens", False),
+            ("min_tokens", "0"),
+            ("min_tokens", [0] * 100),
+            ("skip_special_tokens", False),
+            ("skip_special_tokens", 1),
+            ("length_penalty", 1.01),
+            ("priority", -1),
+            ("prompt_logprobs", 0),
             ("use_beam_search", True),
             ("structured_outputs", {"regex": "a"}),
             ("reasoning_effort", "high"),
         )
     ),
-    (CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, "unknown field", "functions"),
+    (CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, "`tools` in its place", "functions"),
+    (TEXT, {"prompt": "x", "min_tokens": 0, "temprature": None}, "did you mean `temperature`", "temprature"),
+    (TEXT, {"prompt": "x", "min_tokens": 0, "temperature": "hot"}, "got `str`", "temperature"),
+    (TEXT, {"prompt": "x", "min_tokens": 0, "top_p": 0}, "> 0", "top_p"),
+    ("/tokenize", {"prompt": "x", "min_tokens": 0}, "unknown field", "min_tokens"),
     (
         CHAT,
         {"messages": HELLO, "stream": True, "stream_options": {"include_usages": True}},
@@ -491,6 +507,38 @@ def test_every_field_of_a_body_is_read_or_known_to_be_without_effect() -> None:
         assert unread <= WITHOUT_EFFECT.keys(), body
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     assert [name for name in WITHOUT_EFFECT if f"`{name}`" not in page] == []
+
+
+def test_fields_of_others_are_taken_at_what_is_done_anyway(tiny_server: Server) -> None:
+    plain = {"max_tokens": 4, **GREEDY}
+    asked: tuple[tuple[str, dict[str, Any]], ...] = ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "x"}))
+    nulls: dict[str, Any] = dict.fromkeys(ONLY_NEUTRAL)
+    rounds = [nulls]
+    for place in range(max(len(field.values) for field in ONLY_NEUTRAL.values())):
+        rounds.append({name: field.values[place] for name, field in ONLY_NEUTRAL.items() if field.values[place:]})
+    for path, body in asked:
+        expected = tiny_server.post(path, {**plain, **body}).json()["choices"]
+        for further in (*rounds, {"length_penalty": 1.0, "stop": ""}):
+            said = tiny_server.post(path, {**further, **plain, **body})
+            assert said.status_code == 200, said.text
+            assert said.json()["choices"] == expected
+    for further in ({"logprobs": False, "top_logprobs": 0}, {"top_logprobs": 0}, {"logprobs": False}):
+        assert tiny_server.post(CHAT, {**plain, **asked[0][1], **further}).status_code == 200
+
+
+def test_fields_of_others_are_known_and_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    assert [name for name in ONLY_NEUTRAL if f"`{name}`" not in page] == []
+    assert ONLY_NEUTRAL.keys().isdisjoint(WITHOUT_EFFECT)
+    both = {field.name for field in msgspec.structs.fields(ChatRequest)}
+    both &= {field.name for field in msgspec.structs.fields(CompletionRequest)}
+    assert ONLY_NEUTRAL.keys().isdisjoint(both), "what both bodies have is read there"
+
+
+@given(st.dictionaries(st.text(), st.none() | st.integers(-9, 9) | st.text() | st.lists(st.booleans()), max_size=8))
+def test_a_body_without_neutral_fields_is_otherwise_the_same(body: dict[str, Any]) -> None:
+    data = msgspec.json.encode({"min_tokens": 0, **body, "echo": 5, "priority": None})
+    assert json.loads(without_neutral(data, ONLY_NEUTRAL, ("echo",))) == {**body, "echo": 5}
 
 
 FUNCTION = {"name": "f", "description": "d", "parameters": {}, "strict": True}
