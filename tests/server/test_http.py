@@ -211,6 +211,21 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "expected text parts alone",
         "messages[0]",
     ),
+    *(
+        (
+            path,
+            {"messages": [{"role": role, "content": [{"type": "text", "text": "x"}, part]}]},
+            f"has a part of type '{part['type']}'; the model reads text only",
+            "messages[0]",
+        )
+        for path, role in ((CHAT, "user"), (CHAT, "system"), ("/tokenize", "user"))
+        for part in (
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}},
+            {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+            {"type": "file", "file": {"file_id": "a"}},
+            {"type": "refusal", "refusal": "no"},
+        )
+    ),
     (CHAT, {"messages": [5]}, "expected `object`, got `int`", "messages[0]"),
     (TEXT, {"prompt": "x", "temperature": "hot"}, "expected `float | null`, got `str`", "temperature"),
     (TEXT, {"prompt": "x", "temperature": -1}, ">= 0", "temperature"),
@@ -315,6 +330,15 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     (TEXT, {"prompt": "x", "guided_regex": r"[^\s\S]"}, "no text follows it", "guided_regex"),
     (TEXT, {"prompt": "x", "guided_json": False}, "Unsatisfiable", "guided_json"),
+    *(
+        (
+            TEXT,
+            {"prompt": "x", "guided_json": schema},
+            "followed: `oneOf` is not supported; write `anyOf`",
+            "guided_json",
+        )
+        for schema in ({"oneOf": [{"const": 1}, {"const": 2}]}, {"items": {"oneOf": [{"const": 1}, {"const": 2}]}})
+    ),
     (TEXT, {"prompt": "x", "guided_grammar": 'start: a\na: "x" a'}, "following the grammar", "guided_grammar"),
     *(
         (TEXT, {"prompt": "x", name: value}, f"`{name}` is not supported: ", name)
@@ -535,7 +559,13 @@ def test_fields_of_others_are_known_and_documented() -> None:
     assert ONLY_NEUTRAL.keys().isdisjoint(both), "what both bodies have is read there"
 
 
-@given(st.dictionaries(st.text(), st.none() | st.integers(-9, 9) | st.text() | st.lists(st.booleans()), max_size=8))
+@given(
+    st.dictionaries(
+        st.text().filter(lambda name: name not in ONLY_NEUTRAL),
+        st.none() | st.integers(-9, 9) | st.text() | st.lists(st.booleans()),
+        max_size=8,
+    )
+)
 def test_a_body_without_neutral_fields_is_otherwise_the_same(body: dict[str, Any]) -> None:
     data = msgspec.json.encode({"min_tokens": 0, **body, "echo": 5, "priority": None})
     assert json.loads(without_neutral(data, ONLY_NEUTRAL, ("echo",))) == {**body, "echo": 5}

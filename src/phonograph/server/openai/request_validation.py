@@ -83,7 +83,8 @@ def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[st
         _refuse_unread(message, MESSAGE_FIELDS, read, where)
         _refuse_misplaced_calls(message, read, where)
         for number, part in enumerate(_objects(message.get("content"))):
-            _refuse_unread(part, _PART_FIELDS, (), f"{where}content[{number}].")
+            if part.get("type") in (None, "text"):  # the template refuses others as a whole
+                _refuse_unread(part, _PART_FIELDS, (), f"{where}content[{number}].")
         for number, call in enumerate(_objects(message.get("tool_calls"))):
             _refuse_unread(call, _CALL_FIELDS, read, f"{where}tool_calls[{number}].")
             for function in _objects([call.get("function")]):
