@@ -13,13 +13,17 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phonograph.engine.llm import LLM
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.server.http.failures import ApiError
+from phonograph.server.http.neutral_fields import without_neutral
 from phonograph.server.openai import requests
-from phonograph.server.openai.request_validation import check_tool_fields
+from phonograph.server.openai.request_validation import check_message_fields, check_tool_fields
 from phonograph.server.openai.requests import (
+    ONLY_NEUTRAL,
     WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,
@@ -207,6 +211,21 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "expected text parts alone",
         "messages[0]",
     ),
+    *(
+        (
+            path,
+            {"messages": [{"role": role, "content": [{"type": "text", "text": "x"}, part]}]},
+            f"has a part of type '{part['type']}'; the model reads text only",
+            "messages[0]",
+        )
+        for path, role in ((CHAT, "user"), (CHAT, "system"), ("/tokenize", "user"))
+        for part in (
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}},
+            {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+            {"type": "file", "file": {"file_id": "a"}},
+            {"type": "refusal", "refusal": "no"},
+        )
+    ),
     (CHAT, {"messages": [5]}, "expected `object`, got `int`", "messages[0]"),
     (TEXT, {"prompt": "x", "temperature": "hot"}, "expected `float | null`, got `str`", "temperature"),
     (TEXT, {"prompt": "x", "temperature": -1}, ">= 0", "temperature"),
@@ -237,6 +256,17 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"a": 1}}]}]},
         "no effect here",
         "messages[0].content[0].cache_control",
+    ),
+    *(
+        (path, {"messages": [{"role": role, "content": "x", name: value}]}, "only messages of", f"messages[0].{name}")
+        for path in (CHAT, "/tokenize")
+        for role, name, value in (
+            ("user", "tool_calls", [{"id": "a"}]),
+            ("user", "tool_call_id", "a"),
+            ("system", "tool_call_id", "a"),
+            ("assistant", "tool_call_id", "a"),
+            ("tool", "tool_calls", [{"id": "a"}]),
+        )
     ),
     (CHAT, {"messages": [*HELLO, calling(index=0)]}, "no effect here", "messages[1].tool_calls[0].index"),
     (
@@ -300,19 +330,40 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     (TEXT, {"prompt": "x", "guided_regex": r"[^\s\S]"}, "no text follows it", "guided_regex"),
     (TEXT, {"prompt": "x", "guided_json": False}, "Unsatisfiable", "guided_json"),
+    *(
+        (
+            TEXT,
+            {"prompt": "x", "guided_json": schema},
+            "followed: `oneOf` is not supported; write `anyOf`",
+            "guided_json",
+        )
+        for schema in ({"oneOf": [{"const": 1}, {"const": 2}]}, {"items": {"oneOf": [{"const": 1}, {"const": 2}]}})
+    ),
     (TEXT, {"prompt": "x", "guided_grammar": 'start: a\na: "x" a'}, "following the grammar", "guided_grammar"),
     *(
-        (TEXT, {"prompt": "x", name: value}, "unknown field", name)
+        (TEXT, {"prompt": "x", name: value}, f"`{name}` is not supported: ", name)
         for name, value in (
             ("top_a", 0.2),
             ("typical_p", 0.9),
             ("min_tokens", 4),
+            ("min_tokens", False),
+            ("min_tokens", "0"),
+            ("min_tokens", [0] * 100),
+            ("skip_special_tokens", False),
+            ("skip_special_tokens", 1),
+            ("length_penalty", 1.01),
+            ("priority", -1),
+            ("prompt_logprobs", 0),
             ("use_beam_search", True),
             ("structured_outputs", {"regex": "a"}),
             ("reasoning_effort", "high"),
         )
     ),
-    (CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, "unknown field", "functions"),
+    (CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, "`tools` in its place", "functions"),
+    (TEXT, {"prompt": "x", "min_tokens": 0, "temprature": None}, "did you mean `temperature`", "temprature"),
+    (TEXT, {"prompt": "x", "min_tokens": 0, "temperature": "hot"}, "got `str`", "temperature"),
+    (TEXT, {"prompt": "x", "min_tokens": 0, "top_p": 0}, "> 0", "top_p"),
+    ("/tokenize", {"prompt": "x", "min_tokens": 0}, "unknown field", "min_tokens"),
     (
         CHAT,
         {"messages": HELLO, "stream": True, "stream_options": {"include_usages": True}},
@@ -482,6 +533,44 @@ def test_every_field_of_a_body_is_read_or_known_to_be_without_effect() -> None:
     assert [name for name in WITHOUT_EFFECT if f"`{name}`" not in page] == []
 
 
+def test_fields_of_others_are_taken_at_what_is_done_anyway(tiny_server: Server) -> None:
+    plain = {"max_tokens": 4, **GREEDY}
+    asked: tuple[tuple[str, dict[str, Any]], ...] = ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "x"}))
+    nulls: dict[str, Any] = dict.fromkeys(ONLY_NEUTRAL)
+    rounds = [nulls]
+    for place in range(max(len(field.values) for field in ONLY_NEUTRAL.values())):
+        rounds.append({name: field.values[place] for name, field in ONLY_NEUTRAL.items() if field.values[place:]})
+    for path, body in asked:
+        expected = tiny_server.post(path, {**plain, **body}).json()["choices"]
+        for further in (*rounds, {"length_penalty": 1.0, "stop": ""}):
+            said = tiny_server.post(path, {**further, **plain, **body})
+            assert said.status_code == 200, said.text
+            assert said.json()["choices"] == expected
+    for further in ({"logprobs": False, "top_logprobs": 0}, {"top_logprobs": 0}, {"logprobs": False}):
+        assert tiny_server.post(CHAT, {**plain, **asked[0][1], **further}).status_code == 200
+
+
+def test_fields_of_others_are_known_and_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    assert [name for name in ONLY_NEUTRAL if f"`{name}`" not in page] == []
+    assert ONLY_NEUTRAL.keys().isdisjoint(WITHOUT_EFFECT)
+    both = {field.name for field in msgspec.structs.fields(ChatRequest)}
+    both &= {field.name for field in msgspec.structs.fields(CompletionRequest)}
+    assert ONLY_NEUTRAL.keys().isdisjoint(both), "what both bodies have is read there"
+
+
+@given(
+    st.dictionaries(
+        st.text().filter(lambda name: name not in ONLY_NEUTRAL),
+        st.none() | st.integers(-9, 9) | st.text() | st.lists(st.booleans()),
+        max_size=8,
+    )
+)
+def test_a_body_without_neutral_fields_is_otherwise_the_same(body: dict[str, Any]) -> None:
+    data = msgspec.json.encode({"min_tokens": 0, **body, "echo": 5, "priority": None})
+    assert json.loads(without_neutral(data, ONLY_NEUTRAL, ("echo",))) == {**body, "echo": 5}
+
+
 FUNCTION = {"name": "f", "description": "d", "parameters": {}, "strict": True}
 TOOL = {"type": "function", "function": FUNCTION}
 
@@ -500,3 +589,42 @@ def test_fields_of_tools_reach_the_template_or_are_refused(tool: dict[str, Any],
     with pytest.raises(ApiError) as found:
         check_tool_fields([TOOL, tool], (), shown_whole=False)
     assert found.value.error.param == place
+
+
+RESULT = {"role": "tool", "content": "noon", "tool_call_id": "a"}
+
+
+@pytest.mark.parametrize(
+    ("message", "read", "refused"),
+    [
+        (calling(), (), "tool_calls"),
+        (calling(), ("tool_call_id",), "tool_calls"),
+        (calling(), ("tool_calls",), None),
+        (RESULT, (), "tool_call_id"),
+        (RESULT, ("tool_call_id",), None),
+        (RESULT, ("tool_calls",), None),  # results follow their calls
+        ({**RESULT, "tool_call_id": ""}, (), None),
+        ({"role": "user", "content": "x", "tool_calls": [], "tool_call_id": None}, (), None),
+    ],
+)
+def test_calls_and_results_reach_the_template_or_are_refused(
+    message: dict[str, Any], read: tuple[str, ...], refused: str | None
+) -> None:
+    if refused is None:
+        check_message_fields([*HELLO, message], read)
+        return
+    with pytest.raises(ApiError) as found:
+        check_message_fields([*HELLO, message], read)
+    assert found.value.error.param == f"messages[1].{refused}"
+    assert f"`messages[1].{refused}` can't be served" in found.value.error.message
+    assert "chat template does not read calls of tools" in found.value.error.message
+
+
+def test_the_default_models_template_reads_no_calls(real_server: Server) -> None:
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "what time is it?"}]
+    for path in (CHAT, "/tokenize"):
+        found = error_of(real_server.post(path, {"messages": [*asked, calling(), RESULT]}), 400)
+        assert found["param"] == "messages[1].tool_calls"
+        assert error_of(real_server.post(path, {"messages": [*asked, RESULT]}), 400)["param"].endswith("tool_call_id")
+    plain = {**RESULT, "tool_call_id": None}
+    assert real_server.post("/tokenize", {"messages": [*asked, plain]}).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import logging
 import sys
@@ -19,6 +20,7 @@ from phonograph import DeclarationError, Graphed, Pad, Reason, Replay, RunEagerl
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording import dict_versions, facts
 from phonograph.graphs.recording.bytecode import reads_of
+from phonograph.graphs.recording.fact import shown
 from phonograph.graphs.recording.fact_check import WINDOW
 from phonograph.graphs.recording.facts import records_reads
 
@@ -556,3 +558,10 @@ def test_temporaries_of_warm_ups_are_not_kept() -> None:
 
     run = made(body, ignore=["made_here"], preserve=lambda batch: nullcontext())
     assert not any(fact.name == "Output.value" for fact in run.facts())
+
+
+def test_a_member_of_an_enum_is_shown_by_its_name() -> None:
+    class Mode(enum.Enum):
+        FAST = object()
+
+    assert shown(Mode.FAST) == "Mode.FAST"

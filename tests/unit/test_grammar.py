@@ -226,7 +226,9 @@ def test_spaces_that_a_grammar_asks_for_are_in_the_text(tmp_path: Path) -> None:
             assert re.fullmatch(pattern, done.text), (pattern, done.text)
             assert "".join(llm.stream([1], params)) == found[1].text
         request = Request("r", (1,), params)
-        generation = Generation([request], llm.tokenizer, Observers([]), lambda generation, left: None)
+        generation = Generation(
+            [request], llm.tokenizer, Observers([]), lambda generation, left: None, eos_ids=llm.tokenizer.eos_ids
+        )
         generation.put(Output("r", 0, tuple(found[0].tokens), FinishReason.STOP), 0.0)
         assert asyncio.run(generation.take())[0].text == found[0].text
     # Without a grammar the space in front is the vocabulary's.

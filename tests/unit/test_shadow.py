@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,13 @@ from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.rerun import rerun
+from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.step import Step
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
+from phonograph.graphs.running.runner import Runner
 
 pytestmark = pytest.mark.slow
 
@@ -40,13 +43,15 @@ def generated(llm: LLM) -> list[list[int]]:
 Places = list[tuple[int, int]]
 """(row, position) of the last token that each row of a step has."""
 Fault = Callable[[Executor, Places], None]
-MOST_USED = {"decode": (4, (("sampling", "detailed"),)), "prefill": (16, ())}
-"""(size, axes) of the recording that serves most steps here."""
+Kind = tuple[int, tuple[tuple[str, str], ...]]
+"""(size, axes) of a recording."""
+MOST_USED: dict[str, Kind] = {"decode": (4, (("sampling", "detailed"),)), "prefill": (16, ())}
+"""By pass, the recording that serves most steps here."""
 
 
-def spoil(executor: Executor, phase: str, fault: Fault, *, after: int = 0) -> str:
+def spoil(executor: Executor, phase: str, fault: Fault, *, after: int = 0, kind: Kind | None = None) -> str:
     """Let one recording do something else besides, from some replay on; returns its name."""
-    runner, (size, values) = executor.runners[phase], MOST_USED[phase]
+    runner, (size, values) = executor.runners[phase], kind or MOST_USED[phase]
     key = next(key for key in runner.captured if (key.size, key.values) == (size, values))
     recording, launch, places, count = runner.recording(key), executor.launch, Places(), 0
 
@@ -143,6 +148,78 @@ def test_a_wrong_decode_is_found_and_nobody_sees_it(right: list[list[int]]) -> N
     assert llm.executor.runners["decode"].stats.eager[Reason.MISTRUSTED] > 0
 
 
+def swap_rows(runner: Runner) -> None:
+    """Overwrite the input buffer of a recording, as a stray kernel may."""
+    assert runner._loaded is not None
+    entry, used = runner._entries[runner._loaded.key], {"seqs": runner._loaded.used}
+    _, steps = entry.fitted(used, runner.registry, runner.phase.without).prepared
+    (rows,) = steps.used.values()
+    rows.copy_(rows.flip(0))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_repeat_of_spoiled_buffers_is_found(
+    share: float, right: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm, repeat, num_repeats = opened(shadow_verify=share), Runner.repeat, 0
+
+    def spoiled(runner: Runner) -> Any:
+        nonlocal num_repeats
+        num_repeats += 1
+        swap_rows(runner)
+        return repeat(runner)
+
+    monkeypatch.setattr(Runner, "repeat", spoiled)
+    assert (generated(llm) == right) == (share == 1)
+    assert num_repeats > 0, "a step that is checked is a repeat where it would be one without"
+    assert ("(a repeat: the last batch was not loaded again)" in caplog.text) == (share == 1)
+
+
+def test_a_step_that_is_repeated_by_mistake_is_found(right: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
+    llm = opened(shadow_verify=1.0)
+    passes = llm.executor.passes
+    passes["decode"] = dataclasses.replace(passes["decode"], is_steady=lambda step: True)
+    assert generated(llm) == right
+    assert "(a repeat: the last batch was not loaded again)" in caplog.text
+
+
+def test_as_many_steps_are_repeats_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat, found = Runner.repeat, []
+    for share in (0.0, 0.3, 1.0):
+        llm, runners = opened(shadow_verify=share), list[Runner]()
+        monkeypatch.setattr(Runner, "repeat", lambda runner, seen=runners: (seen.append(runner), repeat(runner))[1])
+        generated(llm)
+        found.append(len(runners))
+    assert found[0] > 0
+    assert len(set(found)) == 1, found
+
+
+@pytest.mark.parametrize("at", [6, 9, 14])
+def test_a_wrong_replay_fails_nobody_whose_step_raised_before(
+    at: int, right: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = opened(shadow_verify=1.0)
+    launch, count = llm.executor.launch, 0
+
+    def launched(step: Step) -> Any:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise RuntimeError("something else")
+        return launch(step)
+
+    def fault(executor: Executor, places: Places) -> None:
+        if count > at:
+            other_tokens(executor, places)
+
+    llm.executor.launch = launched  # type: ignore[method-assign]
+    for key in llm.executor.runners["decode"].captured:
+        spoil(llm.executor, "decode", fault, kind=(key.size, key.values))
+    assert generated(llm) == right
+    assert "trying its sequences one by one" in caplog.text
+    assert "is computed again" in caplog.text
+
+
 def test_without_it_the_fault_reaches_the_answers(right: list[list[int]]) -> None:
     llm = opened()
     spoil(llm.executor, "decode", other_tokens)
@@ -159,6 +236,8 @@ def test_the_reproducer_reproduces(tmp_path: Path, phase: str, with_tokens: bool
     (found,) = (tmp_path / "wrong").iterdir()
     content = torch.load(found, weights_only=True)
     assert bool(content["columns"]["last_token"].any()) == with_tokens
+    assert all(bool(one.numel()) == with_tokens for one in content["cache"]), "keys of the first layer tell the tokens"
+    assert (" for " in content["detail"]) == with_tokens, "and so does one number of them"
     if phase == "prefill":
         assert bool(content["batch"]["tokens"].any()) == with_tokens
     fresh = opened()
@@ -193,6 +272,42 @@ def test_what_is_no_reproducer_is_refused(tmp_path: Path) -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(PlanError, match="shadow_verify"):
         EngineOptions(shadow_verify=share)
+
+
+def test_a_folder_without_checks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--shadow-verify"):
+        EngineOptions(shadow_dir=tmp_path)
+
+
+def test_a_folder_that_is_none_is_refused_before_the_first_request(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PlanError, match=r"shadow_dir: writing to .*file/wrong failed"):
+        opened(shadow_verify=0.5, shadow_dir=tmp_path / "file" / "wrong")
+
+
+def test_the_trial_of_a_folder_leaves_nothing(tmp_path: Path) -> None:
+    shadowing_for(EngineOptions(shadow_verify=0.5, shadow_dir=tmp_path / "wrong"))
+    assert list((tmp_path / "wrong").iterdir()) == []
+
+
+def test_it_is_said_where_nothing_can_be_checked(caplog: pytest.LogCaptureFixture) -> None:
+    llm = opened("disabled", shadow_verify=0.5)
+    assert "nothing is recorded, so --shadow-verify checks no step" in caplog.text
+    assert "nothing is recorded, and --shadow-verify checks no step" in llm.checks
+    assert llm.checks in llm.explain()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "before the first request a few recordings of each phase; in service no step (no --shadow-verify)"),
+        ({"verify": "off"}, "before the first request no recording (--verify off); in service"),
+        ({"shadow_verify": 0.001}, "in service 0.001 of the steps that are replays, no reproducers (no --shadow-dir)"),
+        ({"shadow_verify": 1.0, "shadow_dir": Path("x")}, "1 of the steps that are replays, reproducers go to x"),
+    ],
+)
+def test_the_checks_in_words(options: dict[str, Any], said: str) -> None:
+    assert said in described_checks(EngineOptions(**options), is_recorded=True)
 
 
 def test_the_command_runs_a_reproducer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

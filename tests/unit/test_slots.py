@@ -202,3 +202,9 @@ def test_the_default_pad_is_legal_and_a_sentinel_has_a_reason() -> None:
     assert floats(valid=(1.0, 2.0)).pad == Pad.fill(1.0)
     assert floats(valid=(-1.0, 2.0)).pad == Pad.fill(0)
     assert ints(pad=Pad.fill(-1, because="the kernel skips it"), valid=(0, 8)).filler == -1
+
+
+def test_a_null_row_lies_outside_of_the_live_ones() -> None:
+    slot = Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0, null=True), valid=(1, 8))
+    assert slot.pad is not None
+    assert slot.pad.value == 0

@@ -8,7 +8,9 @@ import functools
 import itertools
 import linecache
 import logging
+import queue
 import random
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -359,6 +361,92 @@ class Cached:
         return x * self.table
 
 
+def put_in(held: queue.Queue[int] | queue.SimpleQueue[int]) -> Body:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held.put(1)
+        return x * held.qsize()
+
+    return body
+
+
+def taken_from(held: queue.Queue[int] | queue.SimpleQueue[int]) -> Body:
+    for n in range(20):
+        held.put(n)
+
+    return lambda x: x * held.get()
+
+
+def once_set() -> Body:
+    warm = threading.Event()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        factor = 3 if warm.is_set() else 2
+        warm.set()
+        return x * factor
+
+    return body
+
+
+def replacing_data() -> Body:
+    held = torch.zeros(WIDTH)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held.data = held.data + 1
+        return x * held
+
+    return body
+
+
+def setting_memory() -> Body:
+    held = torch.zeros(WIDTH)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held.set_((held + 1).untyped_storage(), 0, (WIDTH,), (1,))
+        return x * held
+
+    return body
+
+
+class ReplacingAWeight(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * 2
+        return super().forward(x)
+
+
+class Sized:
+    """Keeps the size of its last call, for others to read."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Any], then: Any = None) -> None:
+        self.read = read
+        self.n = then
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.n = self.read(x)
+        return x * 2
+
+
+class SizedCache:
+    """Makes its table anew where the size is another."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.is_small = False
+        self.table = torch.ones(0, 1)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.n != x.shape[0]:
+            self.n = x.shape[0]
+            self.table = torch.arange(float(self.n))[:, None]
+        if self.n < 4 and not self.is_small:
+            self.is_small = True
+        return x + self.table
+
+
 REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "an attribute": (Counter, "Counter.n"),
     "a slot of a class": (Slotted, "Slotted.pos"),
@@ -375,6 +463,17 @@ REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "an array": (in_an_array, "held"),
     "a memo that never hits": (by_identity, "tables["),
     "what the last call left": (Previous, "Previous.size"),
+    "a queue": (lambda: put_in(queue.Queue()), "Queue.queue"),
+    "a queue that is read": (lambda: taken_from(queue.Queue()), "Queue.queue"),
+    "a simple queue": (lambda: put_in(queue.SimpleQueue()), "held"),
+    "a simple queue that is read": (lambda: taken_from(queue.SimpleQueue()), "held"),
+    "an event": (once_set, "Event._flag"),
+    "the memory of a tensor": (replacing_data, "held.data"),
+    "the memory of a tensor, by set_": (setting_memory, "held.data"),
+    "the memory of a weight": (ReplacingAWeight, "ReplacingAWeight.weight.data"),
+    "the size of a call": (lambda: Sized(len), "Sized.n"),
+    "the shape of a call": (lambda: Sized(lambda x: x.shape), "Sized.n"),
+    "whether a call is small": (lambda: Sized(lambda x: len(x) < 4, then=False), "Sized.n"),
     "random numbers": (drawn, "random"),
     "numpy's random numbers": (drawn_from_numpy, "numbers"),
     "torch's random numbers": (drawn_from_torch, "numbers"),
@@ -389,6 +488,7 @@ RECORDED: dict[str, Callable[[], Body]] = {
     "state for each shape": per_shape_state,
     "a table for each shape": Memo,
     "a table for the last shape": LastMemo,
+    "a table for the last size": SizedCache,
     "an lru_cache": remembered,
     "a global table": globally_remembered,
     "a cached property": Cached,
@@ -757,3 +857,66 @@ def test_a_module_that_the_first_run_makes_is_a_constant() -> None:
     slots = [Slot("x", ("rows", 4), torch.float32)]
     run = graphed(Lazy(), slots=slots, bucketed="rows", buckets=[4], device="emulated")
     assert not run.capture().failures
+
+
+def test_an_event_that_is_set_later_is_seen() -> None:
+    """What a body asks of an event is compared at every call."""
+    steering = threading.Event()
+    run = made_from(lambda x: x * 2 if steering.is_set() else x)
+    run.capture(silent)
+    x = torch.ones(2, WIDTH)
+    assert torch.equal(run(x), x)
+    steering.set()
+    assert torch.equal(run(x), x * 2)
+
+
+def test_a_lazy_module_is_refused_before_its_first_call_and_left_as_it_was() -> None:
+    layer = nn.LazyLinear(3)
+    run = made_from(layer)
+    failures = run.capture(silent).failures
+    assert len(failures) == 4
+    assert "LazyLinear.weight has no shape yet" in str(failures[0].error)
+    assert "once with a real batch before capture()" in str(failures[0].error)
+    assert isinstance(layer.weight, nn.UninitializedParameter)
+    x = torch.ones(2, WIDTH)
+    first = run(x)
+    run.capture(silent)
+    assert torch.equal(run(x), first)
+    assert run.stats.replays.total() == 1
+
+
+def test_a_value_that_is_set_by_size_is_named_with_its_line_unless_it_is_ignored() -> None:
+    body = Sized(len, then=0)
+    error = made_from(body).capture(silent).failures[0].error
+    assert error is not None
+    assert error.frame is not None
+    assert linecache.getline(__file__, error.frame.line).strip() == "self.n = self.read(x)"
+    assert body.n == 0
+    made = made_from(body, ignore=("Sized.n",))
+    assert not made.capture(silent).failures
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_gap_that_collects_what_it_is_passed_must_copy_it(copies: bool) -> None:
+    """Replays pass the same memory again."""
+    hidden: list[torch.Tensor] = []
+    last = Plain(q=None)
+
+    @graph_break
+    def collect(q: torch.Tensor) -> None:
+        last.q = q  # for the rest of the step
+        hidden.append(q.clone() if copies else q)
+        del hidden[:-2]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        collect(y)
+        return y + 1
+
+    made = made_from(body)
+    failures = made.capture(silent).failures
+    assert bool(failures) is not copies
+    assert all("keeps in hidden a tensor that it was passed" in str(row.error) for row in failures)
+    for n in (1.0, 5.0):
+        made(torch.full((4, WIDTH), n))
+    assert [one[0, 0].item() for one in hidden] == [2.0, 10.0]

@@ -167,16 +167,16 @@ def test_what_is_held_back_makes_no_event() -> None:
 
 def test_logprobs_of_both_kinds() -> None:
     found = [Logprob(3, -0.5, ((3, -0.5), (4, -1.5))), Logprob(12, -2.0, ())]
-    deltas = [Delta(0, "ab", [3, 12], found), Delta(0, "c", [3], found[:1], FinishReason.STOP)]
+    deltas = [Delta(0, "3 12 ", [3, 12], found), Delta(0, "3 ", [3], found[:1], FinishReason.STOP)]
     logprobs = LogprobWriter(None)
     first, second = events(CompletionWriter(HEAD, logprobs).events(deltas))
     assert first["choices"][0]["logprobs"] == {
         "tokens": ["token_id:3", "token_id:12"],
         "token_logprobs": [-0.5, -2.0],
         "top_logprobs": [{"token_id:3": -0.5, "token_id:4": -1.5}, {}],
-        "text_offset": [0, 10],
+        "text_offset": [0, 2],
     }
-    assert second["choices"][0]["logprobs"]["text_offset"] == [21]
+    assert second["choices"][0]["logprobs"]["text_offset"] == [5]
     chat = whole(ChatWriter(HEAD, logprobs, None).body(deltas[1:], USAGE))
     (token,) = chat["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["logprob"], bytes(token["bytes"])) == ("token_id:3", -0.5, b"token_id:3")

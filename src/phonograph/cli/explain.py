@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what the model is, and every setting of its phases with source and reason."""
     from phonograph.devices import open_device
     from phonograph.engine.checkpoints.generation_config import described
+    from phonograph.engine.execution.shadow import described_checks
     from phonograph.engine.execution.sizing import limits_for, plan_for
     from phonograph.engine.kernel_selection import refuse_unsupported
     from phonograph.engine.precision import precision_for
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()))
+    print(described_checks(arguments.options, is_recorded=plan.is_recorded))
     print(plan.explain())
     if args.trace is not None:
         print(_traces(arguments, args.trace))

@@ -203,6 +203,7 @@ def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
             "",
             *about.captured,
             about.coverage,
+            about.checks,
             "",
             f"serving   {url}   API key: {'needed' if options.api_keys else 'none'}",
             f"try       curl {url}{route}{key} -H 'Content-Type: application/json' -d '{body}'",

@@ -172,11 +172,18 @@ class EngineCore(Generic[E]):
 
     def _launched(self, step: ScheduledStep) -> Any:
         try:
-            return self._launch(step)
+            return self._launched_somehow(step)
         except MistrustedStepError as error:
             log.error("step %d is computed again: %s", step.number, error)
             self._drop(step)
             return None
+
+    def _launched_somehow(self, step: ScheduledStep) -> Any:
+        """As a whole, or one by one where that raises; a replay that is not to be believed is raised from either."""
+        try:
+            return self._launch(step)
+        except MistrustedStepError:
+            raise
         except Exception as error:
             log.warning(
                 "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
@@ -217,6 +224,8 @@ class EngineCore(Generic[E]):
             try:
                 self.executor.put_back(self._steps.undone(part))
                 sampled = self._launch(part, collects=True)
+            except MistrustedStepError:
+                raise  # the recording is at fault, and no request
             except Exception as error:
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")
                 continue

@@ -24,7 +24,7 @@ from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
-from phonograph.engine.execution.shadow import shadowing_for
+from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
@@ -134,6 +134,7 @@ class LLM:
         self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
         for warning in self.plan.warnings:
             log.warning("%s", warning)
+        shadowing = shadowing_for(options)
         attention = select_attention(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config = self.checkpoint.config
@@ -157,7 +158,7 @@ class LLM:
             self.plan,
             self.limits,
             eager_copies=options.eager_copies,
-            shadow=shadowing_for(options),
+            shadow=shadowing,
         )
         self.reports = self.executor.capture(progress)
         if self.plan.graphs == "strict":
@@ -204,6 +205,11 @@ class LLM:
         on = self.device.torch_device
         return f"{self.device.name} ({on})" if on.type != "cpu" or self.plan.is_recorded else "cpu"
 
+    @property
+    def checks(self) -> str:
+        """How replays are compared with the eager path, in words."""
+        return described_checks(self.options, is_recorded=self.executor.is_checkable)
+
     def explain(self) -> str:
         """The plan, and what every phase has captured and counted."""
         runners = "\n".join(runner.explain() for runner in self.executor.runners.values())
@@ -218,7 +224,15 @@ class LLM:
                 f"\ncompiled: {', '.join(compiled)}: layers in torch ops; attention, page writes and sampling as ever"
             )
         context = f"context: {self.limits.context}"
-        about = [self.plan.explain(), kernels, cache, str(self.prefix_sharing), context, described(self.sampling)]
+        about = [
+            self.plan.explain(),
+            kernels,
+            cache,
+            str(self.prefix_sharing),
+            context,
+            described(self.sampling),
+            self.checks,
+        ]
         return "\n".join([*about, runners, *self.executor.coverage_lines()])
 
     @contextmanager

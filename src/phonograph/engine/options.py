@@ -84,4 +84,9 @@ class EngineOptions:
             if dtype not in (None, *DTYPES):
                 raise PlanError(f"{name} is one of {', '.join(map(str, DTYPES))}; found {dtype!r}.")
         expect_finite("shadow_verify, a share of the steps,", self.shadow_verify, PlanError, least=0, most=1)
+        if self.shadow_dir is not None and not self.shadow_verify:
+            raise PlanError(
+                "shadow_dir keeps what shadow_verify finds, and that looks at no step. Give --shadow-verify a share of "
+                "the steps (0.001), or leave --shadow-dir out."
+            )
         expect_finite("memory, a share of the device's,", self.memory, PlanError, least=0, most=1, open_below=True)

@@ -154,7 +154,14 @@ class Executor:
         for covered in self.coverage.values():
             level = logging.WARNING if covered.gaps and self.runners[covered.phase].selection else logging.INFO
             log.log(level, "%s", covered)
+        if self.shadow is not None and not self.is_checkable:
+            log.warning("nothing is recorded, so --shadow-verify checks no step")
         return reports
+
+    @property
+    def is_checkable(self) -> bool:
+        """Whether there are recordings that a check in service can look at."""
+        return any(one.written is not None and self.runners[name].captured for name, one in self.passes.items())
 
     def _covered(self, name: str) -> Coverage:
         """Which batches of a pass that the limits admit have a graph; a gap is measured, unless nothing is recorded."""
@@ -218,9 +225,10 @@ class Executor:
 
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
+        repeats = chosen.is_steady(step) and runner.can_repeat
         if self.shadow is not None and chosen.written is not None and self.shadow.is_due():
-            return _picked(self.shadow.run(runner, chosen.batch(step), chosen))
-        if chosen.is_steady(step) and runner.can_repeat:
+            return _picked(self.shadow.run(runner, chosen.batch(step), chosen, repeats=repeats))
+        if repeats:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())
         return _picked(runner.run(chosen.batch(step)))

@@ -71,6 +71,11 @@ class Reproducer:
     def phase(self) -> str:
         return str(self.content["phase"])
 
+    @property
+    def lacks_cache(self) -> bool:
+        """Whether keys and values were left out, since token ids were not allowed: the batch runs on noise then."""
+        return bool(len(self.content["pages"])) and not any(one.shape[1] for one in self.content["cache"])
+
     def check_model(self, config: ModelConfig) -> None:
         """Refuse another model's."""
         theirs, ours = self.content["model"], described_model(config)
@@ -108,8 +113,8 @@ class Reproducer:
         held = [tensor[:, own].clone() for tensor in tensors]
         held_columns = {name: tables[name][rows].clone() for name in content["columns"]}
         try:
-            for tensor, pages in zip(tensors, content["cache"], strict=True):
-                tensor[:, own] = pages.to(device)
+            for number, (tensor, pages) in enumerate(zip(tensors, content["cache"], strict=True)):
+                tensor[:, own] = _noise(tensor[:, own], number) if self.lacks_cache else pages.to(device)
             for name, values in content["columns"].items():
                 placed = _renumbered(values, content["pages"]) if name == "pages" else values
                 tables[name][rows] = placed.to(device)
@@ -130,9 +135,9 @@ class Reproducer:
                 f"{self.source}: it has {count} pages and row {int(rows.max())}; this engine has "
                 f"{tensors[0].shape[1] - 1} and {tables.pages.shape[0] - 1} rows. Open it with larger limits."
             )
-        ours = [_kind(tensor[:, :1]) for tensor in tensors]
-        theirs = [_kind(tensor[:, :1]) if count else _kind(tensor.new_empty(0)) for tensor in content["cache"]]
-        if len(ours) != len(theirs) or (count and ours != theirs):
+        ours = [_page_kind(tensor) for tensor in tensors]
+        theirs = [_page_kind(tensor) for tensor in content["cache"]]
+        if ours != theirs:
             raise VerifyError(f"{self.source}: a page of its cache is {theirs}, here {ours}. {_LIMITS}.")
         columns = {column.name for column in tables.columns if tables.is_made(column.group)}
         for name, values in content["columns"].items():
@@ -163,13 +168,24 @@ def _fits_itself(content: Mapping[str, Any]) -> bool:
         and len(rows) > 0
         and int(rows.min()) > 0
         and bool((pages.diff() > 0).all())
-        and all(isinstance(one, torch.Tensor) and one.dim() > 1 and one.shape[1] == len(pages) for one in cache)
+        and all(isinstance(one, torch.Tensor) and one.dim() > 1 for one in cache)
+        and {one.shape[1] for one in cache} in (set(), {0}, {len(pages)})
         and all(isinstance(one, torch.Tensor) and one.shape[:1] == rows.shape for one in columns.values())
     )
 
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _page_kind(tensor: torch.Tensor) -> str:
+    """Of one page, in all layers; the tensor may have none."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{[len(tensor), 1, *tensor.shape[2:]]}"
+
+
+def _noise(like: torch.Tensor, seed: int) -> torch.Tensor:
+    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(device=like.device, dtype=like.dtype)
 
 
 def _page_size(engine: EngineState) -> int:

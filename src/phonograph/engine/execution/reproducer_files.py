@@ -19,7 +19,7 @@ from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.state.tables import RequestTables
 from phonograph.graphs.trust.shadow import Mismatch
 
-FORMAT = 1
+FORMAT = 2
 """Of the files; one of another number is refused."""
 _MAX_FILES = 8
 _MAX_BYTES = 1 << 30
@@ -42,12 +42,18 @@ def described_model(config: ModelConfig) -> dict[str, str]:
 
 
 def told(mismatch: Mismatch, *, with_tokens: bool) -> str:
-    """A mismatch in words; without values and places where they may be token ids."""
-    return mismatch.detail if with_tokens or not mismatch.of_integers else f"{mismatch.where} differs"
+    """A mismatch in words; without values and places where token ids may not be told, since a key gives them away."""
+    if with_tokens:
+        return mismatch.detail
+    words = "differs" if mismatch.of_integers else mismatch.words.partition(" (")[0]
+    return f"{mismatch.where} {words}{mismatch.of_repeat}"
 
 
 class Reproducers:
-    """Writes at most 8 files and 1 GiB to a folder; where token ids are not allowed, only what is declared public."""
+    """Writes at most 8 files and 1 GiB to a folder; where token ids are not allowed, only what is declared public.
+
+    Keys and values are not: those of the first layer are a function of token and position, and give a prompt away.
+    """
 
     def __init__(self, folder: Path, *, with_tokens: bool) -> None:
         self._folder = folder
@@ -69,7 +75,7 @@ class Reproducers:
                 return f" No reproducer: {self._folder} has {len(held)} already."
             pages = engine.tables.pages[rows].long()
             pages = torch.unique(pages[pages > 0])
-            size = _num_bytes(batch, engine, len(rows), len(pages))
+            size = _num_bytes(batch, engine, len(rows), len(pages) if self._with_tokens else 0)
             if sum(held) + size > _MAX_BYTES:
                 return f" No reproducer: it would take {size:,} bytes, and {self._folder} may hold {_MAX_BYTES:,}."
             path = self._folder / f"{mismatch.key.phase}-{mismatch.key.size}-{time.time_ns()}.pt"
@@ -83,7 +89,8 @@ class Reproducers:
                 if partial is not None:
                     partial.unlink(missing_ok=True)
             return f" No reproducer: writing to {self._folder} failed ({_reason(error)})."
-        return f" Reproducer: {path}"
+        left_out = "" if self._with_tokens else " (without token ids, keys and values: --log-prompts allows them)"
+        return f" Reproducer: {path}{left_out}"
 
     def _content(
         self,
@@ -93,7 +100,7 @@ class Reproducers:
         rows: torch.Tensor,
         pages: torch.Tensor,
     ) -> dict[str, Any]:
-        tables = engine.tables
+        tables, kept = engine.tables, pages if self._with_tokens else pages[:0]
         columns = [column for column in tables.columns if tables.is_made(column.group)]
         values = {column.name: tables[column.name][rows].cpu() for column in columns}
         return {
@@ -108,7 +115,7 @@ class Reproducers:
             "rows": rows.cpu(),
             "columns": self._shown(values, {column.name for column in columns if column.is_public}),
             "pages": pages.cpu(),
-            "cache": [tensor[:, pages].cpu() for group in engine.caches for tensor in group.tensors],
+            "cache": [tensor[:, kept].cpu() for group in engine.caches for tensor in group.tensors],
         }
 
     def _shown(self, found: dict[str, Any], public: Collection[str]) -> dict[str, Any]:

@@ -29,7 +29,8 @@ class Rerun:
     recorded_again: bool = False
     """Whether that is of a second recording, with a segment for each layer: the first is one graph."""
     served_by: str = ""
-    """The recording that serves the batch here, where it is not of the size that was wrong, and what to do."""
+    """The recording that serves the batch here, where it is not of the size that was wrong, and what to do; and whether
+    the batch ran on noise, since the file has no keys and values."""
 
     def __str__(self) -> str:
         if self.mismatch is None:
@@ -58,7 +59,7 @@ def rerun(executor: Executor, path: Path) -> Rerun:
     decision = runner.decide(batch)
     if not isinstance(decision, Replay):
         raise VerifyError(f"{path}: no recording serves its batch here ({decision}). Capture it.")
-    shadow, served_by = Shadow(Shadowing(0), executor.state), _served_by(found, decision.key)
+    shadow, served_by = Shadow(Shadowing(0), executor.state), _served_by(found, decision.key) + _on_noise(found)
     with found.placed(executor.state):
         state = shadow.state(*chosen.written(batch))
         mismatch = shadowed(runner, batch, state)[1]
@@ -79,6 +80,12 @@ def _served_by(found: Reproducer, key: ShapeKey) -> str:
         return ""
     wrong = replace(key, size=size)
     return f" (by {key}; the file is of {wrong}: to try that one, record {size} and no smaller size that fits)"
+
+
+def _on_noise(found: Reproducer) -> str:
+    if not found.lacks_cache:
+        return ""
+    return " (on noise: the file has no token ids, keys and values, which only an engine with --log-prompts writes)"
 
 
 def _in_segments(executor: Executor, runner: Runner, size: int) -> Runner:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -38,9 +39,11 @@ class Shadowing:
 
 
 def shadowing_for(options: EngineOptions) -> Shadowing | None:
-    """What the options ask for, if anything."""
+    """What the options ask for, if anything; refuses a folder that can't be written to, before the first fault."""
     if not options.shadow_verify:
         return None
+    if options.shadow_dir is not None:
+        _try_folder(options.shadow_dir)
     return Shadowing(options.shadow_verify, options.shadow_dir, options.shadow_tokens)
 
 
@@ -52,6 +55,31 @@ def expect_exact(runners: Mapping[str, Runner]) -> None:
             f"shadow_verify compares bits, and what is compiled for {', '.join(rounding)} rounds otherwise than the "
             "eager path. Use --tc-compiler eager, another backend, or no --shadow-verify."
         )
+
+
+def _try_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"trial")
+    except OSError as error:
+        raise PlanError(
+            f"shadow_dir: writing to {folder} failed ({error.strerror}). Give --shadow-dir one that can be written to."
+        ) from None
+
+
+_BEFORE = {"fast": "a few recordings of each phase", "all": "all recordings", "off": "no recording (--verify off)"}
+
+
+def described_checks(options: EngineOptions, *, is_recorded: bool) -> str:
+    """How replays are compared with the eager path, before the first request and in service, in words."""
+    if not is_recorded:
+        return f"checks: nothing is recorded{', and --shadow-verify checks no step' if options.shadow_verify else ''}"
+    in_service = "no step (no --shadow-verify)"
+    if options.shadow_verify:
+        kept = f"reproducers go to {options.shadow_dir}" if options.shadow_dir else "no reproducers (no --shadow-dir)"
+        in_service = f"{options.shadow_verify:g} of the steps that are replays, {kept}"
+    return f"checks: before the first request {_BEFORE[options.verify]}; in service {in_service}"
 
 
 class Shadow:
@@ -73,12 +101,15 @@ class Shadow:
         """Whether the next step is checked."""
         return self._numbers.random() < self._asked.share
 
-    def run(self, runner: Runner, batch: Any, chosen: Pass) -> Any:
-        """Serve a batch of a pass that says what it writes; raises where the replay is wrong."""
+    def run(self, runner: Runner, batch: Any, chosen: Pass, *, repeats: bool) -> Any:
+        """Serve a batch of a pass that says what it writes; raises where the replay is wrong.
+
+        `repeats` says that without a check the step would be a repeat: then that is what is checked.
+        """
         assert chosen.written is not None
         rows, positions = chosen.written(batch)
         state = self.state(rows, positions)
-        outputs, mismatch = shadowed(runner, batch, state)
+        outputs, mismatch = shadowed(runner, batch, state, repeats=repeats)
         self.num_checked += isinstance(runner.last, Replay)
         if mismatch is None:
             return outputs

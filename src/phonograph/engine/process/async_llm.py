@@ -258,7 +258,10 @@ class AsyncLLM:
 
     def _prepared(self, requests: Sequence[Request], continues: bool) -> tuple[Generation, list[msgspec.Raw]]:
         """The generation, and what the core is told of it; any thread may make them."""
-        generation = Generation(requests, self.tokenizer, self.observer, self._closed, continues=continues)
+        eos_ids = self.about.limits.eos_ids
+        generation = Generation(
+            requests, self.tokenizer, self.observer, self._closed, eos_ids=eos_ids, continues=continues
+        )
         return generation, [self._core.encoded(Add(request)) for request in requests]
 
     def _started(self, generation: Generation, messages: Sequence[msgspec.Raw]) -> Generation:

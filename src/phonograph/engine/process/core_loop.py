@@ -199,6 +199,7 @@ def ready(llm: LLM) -> Ready:
                 *llm.executor.coverage_lines(),
             ]
         ),
+        checks=llm.checks,
     )
 
 

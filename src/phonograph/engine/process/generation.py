@@ -67,12 +67,12 @@ class Generation:
         observer: Observer,
         on_close: Callable[[Generation, int], None],
         *,
+        eos_ids: Sequence[int],
         continues: bool = False,
     ) -> None:
         self.requests = tuple(requests)
         self._first = {request.id: place * request.params.n for place, request in enumerate(requests)}
         """The number of each request's first choice."""
-        eos_ids = () if tokenizer is None else tokenizer.eos_ids
         stops = StopStrings(requests[0].params.stop if requests else ())
         self._choices = [
             _Choice(

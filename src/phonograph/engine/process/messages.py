@@ -96,6 +96,8 @@ class Ready(_FromCore, frozen=True):
     """What capture reports, a text for each phase."""
     coverage: str
     """What every phase has captured and counted."""
+    checks: str
+    """How replays are compared with the eager path."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

@@ -136,7 +136,7 @@ def _text_of(place: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
-        problem = f"has a part of type {repr(kind)[:100]}; expected text parts alone"
+        problem = f"has a part of type {repr(kind)[:100]}; the model reads text only: expected text parts alone"
         raise RequestError(f"rendering a chat: {place} {problem}.", field=place)
     return text
 

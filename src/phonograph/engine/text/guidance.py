@@ -155,6 +155,8 @@ def _on_one_line(problem: str) -> str:
     """The library's words; it puts the reason below the place. A panic's words are about its own source."""
     if "panic" in problem or ".rs:" in problem:
         return "it is too complex"
+    if "'coerce_one_of' option" in problem:  # an option of the library's, not of a request
+        return "`oneOf` is not supported; write `anyOf`, of which several may hold"
     return "; ".join(line.strip() for line in problem.splitlines() if line.strip(" ^~-|")).rstrip(".")[:_MOST_WORDS]
 
 

@@ -10,6 +10,11 @@ from phonograph.engine.text.stops import StopStrings
 from phonograph.engine.text.tokenizer import Tokenizer
 
 
+def id_text(token: int) -> str:
+    """A token in the text of an output without a tokenizer."""
+    return f"{token} "
+
+
 class Read(NamedTuple):
     """What a reader made of some tokens."""
 
@@ -41,11 +46,12 @@ class TextReader:
             Detokenizer(tokenizer, without=stop_ids, after=after, verbatim=verbatim) if tokenizer is not None else None
         )
         self._stops = stops
+        self._stop_ids = stop_ids
 
     def take(self, tokens: Sequence[int], *, is_last: bool) -> Read:
         """Read on, token by token; with the last ones, nothing is held back."""
         if self._detokenizer is None:
-            return Read("".join(f"{token} " for token in tokens), len(tokens), False)
+            return Read("".join(map(id_text, (i for i in tokens if i not in self._stop_ids))), len(tokens), False)
         text = ""
         for count, token in enumerate(tokens, 1):
             more, hit = self._stops.add(self._detokenizer.add((token,)))

@@ -17,10 +17,14 @@ from phonograph.errors import RequestError
 
 def with_special_stops(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int) -> SamplingParams:
     """The same, ending at special tokens too that a stop string is the text of: they are no text, and so would never
-    be found there. The string stays, as the model may spell it with other tokens."""
-    named = [tokenizer.token_id(stop) for stop in params.stop] if tokenizer is not None else []
-    special = () if tokenizer is None else tokenizer.special_ids
-    ids = [i for i in named if i is not None and i in special and i < vocab]
+    be found there. The string stays, as the model may spell it with other tokens. Without a tokenizer it is refused."""
+    if tokenizer is None:
+        if params.stop:
+            problem = "without a tokenizer there is no text that could end an output"
+            raise RequestError(f"reading stop strings: {problem}. Send stop_token_ids.", field="stop")
+        return params
+    named = [tokenizer.token_id(stop) for stop in params.stop]
+    ids = [i for i in named if i is not None and i in tokenizer.special_ids and i < vocab]
     more = tuple(dict.fromkeys((*params.stop_token_ids, *ids)))
     return replace(params, stop_token_ids=more) if len(more) > len(params.stop_token_ids) else params
 

@@ -162,7 +162,8 @@ class Slot:
             self._check_number("absent", self.absent)
         assert self.pad is not None
         low, high = self.valid if self.valid is not None and self.dims else (-math.inf, math.inf)
-        if self.pad.value is not None and not self.pad.because and not low <= self.pad.value <= high:
+        is_told = bool(self.pad.because) or self.pad.null  # a null row is no live row's
+        if self.pad.value is not None and not is_told and not low <= self.pad.value <= high:
             raise DeclarationError(
                 f"slot {self.name!r}: padded rows hold {self.pad.value!r}, outside of valid={self.valid}. Pad with a "
                 f"legal value, widen valid, or say why none is needed: Pad.fill({self.pad.value!r}, because='…')."

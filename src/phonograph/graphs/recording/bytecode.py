@@ -26,6 +26,7 @@ Kind = Literal[
     "whole",
     "truth",
     "contains",
+    "import",
 ]
 _NULL_COMES_LAST = sys.version_info >= (3, 13)
 
@@ -49,8 +50,8 @@ class Read:
             return f"{self.base}[{self.parts[0] if self.parts else repr(self.key)}]"
         if self.kind == "call":
             return f"{self.base}({', '.join(map(str, self.parts))})"
-        if self.kind == "constant":
-            return repr(self.key)
+        if self.kind in ("constant", "import"):
+            return repr(self.key) if self.kind == "constant" else str(self.key[0])
         return str(self.base) if self.base is not None else str(self.key)
 
 
@@ -100,6 +101,17 @@ class _Reading:
             self.stack.append(self._note(instruction, Read("cell", value)))
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             self._attribute(instruction, with_null=name == "LOAD_METHOD" or (_HAS_METHOD_BIT and bool(arg & 1)))
+        elif name == "IMPORT_NAME":
+            level, wanted = self._pop_all(2)
+            is_from = level is not None and wanted is not None and wanted.key is not None
+            self.stack.append(Read("import", (value, level.key)) if level is not None and is_from else None)
+        elif name == "IMPORT_FROM" and self.stack:
+            self.stack.append(self.stack[-1])
+            self._attribute(instruction, with_null=False)
+        elif name == "LOAD_SUPER_ATTR":
+            called, *arguments = self._pop_all(3)
+            self.stack.append(Read("call", None, called, tuple(arguments)) if called is not None else None)
+            self._attribute(instruction, with_null=bool(arg & 1))
         elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
             self._item(instruction)
         elif name in ("COPY", "SWAP") and len(self.stack) >= arg:

@@ -218,11 +218,13 @@ class Capture:
         assert self._warmups is not None
         bound = self._binder.bound(key, Stage.WARMING, drawn_for(self.phase, key, seed))
         self._warmups.python.reach(bound.others)
+        noting_gaps = replace(bound.now, on_gap=self._warmups.note_gap)
 
         def run(moves: Moves | None) -> Any:
             around = nullcontext if moves is None else moves.around_gap
             unwritten = refusing_input_writes(bound.inputs) if moves is None else nullcontext()
-            with generators_restored(self.device), unwritten, self._watched(key, bound.now, around):
+            now = noting_gaps if moves is None else bound.now
+            with generators_restored(self.device), unwritten, self._watched(key, now, around):
                 result = self.backend.warm_up(key, bound.body, WarmUp.FREE)
             self.outputs.standing.note(result)
             return result

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
 import operator
+import sys
 import types
-from collections import UserDict, UserList
+import weakref
+from collections import UserDict, UserList, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -19,6 +23,7 @@ from phonograph.graphs.recording.places import ABSENT, PLAIN
 
 UNKNOWN: Any = object()
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_FIELD = type(namedtuple("_Pair", "one").one)  # type: ignore[attr-defined]
 _OF_TENSORS = ("shape", "dtype", "device", "ndim")
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "+": operator.add,
@@ -58,18 +63,37 @@ class Callee:
 
 def value_of(read: Read | None, scene: Scene) -> Any:
     """What a read finds, or `UNKNOWN`."""
+    found = UNKNOWN if read is None else _found(read, scene)
+    if type(found) in weakref.ProxyTypes:
+        try:
+            return found.__init__.__self__  # a method of what it stands for
+        except (ReferenceError, AttributeError):
+            return UNKNOWN
+    return found
+
+
+def _found(read: Read, scene: Scene) -> Any:
     frame = scene.frame
-    if read is None:
-        return UNKNOWN
     if read.kind in ("local", "cell"):
         return frame.f_locals.get(read.key, UNKNOWN)
     if read.kind == "global":
         return frame.f_globals.get(read.key, frame.f_builtins.get(read.key, UNKNOWN))
     if read.kind == "constant":
         return read.key
+    if read.kind == "import":
+        return _imported(read.key[0], read.key[1], frame)
     if read.kind in ("computed", "call"):
         return _computed(read, scene) if read.kind == "computed" else _called(read, scene)
     return _inside(read, scene)
+
+
+def _imported(name: str, level: int, frame: FrameType) -> Any:
+    """The module that `from name import …` has found."""
+    package = str(frame.f_globals.get("__package__") or "")
+    try:
+        return sys.modules.get(importlib.util.resolve_name("." * level + name, package), UNKNOWN)
+    except ImportError:
+        return UNKNOWN
 
 
 def _inside(read: Read, scene: Scene) -> Any:
@@ -110,6 +134,10 @@ def attribute_of(base: Any, name: str) -> Any:
         return UNKNOWN if held is None else held
     if type(base) in _TENSORS and name in _OF_TENSORS:
         return getattr(base, name) if not torch._C._len_torch_function_stack() else UNKNOWN
+    if name == "__class__":
+        return type(base)
+    if isinstance(base, tuple) and isinstance(getter := getattr(type(base), name, None), _FIELD):
+        return item_of(base, getter.__reduce__()[1][0])
     found = plain_value(lookup(base, name))
     # A dict whose attributes are its keys.
     return dict.get(base, name, UNKNOWN) if found is UNKNOWN and isinstance(base, dict) else found
@@ -117,8 +145,8 @@ def attribute_of(base: Any, name: str) -> Any:
 
 def unwrapped(value: Any) -> Any:
     """What a container of the standard library keeps its items in."""
-    if isinstance(value, UserDict | UserList):
-        return value.data
+    if isinstance(value, UserDict | UserList | weakref.WeakKeyDictionary):
+        return vars(value)["data"]
     if isinstance(value, types.MappingProxyType):
         return next((one for one in gc.get_referents(value) if isinstance(one, dict)), value)
     return value
@@ -131,7 +159,8 @@ def item_of(base: Any, key: Any) -> Any:
     try:
         if isinstance(base, dict):
             return dict.get(base, key, UNKNOWN)
-        return base[key] if type(base) in (list, tuple, torch.Size) else UNKNOWN
+        is_tuple = isinstance(base, tuple) and type(base).__getitem__ is tuple.__getitem__  # also one with names
+        return base[key] if is_tuple or type(base) in (list, torch.Size) else UNKNOWN
     except (IndexError, TypeError):
         return UNKNOWN
 
@@ -176,13 +205,12 @@ def _called(read: Read, scene: Scene) -> Any:
     """What a call gives, of functions that only look something up."""
     callee, arguments = callee_of(read.base, scene), [value_of(part, scene) for part in read.parts]
     function, owner = callee.function, callee.owner
-    if function is globals and not arguments:
-        return scene.frame.f_globals
-    if function is vars and len(arguments) == 1 and arguments[0] is not UNKNOWN:
-        owned = arguments[0]
-        return vars(owned) if isinstance(owned, types.ModuleType) else attribute_of(owned, "__dict__")
-    if function is getattr and len(arguments) >= 2 and isinstance(arguments[1], str) and arguments[0] is not UNKNOWN:
-        return _or_default(attribute_of(arguments[0], arguments[1]), lookup(arguments[0], arguments[1]), arguments[2:])
+    if function is super or (function is globals and not arguments):
+        return _parent(arguments, scene.frame) if function is super else scene.frame.f_globals
+    if any(function is one for one in (vars, type, getattr)) and arguments and arguments[0] is not UNKNOWN:
+        return _of_object(function, *arguments)
+    if type(function) is weakref.ref or function is importlib.import_module:
+        return _elsewhere(function, arguments, scene.frame)
     if isinstance(owner, dict) and callee.name == "get" and arguments and is_key(arguments[0]):
         return dict.get(owner, arguments[0], arguments[1] if len(arguments) > 1 else None)
     if read.offset in scene.returned:
@@ -193,6 +221,35 @@ def _called(read: Read, scene: Scene) -> Any:
         return len(arguments[0])
     is_pure = any(function is one for one in _PURE)
     return _applied(function, arguments) if is_pure and all(map(is_key, arguments)) else UNKNOWN
+
+
+def _elsewhere(function: Any, arguments: list[Any], frame: FrameType) -> Any:
+    """What a weak reference refers to, and a module by its name."""
+    if function is not importlib.import_module:
+        found = function()
+        return UNKNOWN if found is None else found
+    is_known = len(arguments) == 1 and isinstance(arguments[0], str) and not arguments[0].startswith(".")
+    return _imported(arguments[0], 0, frame) if is_known else UNKNOWN
+
+
+def _of_object(function: Any, owner: Any, *arguments: Any) -> Any:
+    """`vars`, `type` and `getattr` of an object."""
+    if function is vars:
+        return vars(owner) if isinstance(owner, types.ModuleType) else attribute_of(owner, "__dict__")
+    if function is type:
+        return UNKNOWN if arguments else type(owner)
+    if not arguments or not isinstance(arguments[0], str):
+        return UNKNOWN
+    return _or_default(attribute_of(owner, arguments[0]), lookup(owner, arguments[0]), list(arguments[1:]))
+
+
+def _parent(arguments: list[Any], frame: FrameType) -> Any:
+    """What `super()` gives in a frame."""
+    if not arguments and frame.f_code.co_argcount:
+        arguments = [frame.f_locals.get(name, UNKNOWN) for name in ("__class__", frame.f_code.co_varnames[0])]
+    is_known = len(arguments) == 2 and isinstance(arguments[0], type) and arguments[1] is not UNKNOWN
+    kind = arguments[1] if is_known and isinstance(arguments[1], type) else type(arguments[-1]) if is_known else object
+    return super(*arguments) if is_known and issubclass(kind, arguments[0]) else UNKNOWN
 
 
 def _or_default(found: Any, held: list[Held], default: list[Any]) -> Any:

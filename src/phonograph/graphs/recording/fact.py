@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -259,7 +260,7 @@ def unchanged(then: Any, now: Any) -> bool:
         return False
     if isinstance(then, PLAIN):
         return same(then, now)
-    if isinstance(then, tuple | list):
+    if isinstance(then, tuple):  # a list's items are facts about that list
         return len(then) == len(now) and all(map(unchanged, then, now))
     if isinstance(then, frozenset):
         return bool(then == now)
@@ -280,6 +281,8 @@ def shown(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} at {_pointer(value)}"
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
     if isinstance(value, PLAIN) or value is ABSENT:
         text = repr(value)
         return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

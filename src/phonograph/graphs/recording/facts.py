@@ -1,7 +1,7 @@
 """Facts: what the recordings of a phase took for granted besides their slots, found by watching two free warm-ups.
 
 A value is a fact if both runs of a shape read it in one place: what only one run has is a temporary of that run. The
-facts of the largest and the smallest shape hold for all.
+facts of the largest shape that runs, and of the smallest, hold for all.
 """
 
 from __future__ import annotations
@@ -96,13 +96,14 @@ class FactRecorder:
     _first: dict[ShapeKey, Reads] = field(default_factory=dict)
     _read: dict[ShapeKey, Reads] = field(default_factory=dict)
     """What both runs of a shape read, as the second found it."""
+    _failed: set[ShapeKey] = field(default_factory=set)
     _paths: dict[int, str] = field(default_factory=dict)
     """By identity of a module, or of a dict of one, the path to it."""
 
     @contextmanager
     def watching(self, key: ShapeKey, around_gap: AroundGap = nullcontext) -> Iterator[AroundGap]:
         """Note what is read in here; comes out with what must be entered around every gap."""
-        sizes = [one.size for one in self.keys if one.group == key.group]
+        sizes = [one.size for one in self.keys if one.group == key.group and one not in self._failed]
         is_asked = bool(sizes) and key.size in (max(sizes), min(sizes)) and key not in self._read
         if not is_asked or self.problem or not self._can_record():
             yield around_gap
@@ -121,7 +122,11 @@ class FactRecorder:
                 stack.enter_context(reads.recording())
             except TracingUnavailableError as error:
                 self.problem = str(error)
-            yield around
+            try:
+                yield around
+            except BaseException:
+                self._failed.add(key)  # the next smaller shape is the largest
+                raise
         if key not in self._first:
             self._first[key] = reads
         else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,11 @@ def lookup(owner: Any, name: str) -> list[Held]:
     """
     if isinstance(owner, types.ModuleType):
         return _in(vars(owner), name)
+    if isinstance(owner, super):
+        return list(_in_classes(_after(owner), name))
     if isinstance(owner, type):
-        return list(_in_classes(owner, name))
-    found = list(_in_classes(type(owner), name))
+        return list(_in_classes(owner.__mro__, name))
+    found = list(_in_classes(type(owner).__mro__, name))
     by_class = found[-1].value if found else ABSENT
     if isinstance(by_class, types.MemberDescriptorType):
         return [Held(owner, by_class, _slot_value(owner, by_class), is_slot=True)]
@@ -51,6 +54,12 @@ def lookup(owner: Any, name: str) -> list[Held]:
     return _in(held, name)
 
 
+def _after(parent: Any) -> Sequence[type]:
+    """The classes that `super()` asks."""
+    order: Sequence[type] = parent.__self_class__.__mro__
+    return order[order.index(parent.__thisclass__) + 1 :]
+
+
 def _slot_value(owner: Any, slot: types.MemberDescriptorType) -> Any:
     try:
         return slot.__get__(owner)
@@ -60,8 +69,9 @@ def _slot_value(owner: Any, slot: types.MemberDescriptorType) -> Any:
 
 def instance_dict(owner: Any) -> dict[str, Any] | None:
     """The attributes of an object, or None where it keeps none."""
+    kind = threading.local if isinstance(owner, threading.local) else object
     try:
-        held = object.__getattribute__(owner, "__dict__")
+        held = kind.__getattribute__(owner, "__dict__")
     except (AttributeError, TypeError):
         return None
     return held if isinstance(held, dict) else None
@@ -77,10 +87,10 @@ def _in(held: dict[Any, Any], key: Any) -> list[Held]:
     return [Held(held, key, dict.get(held, key, ABSENT))]
 
 
-def _in_classes(kind: type, name: str) -> Iterator[Held]:
+def _in_classes(order: Sequence[type], name: str) -> Iterator[Held]:
     """The places in the order of classes, up to the first that has the name; nothing where no class has it."""
     before: list[Held] = []
-    for one in kind.__mro__:
+    for one in order:
         found = vars(one).get(name, ABSENT)
         held = _watched_dict(one)
         if held is not None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import queue
 import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from operator import is_
 from typing import Any, Protocol
 
@@ -187,8 +190,52 @@ class Whole:
             self.put(None, value)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """The memory that a tensor is of."""
+
+    number: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    storage: torch.UntypedStorage
+    """Held, so that no other memory gets its number."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        return Memory(
+            storage._cdata, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype, storage
+        )
+
+
+class Data:
+    """Which memory a tensor is of: `data` and `set_` replace it."""
+
+    def __init__(self, holder: torch.Tensor) -> None:
+        self.holder = holder
+        self.then = Memory.of(holder)
+
+    def get(self, key: Any) -> Any:
+        return Memory.of(self.holder)
+
+    def changed(self) -> Iterator[tuple[Any, Any, Any]]:
+        now = self.get(None)
+        if self.then.number != now.number or not same(self.then, now):
+            yield "data", self.then, now
+
+    def put(self, key: Any, value: Any) -> None:
+        empty = torch.empty(0, dtype=value.dtype, device=value.storage.device)
+        self.holder.data = empty.set_(value.storage, value.offset, value.shape, value.stride)
+
+    def restore(self) -> None:
+        for key, value, _ in list(self.changed()):
+            self.put(key, value)
+
+
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-STATEFUL = (set, bytearray, np.ndarray, ContextVar, *_RANDOM)
+STATEFUL = (set, bytearray, np.ndarray, ContextVar, queue.SimpleQueue, *_RANDOM)
 """Types without keys whose content is copied whole."""
 
 
@@ -205,6 +252,8 @@ def _state_of(holder: Any) -> Any:
         return holder.copy()
     if isinstance(holder, ContextVar):
         return _in_context(holder)
+    if isinstance(holder, queue.SimpleQueue):
+        return _queued(holder)
     return set(holder) if isinstance(holder, set) else bytes(holder)
 
 
@@ -213,6 +262,22 @@ def _in_context(variable: ContextVar[Any]) -> Any:
         return variable.get()
     except LookupError:
         return ABSENT
+
+
+def _queued(holder: queue.SimpleQueue[Any]) -> list[Any]:
+    """What waits in a queue. It can only be taken out, and is put in again."""
+    found = _emptied(holder)
+    for one in found:
+        holder.put(one)
+    return found
+
+
+def _emptied(holder: queue.SimpleQueue[Any]) -> list[Any]:
+    found: list[Any] = []
+    with suppress(queue.Empty):
+        while True:
+            found.append(holder.get_nowait())
+    return found
 
 
 def _put_state(holder: Any, state: Any) -> None:
@@ -229,6 +294,10 @@ def _put_state(holder: Any, state: Any) -> None:
     elif isinstance(holder, ContextVar):
         if state is not ABSENT:  # nothing but a token takes a value away
             holder.set(state)
+    elif isinstance(holder, queue.SimpleQueue):
+        _emptied(holder)
+        for one in state:
+            holder.put(one)
     elif isinstance(holder, set):
         set.clear(holder)
         set.update(holder, state)
@@ -246,6 +315,8 @@ def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:
         return bool(one == other) if not isinstance(one, float) else repr(one) == repr(other)
     if isinstance(one, torch.Tensor):
         return _same_memory(one, other)
+    if isinstance(one, torch.UntypedStorage):
+        return bool(one._cdata == other._cdata)
     if isinstance(one, np.ndarray):
         return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
     return depth > 0 and _same_parts(one, other, depth - 1)

@@ -42,10 +42,15 @@ class PythonState:
         """Add what can be reached from these, as it is now."""
         self._roots += roots
         self.now.reach(roots)
-        self.refuse_iterators()
+        self.refuse_what_cant_be_undone()
 
-    def refuse_iterators(self) -> None:
-        """Raise if an iterator was met: a step of it can't be undone."""
+    def refuse_what_cant_be_undone(self) -> None:
+        """Raise if an iterator was met, or a lazy module: what a step of it does can't be undone."""
+        if self.now.lazy:
+            raise CaptureError(
+                f"{self.now.lazy[0]} has no shape yet, and the first call makes it for good",
+                "Call the function once with a real batch before capture()",
+            )
         if self.now.iterators:
             raise CaptureError(
                 f"the body reaches the iterator {self.now.iterators[0]}, whose position trial runs would move for good",
@@ -79,7 +84,7 @@ class PythonState:
             return
         self._codes[id(code)] = code, frame.f_globals
         self.now.reach_globals(code, frame.f_globals)
-        self.refuse_iterators()
+        self.refuse_what_cant_be_undone()
 
     def _is_looked_into(self, code: CodeType, namespace: dict[str, Any]) -> bool:
         """Whether a function may have to do with the body: not if it is the library's, or of a package that no object

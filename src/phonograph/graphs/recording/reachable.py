@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import io
+import queue
 import random
 import sys
 import threading
@@ -18,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from phonograph.graphs.recording.places import PLAIN, STATEFUL, Items, Named, Place, Whole, class_names
+from phonograph.graphs.recording.places import PLAIN, STATEFUL, Data, Items, Named, Place, Whole, class_names
 
 _MAX_PLACES = 500_000
 _MAX_ARRAY_BYTES = 1 << 20
@@ -67,6 +69,8 @@ class Snapshot:
         """Tensors that were met, all but parameters."""
         self.iterators: list[str] = []
         """Iterators that were met: their position can be neither read nor put back."""
+        self.lazy: list[str] = []
+        """Parameters and buffers without a shape that were met: the first call makes them, which can't be undone."""
         self.packages: set[str] = set()
         """Where the objects and functions that were met come from."""
         self._found: dict[tuple[int, type], _Found] = {}
@@ -190,6 +194,10 @@ class Snapshot:
         name = _name_of(before, key) if before is not None else type(value).__name__
         place = Items(value, value.__dict__)
         self._next(place.then.items(), self._add(place, before, key, name))
+        if isinstance(value, UninitializedParameter | UninitializedBuffer):
+            self.lazy.append(name)
+        elif type(value) in _PLAIN_TENSORS and value.layout is torch.strided:
+            self._add(Data(value), before, key, name)
         if value.requires_grad and value.is_leaf:
             self._add(Named(value, ("grad",)), before, key, name)
 
@@ -247,6 +255,7 @@ class Snapshot:
 
 
 _Visit = Callable[[Snapshot, Any, _Found | None, Any], None]
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = frozenset({*PLAIN, types.BuiltinFunctionType, types.ModuleType})
 _BY_TYPE: tuple[tuple[Any, _Visit], ...] = (
     (torch.Tensor, Snapshot._visit_tensor),
@@ -261,7 +270,7 @@ _BY_TYPE: tuple[tuple[Any, _Visit], ...] = (
     (weakref.ref, Snapshot._visit_reference),
     (type, Snapshot._visit_class),
     ((staticmethod, classmethod, property, functools.cached_property), Snapshot._visit_descriptor),
-    ((torch.nn.Module, torch.optim.Optimizer, threading.local), Snapshot._visit_object),
+    ((torch.nn.Module, torch.optim.Optimizer, threading.local, threading.Event, queue.Queue), Snapshot._visit_object),
 )
 
 

@@ -21,14 +21,15 @@ from phonograph.errors import Frame
 from phonograph.graphs.recording.bytecode import Read, reads_of
 from phonograph.graphs.recording.contents import InThread
 from phonograph.graphs.recording.evaluation import UNKNOWN, Scene, callee_of, value_of
-from phonograph.graphs.recording.fact import AllItems, Fact, FactKind, InCell, InDict, InList, InSlot, Source
+from phonograph.graphs.recording.fact import AllItems, ClassOf, Fact, FactKind, InCell, InDict, InList, InSlot, Source
 from phonograph.graphs.recording.functions import Functions
-from phonograph.graphs.recording.lookup import Held, lookup
+from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
 from phonograph.graphs.recording.places import PLAIN
 from phonograph.graphs.recording.tracing import Callbacks, traced
 from phonograph.graphs.recording.uses import uses_of
 
 _NOTHING: dict[int, tuple[CodeType, Any]] = {}
+_BY_NAME = ("__getattribute__", "__getattr__")
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -75,7 +76,7 @@ class Reads:
 
     def _enter(self, frame: FrameType) -> None:
         """A function is called."""
-        if self._paused:
+        if self._paused or _is_our_own(frame):
             return
         code = frame.f_code
         self._returned.pop(id(frame), None)  # another frame may have had its identity
@@ -105,7 +106,7 @@ class Reads:
 
     def _read(self, frame: FrameType, read: Read) -> None:
         """An instruction is about to read."""
-        if self._paused:
+        if self._paused or _is_our_own(frame):
             return
         scene = Scene(frame, self._returned.get(id(frame), _NOTHING))
         if read.kind == "global":
@@ -120,21 +121,35 @@ class Reads:
         elif read.kind == "items" and isinstance(base := value_of(read.base, scene), list):
             self._note("items", f"{read.base}[…]", AllItems(base), read, frame)
         else:
-            if read.kind == "call" and len(read.parts) >= 2:
+            if read.kind == "call":
+                self._note_called(callee_of(read.base, scene).function, frame)
+            if read.kind == "call" and read.parts:
                 self._note_by_name(read, scene)
             for name, source in uses_of(read, scene, self._looks_into):
                 self._note("item" if isinstance(source, InDict | InList) else "items", name, source, read, frame)
 
+    def _note_called(self, function: Any, frame: FrameType) -> None:
+        """Functions of one code may have defaults of their own."""
+        if isinstance(function, types.FunctionType) and self._looks_into(function.__code__.co_filename):
+            self.called.setdefault(id(function), (function, _line(frame)))
+
     def _note_by_name(self, read: Read, scene: Scene) -> None:
-        """`getattr(x, name)` and `hasattr(x, name)` read as `x.name` does."""
-        if any(callee_of(read.base, scene).function is one for one in (getattr, hasattr)):
-            owner, name = value_of(read.parts[0], scene), value_of(read.parts[1], scene)
-            if isinstance(name, str):
-                self._note_inside(Read("attribute", name, read.parts[0]), owner, name, scene.frame)
+        """`getattr(x, name)`, `hasattr(x, name)` and `super().__getattribute__(name)` read as `x.name` does."""
+        callee, parts = callee_of(read.base, scene), read.parts
+        owner, asked = value_of(parts[0], scene), parts[1] if len(parts) > 1 else None
+        if isinstance(callee.owner, super) and callee.name in _BY_NAME:
+            owner, asked = getattr(callee.owner, "__self__"), parts[0]  # noqa: B009
+        elif not any(callee.function is one for one in (getattr, hasattr, object.__getattribute__)):
+            return
+        name = value_of(asked, scene)
+        if isinstance(name, str):
+            self._note_inside(Read("attribute", name, parts[0]), owner, name, scene.frame)
 
     def _note_inside(self, read: Read, owner: Any, name: str, frame: FrameType) -> None:
         if isinstance(owner, threading.local):
             self._note("attribute", f"local.{name}", InThread(owner, name), read, frame)
+        elif isinstance(owner, threading.Event) and name in ("is_set", "wait"):
+            self._note("attribute", f"{read.base}.is_set()", InDict(vars(owner), "_flag"), read, frame)
         elif owner is not UNKNOWN and not is_closed(owner):
             self._note_attribute(read, owner, frame)
             if isinstance(owner, dict) and dict.__contains__(owner, name):
@@ -150,6 +165,8 @@ class Reads:
                 self._note(kind, f"{base}.{read.key}", source, read, frame)
         if found:
             self._learn(found[-1].value, frame)
+            if _is_of_class(owner, found[-1]) and isinstance(found[-1].value, types.FunctionType):
+                self._note("class", f"the class of {base}", ClassOf(owner), read, frame)
 
     def _note(self, kind: FactKind, name: str, source: Source, read: Read, frame: FrameType) -> None:
         identity = source.identity
@@ -174,11 +191,26 @@ def _source(held: Held) -> Source | None:
     return InSlot(held.holder, held.key) if held.is_slot else InDict(held.holder, held.key)
 
 
+def _is_of_class(owner: Any, held: Held) -> bool:
+    """Whether another class of an object would give it another attribute; classes of modules are looked at anyway."""
+    if isinstance(owner, types.ModuleType | type | super | torch.nn.Module | torch.Tensor) or held.is_slot:
+        return False
+    return held.holder is not None and held.holder is not instance_dict(owner)
+
+
 def _called(owner: Any) -> str:
     """What an owner of attributes is called."""
     if isinstance(owner, types.ModuleType | type):
         return owner.__name__
     return owner.__qualname__ if isinstance(owner, types.FunctionType) else type(owner).__name__
+
+
+def _is_our_own(frame: FrameType) -> bool:
+    """Whether code is what a dataclass of the graph layer was given."""
+    is_generated = frame.f_code.co_filename == "<string>"
+    return is_generated and str(frame.f_globals.get("__name__")).startswith(
+        ("phonograph.graphs.", "phonograph.devices")
+    )
 
 
 def _line(frame: FrameType) -> Frame:
@@ -192,7 +224,7 @@ _LIBRARY = tuple({f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "plat
 _TORCH = f"{Path(torch.__file__).parent}/"
 _TORCH_MODULES = f"{_TORCH}nn/modules/"
 _OURS = Path(__file__).parents[2]
-_CLOSED = (_TORCH, f"{_OURS}/graphs/", f"{_OURS}/devices/", f"{_OURS}/errors", "<frozen", "<eval_with_key>", "<string>")
+_CLOSED = (_TORCH, f"{_OURS}/graphs/", f"{_OURS}/devices/", f"{_OURS}/errors", "<frozen", "<eval_with_key>")
 
 
 _OPEN_LIBRARY = ("builtins", "collections", "types", "functools", "argparse", "__main__")

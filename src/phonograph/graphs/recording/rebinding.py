@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from phonograph.graphs.recording.contents import AllContents, HasKey, IsTrue, KeptEntries
-from phonograph.graphs.recording.fact import AllItems, Fact, InDict, InList, InSlot, unchanged
+from phonograph.graphs.recording.fact import AllItems, ClassOf, Fact, InDict, InList, InSlot, unchanged
 from phonograph.graphs.recording.lookup import instance_dict
 from phonograph.graphs.recording.places import PLAIN, same
 
 _KEPT = (*PLAIN, torch.Tensor, torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
-_MOVABLE = (InDict, InSlot, InList, AllItems, AllContents, KeptEntries, HasKey, IsTrue)
+_MOVABLE = (ClassOf, InDict, InSlot, InList, AllItems, AllContents, KeptEntries, HasKey, IsTrue)
 _MAX_ROUNDS = 8
 
 

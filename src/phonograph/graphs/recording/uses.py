@@ -13,6 +13,7 @@ from collections import ChainMap, UserDict
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -41,12 +42,18 @@ from phonograph.graphs.recording.fact import AllItems, InDict, InList, Source
 Use = tuple[str, Source]
 """What it is called, and where it lies."""
 _MAX_ENTRIES = 128
-_MAPPINGS = (dict, os._Environ, UserDict, ChainMap, types.MappingProxyType)
+_MAPPINGS = (dict, os._Environ, UserDict, ChainMap, types.MappingProxyType, WeakKeyDictionary)
 _LOOKS_UP = ("get", "setdefault", "__getitem__")
 _WRITES = ("append", "add", "update", "clear", "extend", "insert", "remove", "discard", "pop", "popleft", "appendleft")
 _NO_READS = (isinstance, issubclass, type, id, callable, print, getattr, hasattr, setattr, vars, super, hash, delattr)
 _QUIET = ("logging", "warnings", "contextlib", "threading", "typing", "dataclasses.field")
 """Modules whose functions don't compute anything of their arguments."""
+_TENSOR_WALKS = (
+    *("parameters", "named_parameters", "get_parameter", "state_dict"),
+    *("buffers", "named_buffers", "get_buffer"),
+)
+_MODULE_WALKS = ("modules", "named_modules", "children", "named_children", "get_submodule", "apply")
+"""Methods of every `nn.Module` that go over what it holds."""
 
 
 def uses_of(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
@@ -71,12 +78,17 @@ def uses_of(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
 def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
     callee, arguments = callee_of(read.base, scene), [value_of(part, scene) for part in read.parts]
     owner, name = callee.owner, str(read.base.base) if read.base is not None and read.base.base is not None else ""
+    if isinstance(callee.function, functools.partial):
+        yield from _whole(f"{read.base}.keywords", callee.function.keywords)
+        yield f"{read.base}.args", AllContents(callee.function.args)
     if isinstance(owner, ContextVar) and callee.name == "get":
         yield f"the context variable {owner.name}", InContext(owner)
     elif callee.name in _LOOKS_UP and arguments and isinstance(owner, _MAPPINGS):
         yield from _item(name, owner, arguments[0] if is_key(arguments[0]) else UNKNOWN)
     elif _is_getenv(callee.function) and arguments:
         yield from _item(name, callee.function.__globals__["environ"], arguments[0])
+    elif isinstance(owner, torch.nn.Module):
+        yield from _walk(owner, callee)
     elif is_container(unwrapped(owner)):
         if callee.name not in _WRITES:
             yield from _whole(name, owner)
@@ -84,6 +96,18 @@ def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
         for part, value in zip(read.parts, arguments, strict=True):
             if is_container(value) or is_record(value):
                 yield from _whole(str(part), value)
+
+
+def _walk(module: torch.nn.Module, callee: Callee) -> Iterator[Use]:
+    """The tensors and modules that a method of torch's finds below a module."""
+    is_torchs = getattr(callee.function, "__module__", None) == torch.nn.Module.__module__
+    if not is_torchs or callee.name not in (*_TENSOR_WALKS, *_MODULE_WALKS):
+        return
+    for path, below in module.named_modules(prefix=type(module).__name__):
+        kinds = (below._modules, below._parameters, below._buffers)
+        for held in kinds if callee.name in _TENSOR_WALKS else kinds[:1]:
+            if isinstance(held, dict):  # of scripted modules they lie in C++
+                yield path, AllItems(held)
 
 
 def _is_getenv(function: Any) -> bool:
@@ -148,7 +172,7 @@ def _is_closed(callee: Callee, looks_into: Any) -> bool:
     if isinstance(function, functools.partial):
         return _is_closed(Callee(function.func), looks_into)
     if isinstance(function, types.FunctionType):
-        return not looks_into(function.__code__.co_filename) and not function.__module__.startswith(_QUIET)
+        return not looks_into(function.__code__.co_filename) and not str(function.__module__).startswith(_QUIET)
     if isinstance(function, type):
         return function.__module__ in ("builtins", "itertools", "operator", "collections", "numpy")
     kinds = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)

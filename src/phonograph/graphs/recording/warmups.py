@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 import torch
 
 from phonograph.errors import CaptureError, Frame, OutputError
-from phonograph.graphs.inputs.tree import leaves
+from phonograph.graphs.inputs.tree import leaves, reachable
 from phonograph.graphs.recording.fact import address_of, is_named
 from phonograph.graphs.recording.outputs import is_near, own
 from phonograph.graphs.recording.places import PLAIN, Place, Whole, same
 from phonograph.graphs.recording.python_state import Moves, PythonState, line_of
 from phonograph.graphs.recording.reachable import Snapshot, StateChange
+from phonograph.graphs.recording.stand_ins import stand_in_for
 from phonograph.graphs.recording.tensor_state import MemoryRun, SavedState
 
 _AS_TENSOR = "Keep it in a tensor that the body writes in place, pass it in a slot, or change it in a @graph_break"
@@ -25,6 +26,8 @@ _ONLY_IN_GAPS = (
 )
 
 _CALL_ONCE = "Call the function once with a real batch before capture(), or make it outside of the body"
+
+_SIZED = "Set it in a @graph_break or outside of the body, or name it in ignore= if nothing but the body reads it"
 
 TrialBody = Callable[[Moves | None], Any]
 """Runs the body once, and notes in `Moves` what its gaps change."""
@@ -78,11 +81,16 @@ class Warmups:
     """The first refusal for Python state: what one shape moves, the others may read."""
     _first: _First | None = None
     _all_made: list[StateChange] = field(default_factory=list)
+    _gap_memory: set[int] = field(default_factory=set)
+    """The memory of tensors that gaps were passed."""
+    _has_settled: bool = False
+    """Whether a shape has been warmed."""
 
     def first(self, bind: Bind) -> None:
         """The first run: whatever is made lazily is made here."""
-        self.python.refuse_iterators()
+        self.python.refuse_what_cant_be_undone()
         before, self._first = self.python.now, None
+        self._gap_memory.clear()
         with self._undone_on_failure(before):
             with self.python.followed():
                 result, memory = self._run(bind)
@@ -102,13 +110,35 @@ class Warmups:
             moved = [change for change in moves.by_body.values() if not is_named(change.name, self.ignored)]
             if moved:
                 self._refuse(moved, bind)
+            self._refuse_collected(first, list(moves.elsewhere.values()))
             if first.made and self.may_rerun:
                 by_body, outputs = self._compare(first, bind, list(moves.elsewhere.values()))
                 if other is not None:
                     self._refuse_sampled(first, memory, _Compared(by_body, outputs), (bind, other))
+                if self._has_settled:
+                    self._refuse_sized(by_body, bind)
             made = self._without(first, list(moves.elsewhere.values()))
             self._all_made += made
+            self._has_settled = True
             return Settled(made, list(memory.uses.values()))
+
+    def note_gap(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+        """A gap of the first run has been called."""
+        tensors = (one for _, one in reachable((args, kwargs)) if isinstance(one, torch.Tensor))
+        self._gap_memory.update(one.untyped_storage()._cdata for one in tensors if one.layout is torch.strided)
+
+    def _refuse_collected(self, first: _First, elsewhere: Sequence[StateChange]) -> None:
+        """Refuse if, after the second run, something still holds what a gap was passed in the first."""
+        passed = self._gap_memory & first.memory.survivors()
+        for change in (*elsewhere, *first.made) if passed else ():
+            held = change.place.get(change.key)
+            tensors = [one for _, one in reachable(held) if isinstance(one, torch.Tensor)]
+            if any(one.layout is torch.strided and one.untyped_storage()._cdata in passed for one in tensors):
+                problem = (
+                    f"a @graph_break keeps in {change.name} a tensor that it was passed, and every replay writes to "
+                    "the same memory again"
+                )
+                self._refuse_moved(problem, "Keep a copy (tensor.clone())", None)
 
     def _compare(self, first: _First, bind: Bind, elsewhere: Sequence[StateChange]) -> tuple[list[StateChange], Any]:
         """Refuse if what the first run made changes the outputs: then it is no constant. Gives what the body made, and
@@ -147,6 +177,33 @@ class Warmups:
             change = min(differing, key=lambda one: len(one.name))
             problem = f"the first run makes {change.name} of its inputs, which in a capture are a random sample"
             self._refuse_moved(problem, _CALL_ONCE, self._making(first, binds[0])(change))
+
+    def _refuse_sized(self, made: Sequence[StateChange], bind: Bind) -> None:
+        """Refuse a value that every run of this shape writes, where the shapes before it left another.
+
+        What is written only where it differs is the key of a cache: each recording has what belongs to its own.
+        """
+        for change in made:
+            stand_in = stand_in_for(change.now)
+            if stand_in is None or stand_in_for(change.then) is None or is_named(change.name, self.ignored):
+                continue
+            self.state.restore()
+            with self.python.kept():
+                change.place.put(change.key, stand_in)
+                self._run(bind)
+                is_written = change.place.get(change.key) is not stand_in
+                change.redo()
+            self.state.restore()
+            if is_written:
+                change.undo()
+                body = bind()
+                with self.state.watching():
+                    frame = line_of(change, lambda body=body: body(None))  # type: ignore[misc]
+                problem = (
+                    f"every run sets {change.name}, by its size ({change.then!r}, then {change.now!r}), and a replay "
+                    "runs no Python"
+                )
+                self._refuse_moved(problem, _SIZED, frame)
 
     def _making(self, first: _First, bind: Bind) -> Callable[[StateChange], Frame | None]:
         """Finds the line that makes something, by one more first run."""

@@ -48,38 +48,54 @@ class Mismatch:
     """How it differs, with values."""
     of_integers: bool = False
     """Whether these values are whole numbers."""
+    is_repeat: bool = False
+    """Whether the replay was of the buffers as they were, so that they may be what is wrong."""
 
     @property
     def detail(self) -> str:
-        return f"{self.where} {self.words}, eagerly"
+        return f"{self.where} {self.words}{self.of_repeat}"
+
+    @property
+    def of_repeat(self) -> str:
+        return " (a repeat: the last batch was not loaded again)" if self.is_repeat else ""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.detail}"
 
 
-def shadowed(runner: Runner, batch: Any, state: Sequence[StatePart]) -> tuple[Any, Mismatch | None]:
+def shadowed(
+    runner: Runner, batch: Any, state: Sequence[StatePart], *, repeats: bool = False
+) -> tuple[Any, Mismatch | None]:
     """Serve a batch as `runner.run` does, and once more eagerly from the same state; the replay's results are kept.
 
-    Where the two differ, in an output or in the state afterwards, the state is put back to what it was before. A batch
-    that no recording serves is served eagerly, and compared with nothing.
+    With `repeats` it is served as `runner.repeat` does, from the buffers as they are, and the batch is what they should
+    hold. Where the two differ, in an output or in the state afterwards, the state is put back to what it was before. A
+    batch that no recording serves is served eagerly, and compared with nothing. Buffers are left as the replay had
+    them, so that steps after this one may be repeats as ever.
     """
     decision = runner.decide(batch)
+    if repeats and decision != runner.last:
+        assert isinstance(runner.last, Replay)
+        asked = decision.key if isinstance(decision, Replay) else f"an eager run ({decision.detail})"
+        words = f"differs: the step asks for {asked}"
+        return None, Mismatch(runner.last.key, "the batch", words, is_repeat=True)
     if not isinstance(decision, Replay):
         return runner.run(batch), None
     before = [part.read() for part in state]
-    result = runner.run(batch)
+    result = runner.repeat() if repeats else runner.run(batch)
     found, found_state = runner.parts(result), [part.read() for part in state]
     for part, values in zip(state, before, strict=True):
         part.write(values)
     gaps = LiveGaps() if runner.recording(decision.key).has_gaps else None
-    wanted = runner.parts(run_eagerly(runner, decision.key, batch, gaps))
+    with runner.registry.kept():
+        wanted = runner.parts(run_eagerly(runner, decision.key, batch, gaps))
     wanted_state = [part.read() for part in state]
     difference = _difference(found, wanted) or _state_difference(state, found_state, wanted_state)
     if difference is None:
         return result, None
     for part, values in zip(state, before, strict=True):
         part.write(values)
-    return None, Mismatch(decision.key, *difference)
+    return None, Mismatch(decision.key, *difference, is_repeat=repeats)
 
 
 def run_eagerly(runner: Runner, key: ShapeKey, batch: Any, breaker: Breaker | None, *, with_tail: bool = True) -> Any:
@@ -137,6 +153,6 @@ def _state_difference(
 def _other_bits(found: Any, wanted: torch.Tensor) -> str:
     """In words, how a replay's result differs from the eager one; empty where all bits are equal."""
     if not isinstance(found, torch.Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return mismatch(found, wanted)
+        return f"{mismatch(found, wanted)}, eagerly"
     wrong = ~same_bits(found, wanted)
-    return described(found, wanted, wrong) if bool(wrong.any()) else ""
+    return f"{described(found, wanted, wrong)}, eagerly" if bool(wrong.any()) else ""

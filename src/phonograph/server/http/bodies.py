@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from phonograph.server.http.failures import SERVER, ApiError, unknown_field
 from phonograph.server.http.json_shape import shape_of
+from phonograph.server.http.neutral_fields import NeutralField, without_neutral
 from phonograph.server.http.request_limits import ModelBounds
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -66,8 +67,15 @@ class BodyReader(Generic[T]):
     """Reads bodies of one kind."""
 
     def __init__(
-        self, kind: type[T], max_bytes: int, seconds: float, arrivals: Arrivals, bounds: Callable[[], ModelBounds]
+        self,
+        kind: type[T],
+        max_bytes: int,
+        seconds: float,
+        arrivals: Arrivals,
+        bounds: Callable[[], ModelBounds],
+        neutral: Mapping[str, NeutralField],
     ) -> None:
+        """`neutral` are fields that bodies may have beside those of their kind."""
         self._kind = kind
         self._decode = msgspec.json.Decoder(kind).decode
         self._fields = tuple(field.encode_name for field in msgspec.structs.fields(kind))
@@ -75,6 +83,7 @@ class BodyReader(Generic[T]):
         self._seconds = seconds
         self._arrivals = arrivals
         self._bounds = bounds
+        self._neutral = neutral
 
     async def read(self, request: Request, off_loop: OffLoop, then: Callable[[T], R]) -> tuple[R, int]:
         """What `then` makes of the body, and how many bytes that had; ApiError where it can't be read.
@@ -90,7 +99,12 @@ class BodyReader(Generic[T]):
     def _decoded(self, data: bytes, bounds: ModelBounds) -> T:
         bounds.check_shape(shape_of(data, bounds.values.most))
         try:
-            return self._decode(data)
+            try:
+                return self._decode(data)
+            except msgspec.ValidationError as error:
+                if _PLACE.search(str(error)) or not _UNKNOWN.search(str(error)):
+                    raise
+                return self._decode(without_neutral(data, self._neutral, self._fields))
         except msgspec.ValidationError as error:
             raise self._misfit(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from phonograph.engine.process.generation import Delta
 from phonograph.engine.requests.request import FinishReason
-from phonograph.errors import CoreError, RequestError, UnavailableError
+from phonograph.errors import CoreError, CoverageError, RequestError, UnavailableError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -102,6 +102,12 @@ def failure_of_finish(delta: Delta, timeout: float | None) -> ApiError | None:
         return ApiError(504, f"{said}Request fewer tokens, or try again later.", type=SERVER, code="deadline_exceeded")
     if delta.finish is FinishReason.ERROR and delta.error_field:
         return ApiError(400, delta.error, param=delta.error_field)
+    if delta.finish is FinishReason.ERROR and delta.error.startswith(f"{CoverageError.__name__}: "):
+        message = (
+            "the server may only use recorded graphs (--graphs strict), and has none for this step, or mistrusts the "
+            "one it had. The request is not at fault; the server's log has the details."
+        )
+        return ApiError(500, message, type=SERVER, code="no_graph", detail=delta.error)
     if delta.finish is FinishReason.ERROR:
         message = "the model failed on this request. The server's log has the details; change the request."
         return ApiError(500, message, type=SERVER, code="model_error", detail=delta.error)

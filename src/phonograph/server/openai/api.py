@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from phonograph.engine.requests.request import NEUTRAL, SamplingParams
 from phonograph.errors import RequestError
 from phonograph.server.http.bodies import Arrivals, BodyReader
 from phonograph.server.http.failures import SERVER, ApiError, Error
+from phonograph.server.http.neutral_fields import NeutralField
 from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.delivery import Delivery
@@ -33,6 +34,7 @@ from phonograph.server.openai.request_validation import (
     check_tool_fields,
 )
 from phonograph.server.openai.requests import (
+    ONLY_NEUTRAL,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -70,14 +72,15 @@ class Api:
         self._logprobs = LogprobWriter(llm.tokenizer)
         self._arrivals = Arrivals(_BODIES * options.max_body_bytes)
         self._bounds: tuple[Ready, ModelBounds] | None = None
-        self._completion_bodies = self._reader(CompletionRequest)
-        self._chat_bodies = self._reader(ChatRequest)
+        self._completion_bodies = self._reader(CompletionRequest, ONLY_NEUTRAL)
+        self._chat_bodies = self._reader(ChatRequest, ONLY_NEUTRAL)
         self._tokenize_bodies = self._reader(TokenizeRequest)
         self._detokenize_bodies = self._reader(DetokenizeRequest)
 
-    def _reader(self, kind: type[T]) -> BodyReader[T]:
+    def _reader(self, kind: type[T], neutral: Mapping[str, NeutralField] | None = None) -> BodyReader[T]:
         options = self._options
-        return BodyReader(kind, options.max_body_bytes, options.body_timeout, self._arrivals, self.bounds)
+        most, seconds = options.max_body_bytes, options.body_timeout
+        return BodyReader(kind, most, seconds, self._arrivals, self.bounds, neutral or {})
 
     def bounds(self) -> ModelBounds:
         """What a request may have, with the model that is served."""

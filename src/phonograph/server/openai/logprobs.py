@@ -11,6 +11,7 @@ from itertools import count
 from phonograph.engine.requests.sequence import TokenLogprob
 from phonograph.engine.text import Tokenizer
 from phonograph.engine.text.detokenizer import LeadingSpaces
+from phonograph.engine.text.reader import id_text
 from phonograph.server.openai.responses import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TopLogprob
 
 _CACHED = 1 << 16
@@ -63,7 +64,7 @@ class LogprobWriter:
             [of[one.token] for of, one in zip(names, found, strict=True)],
             [one.logprob for one in found],
             [{of[token]: logprob for token, logprob in one.top} for of, one in zip(names, found, strict=True)],
-            [offsets.after(self._bytes(one.token)) for one in found],
+            [offsets.after(self._text_bytes(one.token)) for one in found],
         )
 
     def _names(self, found: TokenLogprob) -> dict[int, str]:
@@ -99,6 +100,10 @@ class LogprobWriter:
             top.append(TopLogprob(shown, logprob, written))
         shown, written = self._entry(found.token)
         return ChatTokenLogprob(shown, found.logprob, written, top)
+
+    def _text_bytes(self, token: int) -> bytes:
+        """Those that the text of an output has of a token."""
+        return id_text(token).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token)
 
     def _bytes(self, token: int) -> bytes:
         if self._tokenizer is None:

@@ -23,7 +23,12 @@ _TOOL_FIELDS = frozenset(("type", "function"))
 _TOOL_FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "strict"))
 """`strict` is taken, since OpenAI's client always sends it: a template may show it, and no call is forced to follow."""
 MESSAGE_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id"))
-"""What messages may have with every template; of OpenAI's others, a template may read some."""
+"""What messages may have; of OpenAI's others, a template may read some."""
+_ROLE_OF = {"tool_calls": "assistant", "tool_call_id": "tool"}
+"""Fields that messages of one role alone may have."""
+_READ_BY = {"tool_calls": ("tool_calls",), "tool_call_id": ("tool_calls", "tool_call_id")}
+"""What a template must read for a field to be taken. Results follow their calls, so most templates need no id."""
+_SAYS_NOTHING: tuple[object, ...] = (None, "", [], {})
 _PART_FIELDS = frozenset(("type", "text"))
 _CALL_FIELDS = frozenset(("id", "type", "function"))
 _FUNCTION_FIELDS = frozenset(("name", "arguments"))
@@ -76,8 +81,10 @@ def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[st
     for place, message in enumerate(messages):
         where = f"messages[{place}]."
         _refuse_unread(message, MESSAGE_FIELDS, read, where)
+        _refuse_misplaced_calls(message, read, where)
         for number, part in enumerate(_objects(message.get("content"))):
-            _refuse_unread(part, _PART_FIELDS, (), f"{where}content[{number}].")
+            if part.get("type") in (None, "text"):  # the template refuses others as a whole
+                _refuse_unread(part, _PART_FIELDS, (), f"{where}content[{number}].")
         for number, call in enumerate(_objects(message.get("tool_calls"))):
             _refuse_unread(call, _CALL_FIELDS, read, f"{where}tool_calls[{number}].")
             for function in _objects([call.get("function")]):
@@ -117,8 +124,23 @@ def _objects(found: object) -> list[dict[str, Any]]:
 
 def _refuse_unread(found: dict[str, Any], known: Collection[str], read: Collection[str], where: str) -> None:
     for name, value in found.items():
-        if value not in (None, "", [], {}) and name not in known and name not in read:
+        if value not in _SAYS_NOTHING and name not in known and name not in read:
             raise unknown_field(name, known, where)
+
+
+def _refuse_misplaced_calls(message: dict[str, Any], read: Collection[str], where: str) -> None:
+    """Calls and their results: not of a role that has none, nor with a template that would leave them out."""
+    for name, role in _ROLE_OF.items():
+        if message.get(name) in _SAYS_NOTHING:
+            continue
+        if message.get("role") != role:
+            because = f"only messages of the role {role} have one. Leave it out."
+        elif not any(field in read for field in _READ_BY[name]):
+            because = "this model's chat template does not read calls of tools. Leave it out, or say it in `content`."
+        else:
+            continue
+        field = where + name
+        raise ApiError(400, f"`{field}` can't be served: {because}", param=field, code="unsupported")
 
 
 def check_logprobs(params: SamplingParams, num_prompts: int, max_len: int) -> None:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from phonograph.server.http import request_limits as limits
+from phonograph.server.http.neutral_fields import NeutralField
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Tokens = Annotated[list[TokenId], Meta(min_length=1)]
@@ -29,6 +30,51 @@ WITHOUT_EFFECT = {
     "include_obfuscation": "nothing is obfuscated",
 }
 """Fields that clients send and nobody reads, with the reason that no answer would be another. All others are read."""
+
+_ONLY_TEXT = "text is all that is read and written"
+_ONE_TEMPLATE = "messages are written by the model's own template"
+_NO_IDS = "tokens are written as texts"
+
+ONLY_NEUTRAL = {
+    "min_tokens": NeutralField("an answer may end at any token", (0,)),
+    "skip_special_tokens": NeutralField("special tokens are never part of the text", (True,)),
+    "spaces_between_special_tokens": NeutralField("special tokens are never part of the text", (True, False)),
+    "include_stop_str_in_output": NeutralField("what ends an answer is not part of its text", (False,)),
+    "use_beam_search": NeutralField("tokens are sampled, not searched", (False,)),
+    "length_penalty": NeutralField("it is of beam search, and tokens are sampled", (1,)),
+    "early_stopping": NeutralField("it is of beam search, and tokens are sampled", (False,)),
+    "typical_p": NeutralField("this kind of sampling is not built in", (1,)),
+    "top_a": NeutralField("this kind of sampling is not built in", (0,)),
+    "bad_words": NeutralField("no words are forbidden: use `logit_bias`", ([],)),
+    "allowed_token_ids": NeutralField("no tokens are selected: use a `guided_` field"),
+    "logits_processors": NeutralField("no code of a request is run"),
+    "structured_outputs": NeutralField("use `response_format` or a `guided_` field"),
+    "guided_decoding_backend": NeutralField("there is one"),
+    "guided_whitespace_pattern": NeutralField("white space is that of JSON"),
+    "priority": NeutralField("requests are served as they come", (0,)),
+    "truncate_prompt_tokens": NeutralField("a prompt is taken whole or refused"),
+    "prompt_logprobs": NeutralField("only tokens of the answer have logprobs"),
+    "return_tokens_as_token_ids": NeutralField(_NO_IDS, (False,)),
+    "return_token_ids": NeutralField(_NO_IDS, (False,)),
+    "add_generation_prompt": NeutralField("a chat is always continued by an answer", (True,)),
+    "continue_final_message": NeutralField("a chat is always continued by an answer", (False,)),
+    "add_special_tokens": NeutralField("prompts have the model's special tokens, and a template writes its own"),
+    "chat_template": NeutralField(f"{_ONE_TEMPLATE}, or by --chat-template"),
+    "documents": NeutralField(f"{_ONE_TEMPLATE}, which is given none"),
+    "reasoning_effort": NeutralField("no model is told to think more or less"),
+    "verbosity": NeutralField("no model is told to say more or less"),
+    "prediction": NeutralField("answers are not predicted by clients"),
+    "audio": NeutralField(_ONLY_TEXT),
+    "mm_processor_kwargs": NeutralField(_ONLY_TEXT),
+    "web_search_options": NeutralField("nothing is looked up"),
+    "functions": NeutralField("OpenAI has put `tools` in its place", ([],)),
+    "function_call": NeutralField("OpenAI has put `tool_choice` in its place"),
+    "cache_salt": NeutralField("prompts share what they begin with, whoever sends them"),
+    "echo": NeutralField("the prompt is not repeated", (False,)),
+    "best_of": NeutralField("no more choices are made than are returned: use `n`"),
+}
+"""Fields of OpenAI's and of other servers that some clients always send: taken where they ask for what is done anyway,
+refused by name with the reason where they ask for more."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,8 +102,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """0 always takes the likeliest token. Default: the model's own, else 1."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | Stops | None = None
-    """Texts that end the output, and are not part of it."""
+    stop: Annotated[str, Meta(extra_json_schema={"maxLength": limits.STOP_CHARS.most})] | Stops | None = None
+    """Texts that end the output, and are not part of it. An empty text in place of a list is none."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None

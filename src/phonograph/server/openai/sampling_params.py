@@ -27,7 +27,7 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
 
 def chat_params(request: ChatRequest, max_len: int) -> SamplingParams:
     """For /v1/chat/completions; without a limit an output may fill the context."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "`top_logprobs` needs `logprobs`: true.", param="top_logprobs", code="invalid_value")
     if request.tool_choice not in (None, "auto", "none"):
         raise _refusal("tool_choice", 'a call can\'t be forced: use "auto" or "none"')
@@ -46,7 +46,7 @@ def chat_params(request: ChatRequest, max_len: int) -> SamplingParams:
 def _params(request: SamplingFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "`stream_options` needs `stream`: true.", param="stream_options", code="invalid_value")
-    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    stop = (request.stop,) if request.stop and isinstance(request.stop, str) else tuple(request.stop or ())
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=request.temperature,
