@@ -137,6 +137,10 @@ class Checks:
         allowed = self._allowed(way)
         problem = _all_of(_outputs(replayed), _outputs(eager), self._tolerance, allowed) if noisy else ""
         writes = PaddingWrites(self._trial, replayed, eager)
+
+        def less_rounded(name: str, alone: torch.Tensor) -> torch.Tensor:
+            return _less_rounded(alone, eager.state[name], partial(allowed, ("state", name)))
+
         wrong: list[str] = [problem] if problem else []
         for name, wanted in eager.state.items():
             found, start = replayed.state[name], eager.start[name]
@@ -146,8 +150,8 @@ class Checks:
             if bool((apart & written).any()):
                 wrong.append(self._state_differs(name, found, wanted, apart & written))
             alone = ~same_bits(found, start) & ~written
-            writes.note(name, _less_rounded(alone & apart if self._is_quick else alone, wanted, room))
-        return "; ".join([*(wrong or self._from_its_start() if noisy else wrong), *writes.problems()])
+            writes.note(name, alone & apart if self._is_quick else alone)
+        return "; ".join([*(wrong or self._from_its_start() if noisy else wrong), *writes.problems(less_rounded)])
 
     def _from_its_start(self) -> list[str]:
         """The same for state as it is, which noise may hide: a maximum that padding alone raises."""
