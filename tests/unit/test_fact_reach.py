@@ -291,7 +291,8 @@ def test_facts_are_those_of_the_shapes_that_can_be_recorded() -> None:
     held = {"scale": 2.0}
 
     def body(x: torch.Tensor) -> Any:
-        assert 2 < x.shape[0] < 8
+        if not 2 < x.shape[0] < 8:  # pytest rewrites an assert into code that reaches all of pytest
+            raise ValueError("a size that it can't take")
         return x * held["scale"]
 
     run = graphed(body, slots=SLOTS, bucketed="rows", buckets=[1, 2, 4, 8, 16], device="emulated", smallest=3)

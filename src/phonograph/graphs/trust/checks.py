@@ -21,6 +21,8 @@ from phonograph.graphs.trust.rounding import Rounding
 from phonograph.graphs.trust.trial import Result, Trial, Way
 from phonograph.graphs.trust.verify_report import Check
 
+AllowedOf = Callable[[Any, torch.Tensor], Iterator[torch.Tensor | None]]
+"""The same as `Allowed`, of any result: takes its name as well."""
 _PADDED, _UNPADDED = Way(), Way(padded=False)
 _DRAWS = "Draw for the largest bucket and take the used rows, or pass the numbers in a slot"
 
@@ -139,33 +141,36 @@ class Checks:
         allowed = self._allowed(way)
         problem = _all_of(_outputs(replayed), _outputs(eager), self._tolerance, allowed) if noisy else ""
         writes = PaddingWrites(self._trial, replayed, eager)
+
+        def less_rounded(name: str, alone: torch.Tensor) -> torch.Tensor:
+            return _less_rounded(alone, eager.state[name], partial(allowed, ("state", name)))
+
         wrong: list[str] = [problem] if problem else []
         for name, wanted in eager.state.items():
             found, start = replayed.state[name], eager.start[name]
-            written = ~same_bits(wanted, start)
-            room = partial(allowed, ("state", name))
-            apart = differing(found, wanted, tolerance=self._tolerance, allowed=room)
-            if bool((apart & written).any()):
-                wrong.append(self._state_differs(name, found, wanted, apart & written))
-            alone = ~same_bits(found, start) & ~written
-            writes.note(name, _less_rounded(alone & apart if self._is_quick else alone, wanted, room))
-        return "; ".join([*(wrong or self._from_its_start() if noisy else wrong), *writes.problems()])
+            wrong += self._differing_state(name, replayed, eager, allowed)
+            alone = ~same_bits(found, start) & same_bits(wanted, start)
+            if self._is_quick:
+                alone = differing(found, wanted, tolerance=self._tolerance, among=alone)
+            writes.note(name, alone)
+        return "; ".join([*(wrong or self._from_its_start() if noisy else wrong), *writes.problems(less_rounded)])
 
     def _from_its_start(self) -> list[str]:
         """The same for state as it is, which noise may hide: a maximum that padding alone raises."""
         replayed, eager = self._trial.result(self._replay), self._trial.result(_UNPADDED)
-        allowed, wrong = self._allowed(_UNPADDED), list[str]()
-        for name, wanted in eager.state.items():
-            found, written = replayed.state[name], ~same_bits(wanted, eager.start[name])
-            apart = differing(found, wanted, tolerance=self._tolerance, allowed=partial(allowed, ("state", name)))
-            if bool((apart & written).any()):
-                wrong.append(self._state_differs(name, found, wanted, apart & written))
-        return wrong
+        allowed = self._allowed(_UNPADDED)
+        return [text for name in eager.state for text in self._differing_state(name, replayed, eager, allowed)]
 
-    def _state_differs(self, name: str, found: torch.Tensor, wanted: torch.Tensor, wrong: torch.Tensor) -> str:
+    def _differing_state(self, name: str, replayed: Result, eager: Result, allowed: AllowedOf) -> list[str]:
+        """How a state differs where the run without padding has written it: in a sentence, or in none."""
+        found, wanted, start = replayed.state[name], eager.state[name], eager.start[name]
+        room = partial(allowed, ("state", name))
+        wrong = differing(found, wanted, tolerance=self._tolerance, allowed=room, among=~same_bits(wanted, start))
+        if not bool(wrong.any()):
+            return []
         frame = line_of_write(self._trial, name)
         where = f" ({frame})" if frame is not None else ""
-        return f"the state {name} {described(found, wanted, wrong)} after the replay{where}"
+        return [f"the state {name} {described(found, wanted, wrong)} after the replay{where}"]
 
     def _gaps(self) -> str:
         """After another batch, gaps give what they give eagerly after it; replays pass them the same tensors again."""
@@ -200,7 +205,7 @@ class Checks:
         problem = _all_of(_outputs(found), _outputs(wanted), tolerance, allowed)
         return problem or ("" if tolerance else _all_of(_state(found), _state(wanted)))
 
-    def _allowed(self, way: Way) -> Callable[[Any, torch.Tensor], Iterator[torch.Tensor | None]]:
+    def _allowed(self, way: Way) -> AllowedOf:
         """What rounding may move the results of a run by."""
         if way not in self._roundings:
             trial = self._trial
@@ -241,7 +246,7 @@ def _all_of(
     found: Mapping[tuple[str, Any], Any],
     wanted: Mapping[tuple[str, Any], Any],
     tolerance: float | None = 0.0,
-    allowed: Callable[[Any, torch.Tensor], Iterator[torch.Tensor | None]] | None = None,
+    allowed: AllowedOf | None = None,
 ) -> str:
     """What is wrong with each of several results."""
     problems = []

@@ -31,11 +31,18 @@ def mismatch(found: Any, wanted: Any, *, tolerance: float | None = 0.0, allowed:
 
 
 def differing(
-    found: torch.Tensor, wanted: torch.Tensor, *, tolerance: float | None = 0.0, allowed: Allowed | None = None
+    found: torch.Tensor,
+    wanted: torch.Tensor,
+    *,
+    tolerance: float | None = 0.0,
+    allowed: Allowed | None = None,
+    among: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Where two tensors of one shape and dtype differ by more than they may."""
+    """Where two tensors of one shape and dtype differ by more than they may; only `among` these, if that is given."""
     one, other = _computed_with(found), _computed_with(wanted)
     wrong = (one != other) & ~(one.isnan() & other.isnan())
+    if among is not None:
+        wrong &= among
     if tolerance == 0.0 or not bool(wrong.any()):
         return wrong
     if not (wanted.is_floating_point() or wanted.is_complex()):

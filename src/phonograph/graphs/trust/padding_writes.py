@@ -6,6 +6,8 @@ scratch buffer that every run fills anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from phonograph.graphs.inputs.fields import fetch
@@ -35,13 +37,14 @@ class PaddingWrites:
         if bool(places.any()):
             self._places[name] = places
 
-    def problems(self) -> list[str]:
-        """What padding writes where a live row may read."""
+    def problems(self, less_rounded: Callable[[str, torch.Tensor], torch.Tensor]) -> list[str]:
+        """What padding writes where a live row may read; `less_rounded` takes many runs, and is asked last."""
         left = self._places
         if left and self._null_slots:
             left = self._less_null(left)
         if left:
             left = self._less_scratch(left)
+        left = _some({name: less_rounded(name, places) for name, places in left.items()})
         return [self._told(name, places) for name, places in left.items()]
 
     @property
