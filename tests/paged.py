@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from phonograph.devices import open_device
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.ops.attention.launch_config import launches_for
-from phonograph.engine.ops.queries import Attention, Queries, Span
+from phonograph.engine.ops.queries import PLAIN, Attention, Queries, Scores, Span
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAUNCHES = launches_for(open_device(DEVICE).hardware)
@@ -38,9 +38,11 @@ class Case:
     used: int
     """Tokens that are no padding."""
 
-    def run(self, attention: Attention, layer: int = 0, window: int | None = None) -> torch.Tensor:
+    def run(
+        self, attention: Attention, layer: int = 0, window: int | None = None, scores: Scores = PLAIN
+    ) -> torch.Tensor:
         """The result for the tokens that are no padding."""
-        out = attention.prepare(self.cache, self.queries, self.q.shape[1]).attend(layer, self.q, window)
+        out = attention.prepare(self.cache, self.queries, self.q.shape[1]).attend(layer, self.q, window, None, scores)
         assert out.shape == self.q.shape
         return out[: self.used]
 
@@ -87,7 +89,7 @@ def case_of(
     return Case(cache, queries, q, used)
 
 
-def by_hand(case: Case, layer: int = 0, window: int | None = None) -> torch.Tensor:
+def by_hand(case: Case, layer: int = 0, window: int | None = None, scores: Scores = PLAIN) -> torch.Tensor:
     """One query at a time, in float64."""
     cache, queries, q = case.cache, case.queries, case.q[: case.used]
     out = torch.zeros_like(q, dtype=torch.float64)
@@ -99,8 +101,13 @@ def by_hand(case: Case, layer: int = 0, window: int | None = None) -> torch.Tens
         keys = cache.keys[layer][pages].flatten(0, 1)[first : position + 1].double()
         values = cache.values[layer][pages].flatten(0, 1)[first : position + 1].double()
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        scores = torch.einsum("hd,khd->hk", q[token].double(), keys) * q.shape[2] ** -0.5
-        out[token] = torch.einsum("hk,khd->hd", scores.softmax(1), values)
+        found = torch.einsum("hd,khd->hk", q[token].double(), keys)
+        found = found * (q.shape[2] ** -0.5 if scores.scale is None else scores.scale)
+        if scores.softcap is not None:
+            found = torch.tanh(found / scores.softcap) * scores.softcap
+        if scores.sinks is not None:
+            found = torch.cat([found, scores.sinks.double()[:, None]], 1)
+        out[token] = torch.einsum("hk,khd->hd", found.softmax(1)[:, : len(keys)], values)
     return out
 
 

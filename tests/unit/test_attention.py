@@ -15,7 +15,7 @@ from phonograph.engine.ops.attention.reference import ReferenceAttention
 from phonograph.engine.ops.kernels import Places
 from phonograph.engine.ops.layers.reference import store
 from phonograph.engine.ops.native.library import library
-from phonograph.engine.ops.queries import Attention
+from phonograph.engine.ops.queries import Attention, Scores
 from phonograph.errors import DeviceError
 
 SPANS = {
@@ -48,6 +48,31 @@ def test_every_token_sees_its_sequence_up_to_itself(name: str, kind: str, heads:
     case = case_of(SPANS[kind], heads, padding=3)
     found = case.run(IMPLEMENTATIONS[name], 1, window)
     torch.testing.assert_close(found.double(), by_hand(case, 1, window), rtol=1e-4, atol=1e-4)
+
+
+SCORES = {
+    "scale": Scores(scale=0.7),
+    "softcap": Scores(softcap=1.5),
+    "sinks": Scores(sinks=torch.tensor([-2.0, 0.0, 3.0, 40.0], device=DEVICE)),
+    "all": Scores(0.4, 2.0, torch.tensor([1.0, -1.0, 0.5, -40.0], device=DEVICE)),
+}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("scores", list(SCORES))
+@pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
+def test_scores_are_scaled_bent_and_sunk(name: str, scores: str, kind: str, told: bool, window: int | None) -> None:
+    """Whether the host knows the sequences or not; and where the numbers of a token's heads lie far apart."""
+    case = case_of(SPANS[kind], Heads(4, 2, 16), padding=3, decode=kind == "decode" and not told)
+    if told:
+        case = replace(case, queries=replace(case.queries, spans=tuple(SPANS[kind])))
+    wanted = by_hand(case, 1, window, SCORES[scores])
+    by_head = replace(case, q=case.q.transpose(0, 1).contiguous().transpose(0, 1))
+    for one in (case, by_head):
+        found = one.run(IMPLEMENTATIONS[name], 1, window, SCORES[scores])
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -23,7 +23,7 @@ from phonograph.engine.ops.attention.reference import ReferenceAttention
 from phonograph.engine.ops.kernels import Heads, Kernels
 from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
-from phonograph.engine.ops.queries import Queries, StepAttention
+from phonograph.engine.ops.queries import PLAIN, Queries, Scores, StepAttention
 
 CPU = torch.device("cpu")
 TINY = replace(SHAPES["tiny"], num_layers=4)
@@ -129,7 +129,14 @@ class Silent:
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
         return self
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
         return torch.zeros_like(q)
 
 

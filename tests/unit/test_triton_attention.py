@@ -19,7 +19,7 @@ from phonograph.engine.ops.attention.triton import TritonAttention
 from phonograph.engine.ops.kernels import Angles, Norm, RotatingAttention
 from phonograph.engine.ops.kernels import Heads as KernelHeads
 from phonograph.engine.ops.layers.reference import ReferenceKernels
-from phonograph.engine.ops.queries import Queries
+from phonograph.engine.ops.queries import Queries, Scores
 from phonograph.engine.ops.tuning import Overlap
 
 
@@ -100,6 +100,14 @@ class TestPrefill:
         case = case_of(MANY, Heads(4, 1, 16), padding=5)
         poison_dead(case, float("nan"))
         is_right(case, case.run(attention(block_m, apart=True), 0, window), window)
+
+    @pytest.mark.parametrize("programs", [1, 60])
+    @pytest.mark.parametrize("decode", [False, True])
+    def test_sinks_are_seen_once_however_many_parts_there_are(self, decode: bool, programs: int) -> None:
+        case = case_of(RAGGED if decode else MANY, Heads(3, 1, 16), padding=2, decode=decode)
+        scores = Scores(0.4, 2.0, torch.tensor([1.0, -3.0, 5.0], device=DEVICE))
+        found = case.run(attention(16, programs=programs), 0, None, scores)
+        torch.testing.assert_close(found.double(), by_hand(case, 0, None, scores), rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize("heads", [Heads(2, 2, 64), Heads(3, 1, 64), Heads(8, 1, 128)], ids=str)
     def test_any_group_of_heads(self, heads: Heads) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -60,14 +60,40 @@ class Queries:
         return self._gathered[0]
 
 
+class Scores(NamedTuple):
+    """How products of queries and keys become weights, where a model differs from the plain softmax. A tuple, so that a
+    traced graph can hold it."""
+
+    scale: float | None = None
+    """What products are multiplied by; None for head_dim ** -0.5."""
+    softcap: float | None = None
+    """Scores are bent by a tanh so that none is larger."""
+    sinks: torch.Tensor | None = None
+    """[num_heads]: a score that takes part in each head's softmax and has no value."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.scale is None and self.softcap is None and self.sinks is None
+
+
+PLAIN = Scores()
+
+
 class StepAttention(Protocol):
     """Attention of one step: what all layers share is already computed."""
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
         """Mix values for q ([num_tokens, num_heads, head_dim]); with a window, only over that many last positions.
 
-        `layer` counts the layers of the cache that was prepared for. The result is new, or `out`, contiguous, where
-        that is given.
+        `layer` counts the layers of the cache that was prepared for. The numbers of a head lie together in q. The
+        result is new, or `out`, contiguous, where that is given.
         """
         ...
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.ops.queries import Attention, Queries, StepAttention
+from phonograph.engine.ops.queries import PLAIN, Attention, Queries, Scores, StepAttention
 
 
 class ApartAttention:
@@ -40,8 +40,15 @@ class _ApartStep:
     untold: StepAttention
     told: StepAttention
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        self.untold.attend(layer, q[: self.count], window, out[: self.count])
-        self.told.attend(layer, q[self.count :], window, out[self.count :])
+        self.untold.attend(layer, q[: self.count], window, out[: self.count], scores)
+        self.told.attend(layer, q[self.count :], window, out[self.count :], scores)
         return out

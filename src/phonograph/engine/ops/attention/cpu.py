@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.ops.attention.reference import ReferenceAttention
+from phonograph.engine.ops.attention.reference import ReferenceAttention, by_token
 from phonograph.engine.ops.native.library import Library
-from phonograph.engine.ops.queries import Queries, StepAttention
+from phonograph.engine.ops.queries import PLAIN, Queries, Scores, StepAttention
 from phonograph.errors import DeclarationError
 
 
@@ -38,7 +38,17 @@ class _ByToken:
     positions: torch.Tensor  # [num_tokens]
     table: torch.Tensor  # [num_rows, width], the rows as far apart as in the whole table
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
+        if not scores.is_plain:
+            plain = by_token(self.cache, self.rows, self.positions, self.table)
+            return plain.attend(layer, q, window, out, scores)
         q, (keys, values) = q.contiguous(), (self.cache.keys, self.cache.values)
         num_tokens, num_heads, head_dim = q.shape
         if head_dim != keys.shape[4] or num_heads % keys.shape[3]:

@@ -7,7 +7,7 @@ is one launch that runs ahead of the host, so decode steps keep the attention wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from phonograph.devices import Device, Fence
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.ops.queries import Attention, Queries, Span, StepAttention
+from phonograph.engine.ops.queries import PLAIN, Attention, Queries, Scores, Span, StepAttention
 from phonograph.errors import DeviceError
 from phonograph.sizes import ceil_div
 
@@ -55,6 +55,10 @@ class FlashInferAttention:
         if queries.spans is None:
             return self._inner.prepare(cache, queries, num_heads)
         return _FlashInferStep(self, cache, queries, queries.spans, num_heads)
+
+    def unplanned(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
+        """For layers whose scores the library is not asked to bend."""
+        return self._inner.prepare(cache, replace(queries, spans=None, spans_from=0), num_heads)
 
     def planned(
         self, cache: PagedCache, queries: Queries, spans: Sequence[Span], num_heads: int, window: int | None
@@ -104,7 +108,16 @@ class _FlashInferStep:
     num_heads: int
     plans: dict[int | None, Any] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
+        if not scores.is_plain:
+            return self.outer.unplanned(self.cache, self.queries, self.num_heads).attend(layer, q, window, out, scores)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         used = sum(span.count for span in self.spans)
         if used < out.shape[0]:

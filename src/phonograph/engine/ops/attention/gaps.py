@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.ops.queries import Attention, Queries, StepAttention
+from phonograph.engine.ops.queries import PLAIN, Attention, Queries, Scores, StepAttention
 from phonograph.graphs.phases.breaks import graph_break
 from phonograph.graphs.phases.context import Stage, current
 
@@ -46,10 +46,12 @@ class GapAttention:
         table: torch.Tensor,
         q: torch.Tensor,
         window: int | None,
+        scores: tuple[float | None, float | None, torch.Tensor | None],
         out: torch.Tensor,
     ) -> torch.Tensor:
         """In a gap; `keys` tell which cache. What is mixed is written to `out`."""
-        return self.prepared(keys, rows, positions, table, q.shape[1]).attend(layer, q, window, out)
+        step = self.prepared(keys, rows, positions, table, q.shape[1])
+        return step.attend(layer, q, window, out, Scores(*scores))
 
     def prepared(
         self, keys: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int
@@ -74,8 +76,16 @@ class _GapStep:
     cache: PagedCache
     queries: Queries
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
         # Made by the graph before the gap, for the one after it: nothing is copied between them.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        queries = self.queries
-        return self.outer.attend(layer, self.cache.keys, queries.rows, queries.positions, queries.table, q, window, out)
+        queries, keys = self.queries, self.cache.keys
+        places = queries.rows, queries.positions, queries.table
+        return self.outer.attend(layer, keys, *places, q, window, tuple(scores), out)

@@ -21,6 +21,7 @@ SMALL_ROWS = tl.constexpr(16)
 """The fewest rows that the matrix units take: what a tile of few tokens is computed with."""
 LARGE_ROWS = tl.constexpr(64)
 """From this many rows on, tiles of few tokens are computed with fewer."""
+LOG2E = tl.constexpr(1.4426950408889634)
 UNSEEN = tl.constexpr(-1e30)
 """The best score of a row that has seen no key yet; finite, so that the difference of two of them is no NaN."""
 
@@ -29,13 +30,18 @@ UNSEEN = tl.constexpr(-1e30)
 def attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, positions_ptr, tiles_ptr, out_ptr,
     parts_ptr, arrived_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
-    q_eps, k_eps, scale, window, part_keys, num_tokens, q_token, q_head, table_row, page_stride, slot_stride,
-    head_stride, page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
+    q_eps, k_eps, scale, bend, softcap, sinks_ptr, window, part_keys, num_tokens, q_token, q_head, table_row,
+    page_stride, slot_stride, head_stride,
+    page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
     tiled: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
-    rotating: tl.constexpr, has_norm: tl.constexpr, by_row: tl.constexpr, overlap: tl.constexpr,
+    rotating: tl.constexpr, has_norm: tl.constexpr, softcapped: tl.constexpr, has_sinks: tl.constexpr,
+    by_row: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One part of one tile for one KV head. `scale` is the softmax scale times log2(e).
+    """One part of one tile for one KV head. `scale` is what scores are multiplied by before exp2.
+
+    Without a softcap scores are plain products, and `scale` is the softmax scale times log2(e). With one, products are
+    multiplied by `bend` and bent by a tanh to be at most `softcap`, and `scale` is log2(e).
 
     Rotating, q_ptr has the queries, keys and values of every token, and tiles are single tokens.
     """
@@ -66,17 +72,18 @@ def attend(
     left = _left(parts_ptr, kv_head, first, num_tokens, group_rows, dim_columns, splits)
     result = (out_ptr, out_token, left[0], left[1], left[2], arrived_ptr + tile * kv_heads + kv_head, left[3])
     span = (count, position, start, stop, split, parts)
+    scales = (scale, bend, softcap, sinks_ptr + kv_head * group)
     small: tl.constexpr = tiled and block_m >= LARGE_ROWS and group_rows <= SMALL_ROWS
     if small and count * group_rows <= SMALL_ROWS:
         _attend_rows(
-            queries, raw, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
-            SMALL_ROWS, SMALL_ROWS, block_n, splits, windowed, wide, False, False, False,
+            queries, raw, pages, result, span, scales, window, page_size, group, group_rows, head_dim, dim_columns,
+            SMALL_ROWS, SMALL_ROWS, block_n, splits, windowed, wide, False, False, False, softcapped, has_sinks,
         )  # fmt: skip
     else:
         _attend_rows(
-            queries, raw, pages, result, span, scale, window, page_size, group, group_rows, head_dim, dim_columns,
+            queries, raw, pages, result, span, scales, window, page_size, group, group_rows, head_dim, dim_columns,
             block_m, block_m if tiled else group_rows, block_n, splits, windowed, wide, apart and not windowed,
-            rotating, has_norm,
+            rotating, has_norm, softcapped, has_sinks,
         )  # fmt: skip
 
 
@@ -128,11 +135,11 @@ def _part(
 
 @triton.jit
 def _attend_rows(
-    queries, raw, pages, result, span, scale, window,
+    queries, raw, pages, result, span, scales, window,
     page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, num_rows: tl.constexpr, kept_rows: tl.constexpr, block_n: tl.constexpr,
     splits: tl.constexpr, windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr, rotating: tl.constexpr,
-    has_norm: tl.constexpr,
+    has_norm: tl.constexpr, softcapped: tl.constexpr, has_sinks: tl.constexpr,
 ):  # fmt: skip
     """Walk a part's keys with `num_rows` rows; write the result, or leave `kept_rows` of it for the last to arrive."""
     q_ptr, q_token, q_head = queries
@@ -153,16 +160,18 @@ def _attend_rows(
     else:
         q = tl.load(q_ptrs + columns[None, :], mask=mask, other=0.0)
     best, total, mixed = _walk(
-        q, (best, total, mixed), pages, (count, position, start, stop), tokens, scale, window,
-        page_size, head_dim, dim_columns, block_n, windowed, wide, apart,
+        q, (best, total, mixed), pages, (count, position, start, stop), tokens, scales, window,
+        page_size, head_dim, dim_columns, block_n, windowed, wide, apart, softcapped,
     )  # fmt: skip
     if splits == 1 or parts == 1:
+        if has_sinks:
+            total, mixed = _sunk(best, total, mixed, scales, group, group_rows, num_rows)
         mixed = mixed / _divisor(total)[:, None]
         _write(result[0], mixed, result[1], count, group, group_rows, head_dim, dim_columns, num_rows)
     else:
         _leave(result, best, total, mixed, split, count * group_rows, dim_columns, num_rows)
         if _is_last(result[5], parts):
-            _merge(result, parts, count, scale, group, group_rows, head_dim, dim_columns, kept_rows, splits)
+            _merge(result, parts, count, scales, group, group_rows, head_dim, dim_columns, kept_rows, splits, has_sinks)
 
 
 @triton.jit
@@ -202,35 +211,36 @@ def _own(q, pages, raw, columns, head_dim: tl.constexpr, num_rows: tl.constexpr,
 
 @triton.jit
 def _walk(
-    q, state, pages, span, tokens, scale, window,
+    q, state, pages, span, tokens, scales, window,
     page_size: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr, block_n: tl.constexpr,
-    windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr,
+    windowed: tl.constexpr, wide: tl.constexpr, apart: tl.constexpr, softcapped: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys of the part; `apart`, blocks that every token sees whole in a loop of their own."""
     _, position, start, stop = span
     if apart:
         edge = start + tl.maximum(tl.minimum(position + 1, stop) - start, 0) // block_n * block_n
         state = _blocks(
-            q, state, pages, span, start, edge, tokens, scale, window,
-            page_size, head_dim, dim_columns, block_n, windowed, wide, False,
+            q, state, pages, span, start, edge, tokens, scales, window,
+            page_size, head_dim, dim_columns, block_n, windowed, wide, False, softcapped,
         )  # fmt: skip
         start = edge
     return _blocks(
-        q, state, pages, span, start, stop, tokens, scale, window,
-        page_size, head_dim, dim_columns, block_n, windowed, wide, True,
+        q, state, pages, span, start, stop, tokens, scales, window,
+        page_size, head_dim, dim_columns, block_n, windowed, wide, True, softcapped,
     )  # fmt: skip
 
 
 @triton.jit
 def _blocks(
-    q, state, pages, span, first_key, stop, tokens, scale, window,
+    q, state, pages, span, first_key, stop, tokens, scales, window,
     page_size: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr, block_n: tl.constexpr,
-    windowed: tl.constexpr, wide: tl.constexpr, masked: tl.constexpr,
+    windowed: tl.constexpr, wide: tl.constexpr, masked: tl.constexpr, softcapped: tl.constexpr,
 ):  # fmt: skip
     """The keys from `first_key` to `stop`; without masks, all of them are seen by every token."""
     keys_ptr, values_ptr, table_ptr, page_stride, slot_stride = pages
     count, position, _, _ = span
     best, total, mixed = state
+    scale = scales[0]
     offsets, columns = tl.arange(0, block_n), tl.arange(0, dim_columns)
     low = position - window if windowed else -1  # keys above it are live
     page = _pages(table_ptr, first_key, low, stop, page_size, block_n)
@@ -242,6 +252,8 @@ def _blocks(
         page = _pages(table_ptr, start + block_n, low, stop, page_size, block_n)
         k = _load(keys_ptr, place, live, columns, head_dim, dim_columns, masked)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if softcapped:
+            scores = scales[2] * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scales[1] * scores)))  # tanh
         # Blocks that every token of the tile sees whole need no mask.
         if windowed:
             if (start + block_n > position + 1) | (start <= low + count - 1):
@@ -285,6 +297,17 @@ def _load(
     else:
         loaded = tl.load(pointers, mask=live[:, None] & (columns < head_dim)[None, :], other=0.0)
     return loaded
+
+
+@triton.jit
+def _sunk(best, total, mixed, scales, group: tl.constexpr, group_rows: tl.constexpr, num_rows: tl.constexpr):
+    """Totals and values once each head's sink, a score without a value, has been seen too."""
+    heads = tl.arange(0, num_rows) % group_rows
+    sinks = tl.load(scales[3] + heads, mask=heads < group, other=0.0).to(tl.float32) * LOG2E
+    seen = best * scales[0]
+    higher = tl.maximum(seen, sinks)
+    kept = tl.exp2(seen - higher)
+    return total * kept + tl.exp2(sinks - higher), mixed * kept[:, None]
 
 
 @triton.jit
@@ -334,15 +357,16 @@ def _is_last(arrived_ptr, parts):
 
 @triton.jit
 def _merge(
-    result, parts, count, scale,
+    result, parts, count, scales,
     group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr, dim_columns: tl.constexpr,
-    kept_rows: tl.constexpr, splits: tl.constexpr,
+    kept_rows: tl.constexpr, splits: tl.constexpr, has_sinks: tl.constexpr,
 ):  # fmt: skip
     """Weigh the parts by their best scores and totals, in their order; past the first cache, which may be stale.
 
     All that is known of some parts is loaded at once: a wait for memory takes longer than the computation.
     """
     out_ptr, out_token, parts_ptr, bests_ptr, totals_ptr, _, plane = result
+    scale = scales[0]
     rows, columns = tl.arange(0, kept_rows), tl.arange(0, dim_columns)
     used = (rows < count * group_rows)[None, :]
     best = tl.full([kept_rows], UNSEEN, tl.float32)
@@ -363,5 +387,7 @@ def _merge(
         total = total * kept + tl.sum(totals * weight, 0)
         mixed = mixed * kept[:, None] + tl.sum(part * weight[:, :, None], 0)
         best = higher
+    if has_sinks:
+        total, mixed = _sunk(best, total, mixed, scales, group, group_rows, kept_rows)
     mixed = mixed / _divisor(total)[:, None]
     _write(out_ptr, mixed, out_token, count, group, group_rows, head_dim, dim_columns, kept_rows)

@@ -8,7 +8,7 @@ import torch
 
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.ops.kernels import Heads, Places, RotatingAttention
-from phonograph.engine.ops.queries import Attention, Queries, StepAttention
+from phonograph.engine.ops.queries import PLAIN, Attention, Queries, Scores, StepAttention
 from phonograph.graphs.phases.breaks import graph_break
 
 
@@ -28,8 +28,15 @@ class LayerMarks:
 class _Marks:
     step: StepAttention
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self.step.attend(layer, before_attention(layer, q), window, out)
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
+        return self.step.attend(layer, before_attention(layer, q), window, out, scores)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.ops.kernels import Heads, Places, RotatingAttention
-from phonograph.engine.ops.queries import Attention, Queries, StepAttention
+from phonograph.engine.ops.queries import PLAIN, Attention, Queries, Scores, StepAttention
 
 
 class PreparedAttention:
@@ -21,9 +21,16 @@ class PreparedAttention:
         self._queries = queries
         self._steps: dict[tuple[int, int], tuple[StepAttention, RotatingAttention | None]] = {}
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
         """As `StepAttention.attend`: q is [num_tokens, num_heads, head_dim]."""
-        return self._step(layer, q.shape[1])[0].attend(self._cache.places[layer][1], q, window, out)
+        return self._step(layer, q.shape[1])[0].attend(self._cache.places[layer][1], q, window, out, scores)
 
     def rotates(self, layer: int, num_heads: int) -> bool:
         """Whether projections may go to `rotate_and_attend` as they come."""

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.ops.queries import Queries, Span, StepAttention
+from phonograph.engine.ops.queries import PLAIN, Queries, Scores, Span, StepAttention
 from phonograph.sizes import ceil_div
 
 ByToken = Callable[[PagedCache, torch.Tensor, torch.Tensor, torch.Tensor], StepAttention]
@@ -58,7 +58,14 @@ class _ByToken:
         gathered = cache.keys.new_empty(shape), cache.values.new_empty(shape)
         return _ByToken(cache, positions, pages.flatten().long(), *gathered, after)
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q.shape
         kv_heads = self.keys.shape[2]
         # What lies after a position may be another sequence's, and not finite: a weight of 0 would not hide that.
@@ -71,8 +78,9 @@ class _ByToken:
         )
         # The query heads that share a key head are queries of one sequence: nothing is repeated for them.
         grouped = q.view(num_tokens, kv_heads, num_heads // kv_heads, head_dim)
-        mixed = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask(q.dtype, window))
-        mixed = mixed.reshape(q.shape)
+        sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, -1, 1)
+        mask = self._mask(q.dtype, window)
+        mixed = _mixed(grouped, keys, values, mask, scores._replace(sinks=sinks)).reshape(q.shape)
         return mixed if out is None else out.copy_(mixed)
 
     def _mask(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:
@@ -93,12 +101,19 @@ class _BySpan:
     decodes: StepAttention | None
     prompts: tuple[_Prompt, ...]
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
         mixed = torch.zeros_like(q) if out is None else out.zero_()
         if self.decodes is not None:
-            mixed[: self.num_decodes] = self.decodes.attend(layer, q[: self.num_decodes], window)
+            mixed[: self.num_decodes] = self.decodes.attend(layer, q[: self.num_decodes], window, None, scores)
         for prompt in self.prompts:
-            prompt.attend(layer, q, window, mixed)
+            prompt.attend(layer, q, window, mixed, scores)
         return mixed
 
 
@@ -116,7 +131,7 @@ class _Prompt:
         width = _num_pages([span], cache.page_size)
         return _Prompt(cache, span, queries.table[span.row, :width].long())
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, mixed: torch.Tensor) -> None:
+    def attend(self, layer: int, q: torch.Tensor, window: int | None, mixed: torch.Tensor, scores: Scores) -> None:
         """Write what the queries of the span see to their rows of `mixed`."""
         first, end = self.span.first, self.span.start + self.span.count
         rows = slice(first, first + self.span.count)
@@ -124,6 +139,16 @@ class _Prompt:
             pages[layer].index_select(0, self.pages).flatten(0, 1)[:end].transpose(0, 1)[None]  # [1, kv_heads, end, …]
             for pages in (self.cache.keys, self.cache.values)
         )
+        if scores.softcap is not None or scores.sinks is not None:
+            kv_heads = keys.shape[1]
+            grouped = (
+                q[rows].reshape(self.span.count, kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
+            )  # [kv_heads, group, count, head_dim]
+            sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, -1, 1, 1)
+            kept = keys[0, :, None], values[0, :, None]
+            out = _mixed(grouped, *kept, self._mask(q, window), scores._replace(sinks=sinks))
+            mixed[rows] = out.permute(2, 0, 1, 3).flatten(1, 2)
+            return
         causal = self.span.start == 0 and window is None
         out = functional.scaled_dot_product_attention(
             q[rows].transpose(0, 1)[None],
@@ -131,6 +156,7 @@ class _Prompt:
             values,
             attn_mask=None if causal else self._mask(q, window),
             is_causal=causal,
+            scale=scores.scale,
             enable_gqa=True,
         )
         mixed[rows] = out[0].transpose(0, 1)
@@ -142,6 +168,29 @@ class _Prompt:
             places = torch.arange(end, device=q.device)
             found = self.masks[window] = _mask(places[None], places[self.span.start :, None], window, q.dtype)
         return found
+
+
+def by_token(cache: PagedCache, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> StepAttention:
+    """Attention of tokens that each look at their own row."""
+    return _ByToken.gathering(cache, rows, positions, table)
+
+
+def _mixed(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """Values mixed by the softmax of scores; torch's own attention where that computes them. Sinks fit the scores."""
+    if scores.softcap is None and scores.sinks is None:
+        return functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scores.scale)
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    found = (q @ keys.transpose(-1, -2)) * scale
+    if scores.softcap is not None:
+        found = torch.tanh(found / scores.softcap) * scores.softcap
+    found = (found + mask).float()
+    if scores.sinks is None:
+        return found.softmax(-1).to(q.dtype) @ values
+    sinks = scores.sinks.float().expand(*found.shape[:-1], 1)
+    weights = torch.cat([found, sinks], -1).softmax(-1)[..., :-1]
+    return weights.to(q.dtype) @ values
 
 
 def _num_pages(spans: Sequence[Span], page_size: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from phonograph.engine.cache.groups import PagedCache
-from phonograph.engine.ops.queries import Attention, Queries, StepAttention
+from phonograph.engine.ops.queries import PLAIN, Attention, Queries, Scores, StepAttention
 from phonograph.graphs.phases.context import Stage, current
 from phonograph.graphs.phases.opaque import opaque
 
@@ -38,6 +38,7 @@ class TracedAttention:
         by_row: bool,
         q: torch.Tensor,
         window: int | None,
+        scores: tuple[float | None, float | None, torch.Tensor | None],
     ) -> torch.Tensor:
         if len(self._places) != len(places) or any(a is not b for a, b in zip(self._places, places, strict=True)):
             self._places, self._steps = tuple(places), {}
@@ -47,7 +48,7 @@ class TracedAttention:
             queries = Queries(*places, tokens_per_row=tokens_per_row, by_row=by_row)
             step = self._inner.prepare(PagedCache(*kept), queries, q.shape[1])
         self._steps[name] = step, layer
-        return step.attend(layer, q, window)
+        return step.attend(layer, q, window, None, Scores(*scores))
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,15 @@ class _AttendOnly:
 
     inner: StepAttention
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self.inner.attend(layer, q, window, out)
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
+        return self.inner.attend(layer, q, window, out, scores)
 
 
 @dataclass(frozen=True)
@@ -68,15 +76,23 @@ class _TracedStep:
     cache: PagedCache
     queries: Queries
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
         queries, cache = self.queries, self.cache
         places = (queries.rows, queries.positions, queries.table)
         kept = (cache.keys, cache.values)
-        mixed = self.outer.attend(layer, kept, places, queries.tokens_per_row, queries.by_row, q, window)
+        form, bent = (queries.tokens_per_row, queries.by_row), (scores.scale, scores.softcap, scores.sinks)
+        mixed = self.outer.attend(layer, kept, places, *form, q, window, bent)
         return mixed if out is None else out.copy_(mixed)
 
 
 def _like_queries(
-    layer: int, kept: Any, places: Any, tokens_per_row: Any, by_row: Any, q: torch.Tensor, window: Any
+    layer: int, kept: Any, places: Any, tokens_per_row: Any, by_row: Any, q: torch.Tensor, window: Any, scores: Any
 ) -> torch.Tensor:
     return torch.empty_like(q)

@@ -12,7 +12,8 @@ from phonograph.engine.ops.attention.kernel import attend
 from phonograph.engine.ops.attention.launch_config import PLAIN, Launches, pick
 from phonograph.engine.ops.attention.tiles import list_tiles
 from phonograph.engine.ops.kernels import Heads, Places
-from phonograph.engine.ops.queries import Queries, StepAttention
+from phonograph.engine.ops.queries import PLAIN as PLAIN_SCORES
+from phonograph.engine.ops.queries import Queries, Scores, StepAttention
 from phonograph.engine.ops.triton.dependent_launch import code, dependent
 from phonograph.engine.ops.tuning import Overlap
 from phonograph.sizes import ceil_div, next_power_of_two
@@ -74,8 +75,8 @@ class TritonAttention:
             overlap=code(overlap), num_warps=launch.num_warps, num_stages=launch.num_stages,
             **launch.bounds, **dependent(overlap),
         )  # fmt: skip
-        scale, grid = head_dim**-0.5 * math.log2(math.e), (kv_heads, splits, num_tiles)
-        return step(cache, queries, grid, tiles, parts, arrived, scale, launch.part_keys, constants)
+        grid = kv_heads, splits, num_tiles
+        return step(cache, queries, grid, tiles, parts, arrived, head_dim**-0.5, launch.part_keys, constants)
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,29 @@ class _TritonStep:
     arrived: torch.Tensor
     """How many parts of each tile and KV head are done; zero between two layers."""
     scale: float
-    """The softmax scale times log2(e)."""
+    """What products are multiplied by, unless a layer says otherwise."""
     part_keys: int
     constants: dict[str, int]
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN_SCORES,
+    ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        return self._launch(layer, q, None, window, out)
+        return self._launch(layer, q, None, window, out, scores)
 
     def _launch(
-        self, layer: int, q: torch.Tensor, turning: tuple[Heads, Places] | None, window: int | None, out: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        turning: tuple[Heads, Places] | None,
+        window: int | None,
+        out: torch.Tensor,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """Of queries; or of projections, and how they are to be normed, turned and put away."""
         num_tokens, queries = out.shape[0], self.queries
@@ -110,17 +124,27 @@ class _TritonStep:
         keys, values = self.cache.layers[layer]
         heads, places = turning or (None, None)
         q_norm, k_norm = (heads.q_norm, heads.k_norm) if heads else (None, None)
+        scale, bend, softcap = _scales(self.scale if scores.scale is None else scores.scale, scores.softcap)
         attend[self.grid](
             q, keys, values, queries.table, queries.rows, queries.positions,
             queries.rows if self.tiles is None else self.tiles, out, self.parts, self.arrived,
             *((q, q, q) if places is None else (places.cos, places.sin, places.slots)),
             q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps,
-            self.scale, window or 0, self.part_keys, num_tokens, q.stride(0), q.stride(1), queries.table.stride(0),
+            scale, bend, softcap, q if scores.sinks is None else scores.sinks,
+            window or 0, self.part_keys, num_tokens, q.stride(0), q.stride(1), queries.table.stride(0),
             *keys.stride()[:3], windowed=window is not None, rotating=turning is not None,
-            has_norm=q_norm is not None and k_norm is not None, **self.constants,
+            has_norm=q_norm is not None and k_norm is not None, softcapped=scores.softcap is not None,
+            has_sinks=scores.sinks is not None, **self.constants,
         )  # fmt: skip
         return out
+
+
+def _scales(scale: float, softcap: float | None) -> tuple[float, float, float]:
+    """What the kernel multiplies scores by before exp2; products before they are bent; and what bent ones are up to."""
+    if softcap is None:
+        return scale * math.log2(math.e), 0.0, 0.0
+    return math.log2(math.e), scale / softcap, softcap
 
 
 class _TritonDecode(_TritonStep):
