@@ -18,7 +18,7 @@ from typing import Any
 from phonograph.devices import Device, open_device
 from phonograph.engine.cache.prefix_cache import prefix_sharing
 from phonograph.engine.checkpoints import open_checkpoint
-from phonograph.engine.checkpoints.base import Checkpoint
+from phonograph.engine.checkpoints.base import Checkpoint, implementation_of
 from phonograph.engine.checkpoints.generation_config import described
 from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
@@ -28,7 +28,7 @@ from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
-from phonograph.engine.models.interface import Model, ModelParts
+from phonograph.engine.models.interface import Model, ModelParts, Noted
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
@@ -113,6 +113,10 @@ def _as_token_id(token: Any) -> int:
     )
 
 
+def _opened(model: str | Path | None, options: EngineOptions) -> Checkpoint:
+    return open_checkpoint(model, options.model_impl, trust_remote_code=options.trust_remote_code)
+
+
 class LLM:
     """`LLM().generate("…")`: the embedded default model, or a folder or GGUF file."""
 
@@ -125,7 +129,7 @@ class LLM:
         asked: Asked | Many[Ask] = (),
         progress: Progress = silent,
     ) -> None:
-        self.checkpoint = open_checkpoint(model) if model is None or isinstance(model, str | Path) else model
+        self.checkpoint = _opened(model, options) if model is None or isinstance(model, str | Path) else model
         self.device = open_device(device)
         self.precision = precision_for(self.checkpoint, options, self.device.torch_device)
         options = self.options = self.precision.applied_to(options)
@@ -206,6 +210,13 @@ class LLM:
         return f"{self.device.name} ({on})" if on.type != "cpu" or self.plan.is_recorded else "cpu"
 
     @property
+    def implementation(self) -> str:
+        """Whose layers the model has, and what start-up found of them."""
+        said = implementation_of(self.checkpoint, self.precision.dtype, self.device.torch_device)
+        model = self.executor.model
+        return "; ".join([said, *(model.notes if isinstance(model, Noted) else ())])
+
+    @property
     def checks(self) -> str:
         """How replays are compared with the eager path, in words."""
         return described_checks(self.options, is_recorded=self.executor.is_checkable)
@@ -216,7 +227,7 @@ class LLM:
         cache = (
             f"KV cache: {self.limits.capacity:,} tokens in pages of {self.limits.page_size}: {self.cache_size.reason}"
         )
-        kernels = f"precision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
+        kernels = f"model: {self.implementation}\nprecision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
         compiled = [name for name in self.plan.phases if self.plan.phase(name).backend == "tc_piecewise"]
         if compiled:

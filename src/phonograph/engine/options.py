@@ -17,6 +17,8 @@ KernelsName = Literal["reference", "cpu", "triton"]
 """In torch's ops, in C++, or in Triton."""
 AttentionName = Literal[KernelsName, "flashinfer"]
 """As for kernels; or FlashInfer for prompts, which it plans on the host, and Triton for decode steps."""
+ModelImplementation = Literal["auto", "native", "hf"]
+"""Layers of our own, those of transformers, or ours where there are some for the architecture."""
 VerifyMode = Literal["fast", "all", "off"]
 """A few recordings of each phase and product of axes, every recording, or none."""
 SamplingSource = Literal["model", "neutral"]
@@ -63,6 +65,10 @@ class EngineOptions:
     shadow_tokens: bool = False
     """Whether token ids may be written there."""
 
+    model_impl: ModelImplementation = "auto"
+    """Whose layers a model has."""
+    trust_remote_code: bool = False
+    """Whether Python code that a checkpoint's folder brings may be run."""
     sampling: SamplingSource = "model"
     """Where values come from that a request leaves open: temperature, top_k, top_p, min_p, repetition_penalty."""
 
@@ -74,6 +80,7 @@ class EngineOptions:
         for name, names, is_optional in (
             ("attention", AttentionName, True),
             ("kernels", KernelsName, True),
+            ("model_impl", ModelImplementation, False),
             ("sampling", SamplingSource, False),
             ("verify", VerifyMode, False),
         ):

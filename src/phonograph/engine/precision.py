@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from phonograph.engine.checkpoints.base import Checkpoint, TensorInfo
+from phonograph.engine.checkpoints.base import Checkpoint, MakesModel, TensorInfo
 from phonograph.engine.models.value_range import NUM_TOKENS, ValueRange
 from phonograph.engine.options import EngineOptions
 from phonograph.errors import PlanError
@@ -59,6 +59,13 @@ def precision_for(checkpoint: Checkpoint, options: EngineOptions, device: torch.
         found = _in(torch.float32, "the default on a CPU")
     else:
         found = _as_stored(checkpoint)
+    if isinstance(checkpoint, MakesModel):  # its layers are not ours, and their residual stream is as they made it
+        found = replace(found, residual=found.dtype, fallback=None)
+        if options.residual_dtype not in (None, found.dtype):
+            raise PlanError(
+                f"residual_dtype {_name(options.residual_dtype)}: layers of transformers keep the residual stream as "
+                f"the weights are, in {_name(found.dtype)}. Leave it out, or choose --model-impl native."
+            )
     residual = options.residual_dtype or found.residual
     if residual not in (torch.float32, found.dtype):
         raise PlanError(

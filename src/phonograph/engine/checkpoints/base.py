@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.interface import Model, ModelParts
 from phonograph.engine.models.registry import family_of
 from phonograph.engine.models.tensors import Shape
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
+from phonograph.graphs.progress import Progress, silent
 
 _NAMED = 5
 """How many tensors an error names before it only counts."""
@@ -59,6 +61,28 @@ class Checkpoint(Protocol):
 
     def chat_template(self) -> ChatTemplate:
         """Made anew on every call."""
+
+
+@runtime_checkable
+class MakesModel(Protocol):
+    """A checkpoint that makes its model by itself, where no family of ours does."""
+
+    def model(
+        self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent
+    ) -> Model:
+        """The model with its weights, on the device; refuses one that would be wrong."""
+        ...
+
+    def described(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Which implementation that is, and what is known of it before weights are read."""
+        ...
+
+
+def implementation_of(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> str:
+    """Whose layers the model has, in words."""
+    if isinstance(checkpoint, MakesModel):
+        return checkpoint.described(dtype, device)
+    return f"native: {checkpoint.config.architecture} in layers of our own"
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:

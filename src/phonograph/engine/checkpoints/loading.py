@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from phonograph.engine.checkpoints.base import Checkpoint
+from phonograph.engine.checkpoints.base import Checkpoint, MakesModel
 from phonograph.engine.models.interface import Model, ModelParts
 from phonograph.engine.models.registry import family_of
 from phonograph.engine.models.tensors import ModelWeights, allocate
@@ -18,6 +18,8 @@ def load_model(
     checkpoint: Checkpoint, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent
 ) -> Model:
     """The model of a checkpoint, on the device and in this precision; its matrices are prepared for its kernels."""
+    if isinstance(checkpoint, MakesModel):
+        return checkpoint.model(parts, dtype, device, progress)
     weights = load_weights(checkpoint, dtype, device, progress)
     matrices = {}
     for number, (place, matrix) in enumerate(weights.matrices.items(), 1):

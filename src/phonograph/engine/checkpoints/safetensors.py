@@ -51,7 +51,7 @@ class SafetensorsCheckpoint:
     def open(cls, folder: Path) -> SafetensorsCheckpoint:
         """Read and check configuration and headers; refuse what can't be loaded before any weight is read."""
         config, generation = _read_config(folder)
-        shards = {path: read_header(path) for path in _weight_files(folder)}
+        shards = {path: read_header(path) for path in weight_files(folder)}
         checkpoint = cls(folder, config, shards, sampling.from_hf(generation))
         owner: dict[str, Path] = {}
         for path, tensors in shards.items():
@@ -143,6 +143,19 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         return {name: info for _, name, info in sorted(tensors, key=lambda tensor: tensor[0])}
 
 
+def stored_floats(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one file that hold floating point numbers, as its header says; others are left out."""
+    found = {}
+    with _opened(path) as file:
+        for name in file.keys():
+            part = file.get_slice(name)
+            stored, shape = part.get_dtype(), tuple(part.get_shape())
+            if stored in _DTYPES:
+                dtype = _DTYPES[stored]
+                found[name] = TensorInfo(shape, dtype, stored, math.prod(shape) * dtype.itemsize)
+    return found
+
+
 @contextmanager
 def _opened(path: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
     """The file as the library reads it; whatever that refuses is an error of the checkpoint."""
@@ -189,7 +202,7 @@ def _read_config(folder: Path) -> tuple[ModelConfig, Fields]:
     return replace(config, eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more)))), generation
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The one safetensors file, or those that the index names, all of which must be there."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 
@@ -89,6 +89,15 @@ class Model(Protocol):
     def with_kernels(self, kernels: Kernels) -> Self:
         """The same model, weights shared, with other kernels."""
         ...
+
+
+@runtime_checkable
+class Noted(Protocol):
+    """A model about which something was found when it was loaded."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences, for `explain`."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,13 @@ def config_from_gguf(
     return ARCHITECTURES[known[name]].family.config_from_gguf(fields, known[name], tensor_names)
 
 
+def names_known_architecture(fields: Fields) -> bool:
+    """Whether a config.json names one of ours, by either of the fields that readers go by."""
+    types = {entry.model_type for entry in ARCHITECTURES.values()}
+    named = fields.texts("architectures")
+    return (named[0] in ARCHITECTURES) if named else fields.text("model_type", "") in types
+
+
 def _hf_architecture(fields: Fields) -> str:
     by_type = {entry.model_type: name for name, entry in ARCHITECTURES.items()}
     model_type = fields.text("model_type", "")

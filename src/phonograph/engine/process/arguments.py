@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from phonograph.engine.checkpoints import open_checkpoint
+from phonograph.engine.checkpoints import open_checkpoint, random_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
-from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
@@ -38,12 +37,13 @@ class EngineArguments:
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint; reads headers only."""
         if self.shape is None:
-            return open_checkpoint(self.model)
+            options = self.options
+            return open_checkpoint(self.model, options.model_impl, trust_remote_code=options.trust_remote_code)
         if self.model is not None:
             raise PlanError(f"model {self.model!r} and shape {self.shape!r} exclude each other. Leave one of them out.")
         if self.shape not in SHAPES:
             raise PlanError(f"shape {self.shape!r} is unknown (known: {', '.join(SHAPES)}).")
-        return RandomCheckpoint(SHAPES[self.shape])
+        return random_checkpoint(SHAPES[self.shape], self.options.model_impl)
 
     def open(self, progress: Progress = silent) -> LLM:
         """Load the weights and capture."""

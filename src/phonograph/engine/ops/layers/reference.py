@@ -41,8 +41,7 @@ class ReferenceKernels:
 
     def places(self, angles: Angles, queries: Queries, page_size: int) -> Places:
         positions = queries.token_positions
-        pages = queries.table[queries.rows, positions // page_size].long()
-        return Places(angles.cos[positions], angles.sin[positions], pages * page_size + positions % page_size)
+        return Places(angles.cos[positions], angles.sin[positions], slots_of(queries, page_size))
 
     def write_next_token(
         self,
@@ -120,7 +119,19 @@ def linear(x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) ->
 
 def store(cache: PagedCache, layer: int, places: Places, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write keys and values ([num_tokens, num_kv_heads, head_dim]) into the pages of their tokens."""
-    _store(cache.keys, cache.values, layer, places.slots, k, v)
+    store_at(cache, layer, places.slots, k, v)
+
+
+def store_at(cache: PagedCache, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """As `store`, into these slots."""
+    _store(cache.keys, cache.values, layer, slots, k, v)
+
+
+def slots_of(queries: Queries, page_size: int) -> torch.Tensor:
+    """[num_tokens]: page · page_size + place in the page, for the keys and values of the tokens of a step."""
+    positions = queries.token_positions
+    pages = queries.table[queries.rows, positions // page_size].long()
+    return pages * page_size + positions % page_size
 
 
 def _write_pages(

@@ -1,0 +1,1 @@
+"""hf: Hugging Face models with graphs."""

@@ -1,0 +1,1 @@
+"""Adapter: any causal language model of transformers, unmodified, as a model of the engine."""

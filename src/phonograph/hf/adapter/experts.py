@@ -1,0 +1,45 @@
+"""Experts of adapted models: routing that reads nothing on the host, or a break where transformers has none."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from phonograph.graphs.phases.breaks import graph_break
+
+GROUPED, BATCHED = "grouped_mm", "batched_mm"
+
+
+def implementation(dtype: torch.dtype, device: torch.device) -> str:
+    """What transformers calls the routing to ask for. Grouped products are made for bfloat16 on a GPU; batched ones
+    gather the weights of every token's experts."""
+    return GROUPED if dtype == torch.bfloat16 and device.type == "cuda" else BATCHED
+
+
+def reading_module(model: Any, error: BaseException) -> str | None:
+    """The innermost module that was at work when an error was raised, if it is one that routes to experts."""
+    at_work = list[Any]()
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            at_work.append(owner)
+        trace = trace.tb_next
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in reversed(at_work):
+        name = names.get(id(module), "")
+        if any(word in f"{name} {type(module).__name__}".lower() for word in ("expert", "moe", "ffn", "mlp")):
+            return name
+    return None
+
+
+def break_at(model: Any, name: str) -> None:
+    """Run this module between two graphs. What it returns is shaped as its first argument."""
+    module = model.get_submodule(name)
+    module.forward = graph_break(module.forward, fake=_like_first)
+
+
+def _like_first(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty_like(hidden)

@@ -1,0 +1,140 @@
+"""Loading of adapted models: weights by transformers, then what makes them a model of the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phonograph.engine.json_fields import Fields
+from phonograph.engine.models.config import ModelConfig, known_ids
+from phonograph.engine.models.interface import ModelParts
+from phonograph.graphs.progress import Progress
+from phonograph.hf.adapter import attention, experts, rope
+from phonograph.hf.adapter.head import head_of
+from phonograph.hf.adapter.model import HfModel
+from phonograph.hf.adapter.outline import Outline
+from phonograph.hf.adapter.self_check import self_check
+from phonograph.hf.adapter.sentences import refused
+
+log = logging.getLogger("phonograph")
+
+_UNKNOWN_CONTEXT = 8192
+"""Of a model that does not say how long sequences may be."""
+_MOST_CONTEXT = 2**31 - 1
+
+
+def adapted(
+    whole: Any, outline: Outline, config: ModelConfig, parts: ModelParts, source: str, progress: Progress
+) -> HfModel:
+    """A loaded model of transformers as a model of the engine, once its logits were checked."""
+    whole.eval().requires_grad_(False)
+    rope.fix(whole)
+    for name in outline.breaks:
+        experts.break_at(whole, name)
+    decoder, head = whole.get_submodule(outline.decoder), head_of(whole, outline.decoder)
+    dtype = next(whole.parameters()).dtype
+    model = HfModel(config, outline, whole, decoder, head, parts.attention, parts.kernels, dtype, parts.max_len)
+    progress("checking against eager attention", 0, 1)
+    found = self_check(model, source)
+    progress("checking against eager attention", 1, 1)
+    log.info("%s: %s", source, found)
+    return replace(model, notes=(str(found),))
+
+
+def read_weights(
+    folder: Path, config: Any, dtype: torch.dtype, routing: str | None, *, trust_remote_code: bool
+) -> Any:
+    """The model, in memory of the host; refuses weights that are missing or have another shape."""
+    from transformers import AutoModelForCausalLM
+
+    options = {} if routing is None else {"experts_implementation": routing}
+    with quiet():
+        whole, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found.get(problem):
+            first = sorted(map(str, found[problem]))[0]
+            raise refused(
+                str(folder),
+                f"{len(found[problem])} {problem.replace('_', ' ')} ({first})",
+                "The weights and the configuration don't belong together: get the checkpoint again.",
+            )
+    if found.get("unexpected_keys"):
+        names = sorted(found["unexpected_keys"])
+        log.warning("%s: %d tensors are not part of the model and are left out (%s)", folder, len(names), names[0])
+    return whole
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers' bars and warnings, off for as long: we show progress and say what matters ourselves."""
+    from transformers.utils import logging as theirs
+
+    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    back: Callable[[], None] = theirs.enable_progress_bar if bars else theirs.disable_progress_bar
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
+        back()
+
+
+def routing_of(config: Any, dtype: torch.dtype, device: torch.device, outline: Outline) -> str | None:
+    """The way to experts that is asked for; None for a model that has none, or none to choose."""
+    if not getattr(config.get_text_config(), "num_experts_per_tok", 0) or outline.breaks:
+        return None
+    return experts.implementation(dtype, device)
+
+
+def described(outline: Outline, routing: str | None) -> str:
+    """Which implementation it is, and what was found of the model, for `explain`."""
+    import transformers
+
+    said = f"hf: {outline.architecture} of transformers {transformers.__version__}, {outline.described()}"
+    if outline.breaks:
+        said += f"; experts run between graphs: {', '.join(outline.breaks)}"
+    return said if routing is None else f"{said}; experts by {routing}"
+
+
+def config_of(config: Any, outline: Outline, files: tuple[Fields, ...]) -> ModelConfig:
+    """The numbers that the engine wants to know."""
+    inner, first = config.get_text_config(), outline.layers[0]
+    dtype = getattr(config, "dtype", None)
+    ends = [known_ids(fields, "eos_token_id", outline.vocab) for fields in files]
+    start = getattr(inner, "bos_token_id", None)
+    return ModelConfig(
+        architecture=outline.architecture,
+        num_layers=len(outline.layers),
+        hidden=outline.hidden,
+        intermediate=getattr(inner, "intermediate_size", None) or 4 * outline.hidden,
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.kept.head_dim,
+        vocab=outline.vocab,
+        max_len=min(
+            getattr(inner, "max_position_embeddings", None) or _UNKNOWN_CONTEXT,
+            *(longest for longest, _ in outline.limits),
+            _MOST_CONTEXT,
+        ),
+        tied_embeddings=bool(getattr(inner, "tie_word_embeddings", False)),
+        bos_id=start if isinstance(start, int) else None,
+        eos_ids=tuple(dict.fromkeys(one for ids in ends for one in ids)),
+        dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16,
+    )

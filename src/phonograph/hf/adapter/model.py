@@ -1,0 +1,90 @@
+"""HfModel: a model of transformers as a model of the engine. Its layers run unmodified; attention and pages are ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+
+from phonograph.engine.cache.groups import CacheGroup, Paged
+from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.interface import Hidden
+from phonograph.engine.ops.attention.prepared import PreparedAttention
+from phonograph.engine.ops.kernels import Kernels
+from phonograph.engine.ops.layers.reference import slots_of
+from phonograph.engine.ops.matrix import Matrix
+from phonograph.engine.ops.queries import Attention, Queries
+from phonograph.engine.state.column import Column
+from phonograph.errors import DeclarationError
+from phonograph.hf.adapter.attention import STEP, PagedStep
+from phonograph.hf.adapter.head import logits_of
+from phonograph.hf.adapter.outline import Outline
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """The protocol `Model` over modules of transformers."""
+
+    config: ModelConfig
+    outline: Outline
+    whole: Any
+    """The causal language model, with its attention set to ours."""
+    decoder: Any
+    """Its layers: from tokens and positions to hidden states."""
+    head: Any
+    """Its way from hidden states to logits."""
+    attention: Attention
+    kernels: Kernels
+    """What writes the request tables. Layers are transformers' own."""
+    dtype: torch.dtype
+    max_len: int
+    notes: tuple[str, ...] = ()
+    """What start-up found."""
+
+    @property
+    def keeps(self) -> tuple[Paged, ...]:
+        return tuple(layer.kept for layer in self.outline.layers)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return ()
+
+    @cached_property
+    def matrices(self) -> list[Matrix]:
+        """Those of plain projections; experts' are not among them."""
+        inner = [one for one in self.decoder.modules() if isinstance(one, torch.nn.Linear)]
+        output = self.whole.get_output_embeddings()
+        return [Matrix(one.weight.detach()) for one in (*inner, output) if one is not None]
+
+    def with_attention(self, attention: Attention) -> Self:
+        return replace(self, attention=attention)
+
+    def with_kernels(self, kernels: Kernels) -> Self:
+        return replace(self, kernels=kernels)
+
+    def hidden(
+        self,
+        inputs: torch.Tensor,
+        queries: Queries,
+        cache: CacheGroup,
+        wanted: torch.Tensor | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Hidden:
+        if taps:
+            raise DeclarationError(
+                f"{self.config.architecture} runs through transformers, which gives no hidden states of single layers. "
+                "Use a native model where layers are tapped."
+            )
+        step = PagedStep(PreparedAttention(self.attention, cache, queries), cache, slots_of(queries, cache.page_size))
+        positions = queries.token_positions[None]
+        if inputs.is_floating_point():
+            given = {"inputs_embeds": inputs.to(self.dtype)[None]}
+        else:
+            given = {"input_ids": (inputs[queries.rows] if queries.by_row else inputs)[None]}
+        states = self.decoder(**given, position_ids=positions, use_cache=False, **{STEP: step})[0][0]
+        return Hidden(states if wanted is None else states[wanted])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.head, hidden)

@@ -1,0 +1,82 @@
+"""RandomHfCheckpoint: random weights of a shape in transformers' own model, made on the device: for benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.interface import Model, ModelParts
+from phonograph.engine.models.registry import ARCHITECTURES
+from phonograph.graphs.progress import Progress, silent
+from phonograph.hf.adapter import attention
+from phonograph.hf.adapter.loading import adapted, described, quiet, routing_of
+from phonograph.hf.adapter.outline import Outline, outline_of
+
+
+@dataclass(frozen=True)
+class RandomHfCheckpoint(RandomCheckpoint):
+    """The weights of the native `RandomCheckpoint` of the same shape and seed."""
+
+    @cached_property
+    def hf_config(self) -> Any:
+        return hf_config(self.config)
+
+    @cached_property
+    def outline(self) -> Outline:
+        with quiet():
+            return outline_of(self.hf_config, self.source)
+
+    def described(self, dtype: torch.dtype, device: torch.device) -> str:
+        return described(self.outline, routing_of(self.hf_config, dtype, device, self.outline))
+
+    def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
+        self.outline.refuse_beyond(self.source, parts.max_len)
+        routing = routing_of(self.hf_config, dtype, device, self.outline)
+        whole = made(self.hf_config, dtype, device, routing)
+        self._fill(whole, device)
+        with quiet():
+            return adapted(whole, self.outline, self.config, parts, self.source, progress)
+
+    @torch.no_grad()
+    def _fill(self, whole: Any, device: torch.device) -> None:
+        places = dict(whole.named_parameters())
+        for name, tensor in self.tensors(device):
+            places[name].copy_(tensor)
+
+
+def made(config: Any, dtype: torch.dtype, device: torch.device, routing: str | None) -> Any:
+    """A model of transformers, on the device, with what its authors begin training with."""
+    from transformers import AutoModelForCausalLM
+
+    options = {} if routing is None else {"experts_implementation": routing}
+    attention.register()
+    with quiet(), device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME, **options)
+
+
+def hf_config(config: ModelConfig) -> Any:
+    """The same shape in transformers' words."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        ARCHITECTURES[config.architecture].model_type,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab,
+        max_position_embeddings=config.max_len,
+        rms_norm_eps=config.rms_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.tied_embeddings,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )

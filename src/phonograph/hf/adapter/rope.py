@@ -1,0 +1,44 @@
+"""Rope of adapted models: frequencies that depend on the longest sequence of a batch are fixed, where that is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_FOLLOWING = ("dynamic", "longrope")
+"""Types that look at the positions of a batch, on the host, to choose frequencies for all of it."""
+
+
+def fix(model: Any) -> int | None:
+    """Keep the frequencies that short sequences have; returns up to how many positions those are right, or None.
+
+    Both types leave them alone up to the context that the model was first trained for.
+    """
+    longest: list[int] = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        following = [name for name, kind in by_layer.items() if _follows(kind)]
+        if not following:
+            continue
+        longest += [_trained_for(module.config, name, by_layer[name]) for name in following]
+        module.rope_type = (
+            {name: "default" if name in following else kind for name, kind in by_layer.items()}
+            if isinstance(kinds, dict)
+            else "default"
+        )
+    return min(longest) if longest else None
+
+
+def _follows(kind: object) -> bool:
+    return isinstance(kind, str) and any(name in kind for name in _FOLLOWING)
+
+
+def _trained_for(config: Any, layer_type: str | None, kind: str) -> int:
+    """Positions up to which the frequencies stay as they are."""
+    if "dynamic" in kind:
+        return int(config.max_position_embeddings)
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    found = parameters.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    return int(found or config.max_position_embeddings)

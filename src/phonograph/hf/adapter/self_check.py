@@ -1,0 +1,142 @@
+"""Self-check: one short ragged batch through our attention and pages, against the model's own eager attention.
+
+A layer that never calls attention is counted before weights are read. What no count shows, as a bias that a model adds
+to its scores by itself, shows in the logits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.ops.queries import Queries
+from phonograph.hf.adapter import attention
+from phonograph.hf.adapter.model import HfModel
+from phonograph.hf.adapter.sentences import refused
+from phonograph.sizes import ceil_div
+
+_LENGTHS = (5, 12, 19)
+_PAGE = 4
+_WINDOW = 7
+"""What windows are narrowed to, so that a short batch crosses them."""
+_MOST = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
+"""Of a token's logits: the root mean square of the difference over their standard deviation."""
+_ROUTED = 0.8
+"""The share of tokens that must agree where rounding may send a token to another expert."""
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What was found."""
+
+    num_tokens: int
+    worst: float
+    """Over tokens, the root mean square of the difference of logits over their standard deviation."""
+    seconds: float
+    has_windows: bool
+
+    def __str__(self) -> str:
+        window = ", windows crossed" if self.has_windows else ""
+        return (
+            f"checked against the model's own eager attention: {self.num_tokens} tokens of {len(_LENGTHS)} sequences"
+            f"{window}, logits differ by {self.worst:.1e} of their spread; {self.seconds:.2f} s"
+        )
+
+
+@torch.inference_mode()
+def self_check(model: HfModel, source: str) -> SelfCheck:
+    """Compare logits and greedy tokens of prompts, and of one decode step after them; refuses a model that differs."""
+    began = time.perf_counter()
+    checks = [_differences(model)]
+    if model.outline.windows:
+        with narrowed(model.whole, _WINDOW):
+            checks.append(_differences(model))
+    differences = torch.cat(checks)
+    most, count = _MOST[model.dtype], len(differences)
+    is_routed = bool(getattr(model.whole.config.get_text_config(), "num_experts_per_tok", 0))
+    needed = _ROUTED * count if is_routed and model.dtype != torch.float32 else count
+    if int((differences <= most).sum()) < needed:  # NaN is not below
+        bad = int((~(differences <= most)).sum())
+        raise refused(
+            source,
+            f"{bad} of {count} tokens of a short batch have other logits than with the model's own eager attention (by "
+            f"{differences.max().item():.2g} of their spread; at most {most:g} is rounding)",
+            "The model attends in a way that ours does not know: use another.",
+        )
+    return SelfCheck(count, differences.max().item(), time.perf_counter() - began, bool(model.outline.windows))
+
+
+def _differences(model: HfModel) -> torch.Tensor:
+    """One for each token; a token whose greedy successor is another, by more than rounding, counts as 1."""
+    sequences = _sequences(model)
+    found, wanted = _paged_logits(model, sequences), _eager_logits(model, sequences)
+    spread = wanted.std(-1).clamp_min(1e-6)
+    apart = (found - wanted).square().mean(-1).sqrt() / spread
+    margins = (wanted.amax(-1) - wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]) / spread
+    # The largest of many logits may differ by several times their root mean square.
+    return torch.where(margins > 8 * _MOST[model.dtype], torch.ones_like(apart), apart)
+
+
+def _sequences(model: HfModel) -> list[torch.Tensor]:
+    """Tokens from all over the vocabulary, one more than a prompt has for the decode step."""
+    device, stride, vocab = next(model.whole.parameters()).device, 0.6180339887, model.config.vocab
+    lengths = [min(length, model.max_len - 1) for length in _LENGTHS]
+    numbers = (torch.arange(1, sum(lengths) + len(lengths) + 1, dtype=torch.float64) * stride % 1 * vocab).long()
+    return list(numbers.to(device).split([length + 1 for length in lengths]))
+
+
+def _paged_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Prompts as one ragged batch, after which each sequence decodes one token."""
+    device, count = sequences[0].device, len(sequences)
+    width = ceil_div(max(map(len, sequences)), _PAGE)
+    table = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
+    table[1:] = torch.arange(1, count * width + 1, dtype=torch.int32, device=device).view(count, width)
+    cache = CacheGroup.empty(model.keeps, count * width + 1, _PAGE, dtype=model.dtype, device=device)
+    lengths = [len(one) - 1 for one in sequences]
+    numbered = torch.arange(1, count + 1, device=device)
+    rows = numbered.repeat_interleave(torch.tensor(lengths, device=device))
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    prompts = Queries(rows, positions, table, tokens_per_row=None)
+    logits = [model.logits(model.hidden(torch.cat([one[:-1] for one in sequences]), prompts, cache).states)]
+    last, ends = torch.zeros(count + 1, dtype=torch.int64, device=device), torch.tensor([0, *lengths], device=device)
+    last[1:] = torch.stack([one[-1] for one in sequences])
+    decodes = Queries(numbered, ends, table, tokens_per_row=1, by_row=True)
+    logits.append(model.logits(model.hidden(last, decodes, cache).states))
+    return torch.cat(logits).float()
+
+
+def _eager_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each sequence by itself, in the order of the paged ones: prompts, then the tokens that were decoded."""
+    with _attending_eagerly(model.whole):
+        whole = [model.whole(input_ids=one[None], use_cache=False)[0][0].float() for one in sequences]
+    return torch.cat([*(one[:-1] for one in whole), *(one[-1:] for one in whole)])
+
+
+@contextmanager
+def _attending_eagerly(whole: Any) -> Iterator[None]:
+    whole.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        whole.set_attn_implementation(attention.NAME)
+
+
+@contextmanager
+def narrowed(whole: Any, window: int) -> Iterator[None]:
+    """Every window of the model, narrowed for as long."""
+    owners = [*whole.modules(), whole.config, whole.config.get_text_config()]
+    owners += [one.config for one in whole.modules() if hasattr(one, "config")]
+    kept = {id(one): (one, one.sliding_window) for one in owners if isinstance(getattr(one, "sliding_window", None), int)}
+    try:
+        for owner, _ in kept.values():
+            owner.sliding_window = window
+        yield
+    finally:
+        for owner, value in kept.values():
+            owner.sliding_window = value
