@@ -36,6 +36,7 @@ SERVER_INFO = ServerInfo(
     source="SmolLM2-135M-Instruct.Q4_1.gguf",
     architecture="LlamaForCausalLM",
     num_layers=30,
+    implementation="native: LlamaForCausalLM in layers of our own",
     dtype="bfloat16",
     device="cuda (cuda:0)",
     max_seqs=64,

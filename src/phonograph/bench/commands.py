@@ -71,6 +71,14 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an engine option; may be repeated"
     )
+    parser.add_argument(
+        "--model-impl",
+        dest="option",
+        action="append",
+        type="model_impl={}".format,
+        metavar="native|hf",
+        help="layers of our own (default), or those of transformers, with the same random weights",
+    )
     peers = parser.add_argument_group("peers, measured in the same run where --out has no result of theirs yet")
     peers.add_argument("--peers", type=Path, metavar="DIR", help="a folder with packs of other engines")
     peers.add_argument("--transformers", action="store_true", help="transformers' continuous batching (minutes)")

@@ -43,7 +43,7 @@ def main() -> None:
 
     parts.end("import torch")
     from phonograph.devices import open_device
-    from phonograph.engine.checkpoints.random import RandomCheckpoint
+    from phonograph.engine.checkpoints import random_checkpoint
     from phonograph.engine.llm import LLM
     from phonograph.engine.models.config import SHAPES
     from phonograph.engine.options import EngineOptions
@@ -66,7 +66,8 @@ def main() -> None:
     options = json.loads(args.options)
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
-    llm = LLM(RandomCheckpoint(config), device=device, options=EngineOptions(**options), progress=progress)
+    chosen = EngineOptions(**options)
+    llm = LLM(random_checkpoint(config, chosen.model_impl), device=device, options=chosen, progress=progress)
     device.synchronize()
     parts.end("engine")
     llm.generate([list(range(10, 26))], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))

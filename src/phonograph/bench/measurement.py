@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from phonograph.bench.report import Report, Row
 from phonograph.bench.timing import Deadline
 from phonograph.devices import Device
-from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.checkpoints import random_checkpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.options import EngineOptions
@@ -85,7 +85,8 @@ class Bench:
             if backends.get(phase) != "disabled":
                 asked.append(ask(f"{phase}.buckets", tuple(sorted(set(sizes))), origin="bench"))
         chosen = replace(options, **self.settings.options)
-        return LLM(RandomCheckpoint(self.config), device=self.device, options=chosen, asked=asked)
+        checkpoint = random_checkpoint(self.config, chosen.model_impl)
+        return LLM(checkpoint, device=self.device, options=chosen, asked=asked)
 
 
 def free_device_memory(device: Device) -> None:

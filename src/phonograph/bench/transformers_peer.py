@@ -17,29 +17,9 @@ import torch
 from phonograph.bench.workloads import MOST_ID, Batch, Prompts, w1
 from phonograph.devices import open_device
 from phonograph.engine.models.config import SHAPES, ModelConfig
+from phonograph.hf.adapter.random import hf_config
 
 _PROMPT, _SHORT, _LONG = 440, 4, 132
-
-
-def hf_config(config: ModelConfig) -> Any:
-    """The same shape in transformers' words."""
-    from transformers import LlamaConfig, Qwen3Config
-
-    kinds = {"LlamaForCausalLM": LlamaConfig, "Qwen3ForCausalLM": Qwen3Config}
-    return kinds[config.architecture](
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab,
-        max_position_embeddings=config.max_len,
-        rms_norm_eps=config.rms_eps,
-        tie_word_embeddings=config.tied_embeddings,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
 
 
 def model_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:

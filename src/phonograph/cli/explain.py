@@ -30,6 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what the model is, and every setting of its phases with source and reason."""
     from phonograph.devices import open_device
+    from phonograph.engine.checkpoints.base import MakesModel, implementation_of
     from phonograph.engine.checkpoints.generation_config import described
     from phonograph.engine.execution.shadow import described_checks
     from phonograph.engine.execution.sizing import limits_for, plan_for
@@ -48,10 +49,13 @@ def run(args: argparse.Namespace) -> int:
         eos_ids = checkpoint.tokenizer().eos_ids
         checkpoint.chat_template()
     limits = limits_for(arguments.options, device, plan, config.max_len, eos_ids)
+    if isinstance(checkpoint, MakesModel):
+        checkpoint.check(limits.num_positions)
     print(
         f"{arguments.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "
         f"up to {limits.max_seqs} sequences of {limits.context}, {limits.max_tokens:,} tokens a step"
     )
+    print(f"model: {implementation_of(checkpoint, precision.dtype, device.torch_device)}")
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()))
     print(described_checks(arguments.options, is_recorded=plan.is_recorded))

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Which model, where, and how large; then all flags of the graph plan."""
     parser.add_argument("--model", help="a checkpoint folder or GGUF file; default: the embedded SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--model-impl",
+        choices=("auto", "native", "hf"),
+        default="auto",
+        help="whose layers the model has: ours, those of transformers (hf), or ours where there are some (auto)",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that the checkpoint's folder brings, for a model that transformers does not have",
+    )
     parser.add_argument("--shape", help="random weights of a named shape instead of a model, e.g. qwen3-8b")
     parser.add_argument("--device", help="cuda, cpu or emulated; default: the accelerator present, else the CPU")
     parser.add_argument("--max-seqs", type=int, help="sequences that run at the same time; default: by memory")
@@ -94,6 +105,8 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         residual_dtype=getattr(torch, args.residual_dtype) if args.residual_dtype else None,
         attention=args.attention,
         prefix_cache=not args.no_prefix_cache,
+        model_impl=args.model_impl,
+        trust_remote_code=args.trust_remote_code,
         sampling=args.sampling,
         eager_copies=args.eager_copies,
         verify=args.verify,

@@ -195,6 +195,7 @@ def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
             "",
             f"model     {name}: {about.architecture}, {about.num_layers} layers, {about.dtype}",
             f"          {about.source}",
+            f"          {about.implementation}",
             f"device    {about.device}",
             f"KV cache  {limits.capacity:,} tokens in pages of {limits.page_size}; "
             f"{limits.max_seqs} sequences of at most {limits.context} at a time",

@@ -227,7 +227,7 @@ class LLM:
         cache = (
             f"KV cache: {self.limits.capacity:,} tokens in pages of {self.limits.page_size}: {self.cache_size.reason}"
         )
-        kernels = f"model: {self.implementation}\nprecision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
+        kernels = f"precision: {self.precision}\nkernels: {'; '.join([self.kernels.name, *self.kernels.notes])}"
         kernels += f"\nattention: {self.executor.model.attention.name}"
         compiled = [name for name in self.plan.phases if self.plan.phase(name).backend == "tc_piecewise"]
         if compiled:
@@ -237,6 +237,7 @@ class LLM:
         context = f"context: {self.limits.context}"
         about = [
             self.plan.explain(),
+            f"model: {self.implementation}",
             kernels,
             cache,
             str(self.prefix_sharing),

@@ -67,10 +67,12 @@ class Checkpoint(Protocol):
 class MakesModel(Protocol):
     """A checkpoint that makes its model by itself, where no family of ours does."""
 
-    def model(
-        self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent
-    ) -> Model:
+    def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
         """The model with its weights, on the device; refuses one that would be wrong."""
+        ...
+
+    def check(self, max_len: int) -> None:
+        """Refuse what `model` would refuse with sequences of this length, before weights are read."""
         ...
 
     def described(self, dtype: torch.dtype, device: torch.device) -> str:

@@ -147,7 +147,8 @@ def stored_floats(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one file that hold floating point numbers, as its header says; others are left out."""
     found = {}
     with _opened(path) as file:
-        for name in file.keys():
+        names: list[str] = file.keys()
+        for name in names:
             part = file.get_slice(name)
             stored, shape = part.get_dtype(), tuple(part.get_shape())
             if stored in _DTYPES:

@@ -189,6 +189,7 @@ def ready(llm: LLM) -> Ready:
         source=llm.checkpoint.source,
         architecture=config.architecture,
         num_layers=config.num_layers,
+        implementation=llm.implementation,
         dtype=str(llm.executor.model.dtype).removeprefix("torch."),
         device=llm.where,
         plan=llm.plan.explain(),

@@ -88,6 +88,8 @@ class Ready(_FromCore, frozen=True):
     source: str
     architecture: str
     num_layers: int
+    implementation: str
+    """Whose layers the model has: `native: …` or `hf: …`, and what start-up found of them."""
     dtype: str
     device: str
     plan: str

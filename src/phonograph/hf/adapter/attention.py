@@ -56,10 +56,12 @@ def attend(
     step: Step | None = kwargs.pop(STEP, None)
     if step is None:
         raise DeclarationError(
-            f"{type(module).__name__} attends with attn_implementation={NAME!r}, and no step of an engine is under way. "
+            f"{type(module).__name__} attends with attn_implementation={NAME!r}, and no step of an engine runs. "
             "Choose another implementation: model.set_attn_implementation('sdpa')."
         )
-    bending = Bending(kwargs.pop("sliding_window", None), scaling, kwargs.pop("softcap", None), kwargs.pop("s_aux", None))
+    bending = Bending(
+        kwargs.pop("sliding_window", None), scaling, kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    )
     return step.attend(module, query, key, value, bending, {**kwargs, "attention_mask": attention_mask}), None
 
 

@@ -26,7 +26,6 @@ from phonograph.hf.adapter.outline import Outline, outline_of
 from phonograph.hf.adapter.sentences import refused
 
 
-
 @dataclass(frozen=True)
 class HfCheckpoint:
     """A folder whose files are checked; what the model is made of is found when it is first asked for."""
@@ -48,7 +47,9 @@ class HfCheckpoint:
             )
         path = folder / "config.json"
         if not path.is_file():
-            raise CheckpointError(f"opening {folder}: it has no config.json. Give a folder with a Hugging Face checkpoint.")
+            raise CheckpointError(
+                f"opening {folder}: it has no config.json. Give a folder with a Hugging Face checkpoint."
+            )
         fields = Fields.from_json(path)
         refuse_strange(str(folder), fields, trust_remote_code=trust_remote_code)
         weight_files(folder)
@@ -76,7 +77,9 @@ class HfCheckpoint:
                 )
         except Exception as error:
             said = str(error).strip().splitlines()[0].rstrip(".")
-            raise refused(self.source, f"its configuration can't be read ({said})", "Get a newer transformers.") from error
+            raise refused(
+                self.source, f"its configuration can't be read ({said})", "Get a newer transformers."
+            ) from error
 
     @cached_property
     def outline(self) -> Outline:
@@ -102,18 +105,19 @@ class HfCheckpoint:
     def chat_template(self) -> ChatTemplate:
         return ChatTemplate.from_folder(self.folder)
 
+    def check(self, max_len: int) -> None:
+        self.outline.refuse_beyond(self.source, max_len)
+
     def described(self, dtype: torch.dtype, device: torch.device) -> str:
         return described(self.outline, routing_of(self.hf_config, dtype, device, self.outline))
 
-    def model(
-        self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent
-    ) -> Model:
-        self.outline.refuse_beyond(self.source, parts.max_len)
-        progress("loading weights with transformers", 0, 1)
+    def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
+        self.check(parts.max_len)
+        progress("loading weights", 0, 1)
         routing = routing_of(self.hf_config, dtype, device, self.outline)
         trust = self.trust_remote_code
         whole = read_weights(self.folder, self.hf_config, dtype, routing, trust_remote_code=trust).to(device)
-        progress("loading weights with transformers", 1, 1)
+        progress("loading weights", 1, 1)
         with quiet():
             return adapted(whole, self.outline, self.config, parts, self.source, progress)
 
@@ -131,11 +135,11 @@ def refuse_strange(source: str, fields: Fields, *, trust_remote_code: bool) -> N
                 "is not run unasked",
                 "Read that code, then give --trust-remote-code.",
             )
-        raise refused(
-            source, f"transformers does not know the model_type {model_type!r}", "Get a newer transformers."
-        )
+        raise refused(source, f"transformers does not know the model_type {model_type!r}", "Get a newer transformers.")
     if "quantization_config" in fields:
         method = fields.section("quantization_config").text("quant_method", "quantised")
         raise refused(
-            source, f"its weights are stored as {method}", "Use the original checkpoint, or a GGUF file of a native family."
+            source,
+            f"its weights are stored as {method}",
+            "Use the original checkpoint, or a GGUF file of a native family.",
         )

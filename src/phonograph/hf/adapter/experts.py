@@ -27,7 +27,7 @@ def reading_module(model: Any, error: BaseException) -> str | None:
         if isinstance(owner, torch.nn.Module):
             at_work.append(owner)
         trace = trace.tb_next
-    names = {id(module): name for name, module in model.named_modules()}
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
     for module in reversed(at_work):
         name = names.get(id(module), "")
         if any(word in f"{name} {type(module).__name__}".lower() for word in ("expert", "moe", "ffn", "mlp")):

@@ -1,4 +1,4 @@
-"""Head of adapted models: the model's own forward pass from hidden states to logits, soft caps and scalings included."""
+"""Head of adapted models: the model's own way from hidden states to logits, soft caps and scalings included."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ log = logging.getLogger("phonograph")
 
 _UNKNOWN_CONTEXT = 8192
 """Of a model that does not say how long sequences may be."""
-_MOST_CONTEXT = 2**31 - 1
 
 
 def adapted(
@@ -47,9 +46,7 @@ def adapted(
     return replace(model, notes=(str(found),))
 
 
-def read_weights(
-    folder: Path, config: Any, dtype: torch.dtype, routing: str | None, *, trust_remote_code: bool
-) -> Any:
+def read_weights(folder: Path, config: Any, dtype: torch.dtype, routing: str | None, *, trust_remote_code: bool) -> Any:
     """The model, in memory of the host; refuses weights that are missing or have another shape."""
     from transformers import AutoModelForCausalLM
 
@@ -128,11 +125,7 @@ def config_of(config: Any, outline: Outline, files: tuple[Fields, ...]) -> Model
         num_kv_heads=first.num_kv_heads,
         head_dim=first.kept.head_dim,
         vocab=outline.vocab,
-        max_len=min(
-            getattr(inner, "max_position_embeddings", None) or _UNKNOWN_CONTEXT,
-            *(longest for longest, _ in outline.limits),
-            _MOST_CONTEXT,
-        ),
+        max_len=getattr(inner, "max_position_embeddings", None) or _UNKNOWN_CONTEXT,
         tied_embeddings=bool(getattr(inner, "tie_word_embeddings", False)),
         bos_id=start if isinstance(start, int) else None,
         eos_ids=tuple(dict.fromkeys(one for ids in ends for one in ids)),

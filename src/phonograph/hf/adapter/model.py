@@ -1,4 +1,4 @@
-"""HfModel: a model of transformers as a model of the engine. Its layers run unmodified; attention and pages are ours."""
+"""HfModel: a model of transformers as a model of the engine. Its layers are unmodified; attention and pages ours."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from phonograph.hf.adapter.head import head_of, logits_of
 from phonograph.hf.adapter.sentences import path_of, refused
 
 _NUM_TOKENS = 5
-_SERVED = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_SERVED = frozenset({"full_attention", "sliding_attention"})
 _HARMLESS = frozenset({"position_ids", "cache_position"})
 """Tensors that some models hand to attention, and that say what a step says."""
 _NATIVE = "Use a model whose layers attend through transformers' attention interface."
@@ -139,13 +139,15 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False) -> 
 
 def _limits_of(config: Any, source: str) -> tuple[tuple[int, str], ...]:
     """Refuse layers by their type; lengths that others are right up to."""
-    kinds = list(getattr(config, "layer_types", None) or ())
-    strange = Counter(kind for kind in kinds if kind not in _SERVED)
+    kinds, chunk = list(getattr(config, "layer_types", None) or ()), getattr(config, "attention_chunk_size", None)
+    served = _SERVED if chunk is None else _SERVED | {"chunked_attention"}
+    strange = Counter(kind for kind in kinds if kind not in served)
     if strange:
         kind, count = strange.most_common(1)[0]
-        raise refused(source, f"{count} of its {len(kinds)} layers are {kind!r}, which keep no keys and values", _NATIVE)
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is None and "chunked_attention" not in kinds:
+        raise refused(
+            source, f"{count} of its {len(kinds)} layers are {kind!r}, which keep no keys and values", _NATIVE
+        )
+    if chunk is None:
         return ()
     return ((int(chunk), f"its layers attend in chunks of {chunk:,} tokens, and ours know none"),)
 
@@ -164,7 +166,9 @@ def _bare(config: Any, source: str, *, trust_remote_code: bool) -> Any:
                 trust_remote_code=trust_remote_code,
             ).eval()
     except KeyError as error:
-        raise refused(source, "its attention can't be chosen: it is no part of the attention interface", _NATIVE) from error
+        raise refused(
+            source, "its attention can't be chosen: it is no part of the attention interface", _NATIVE
+        ) from error
     except Exception as error:
         raise refused(source, f"it can't be made as a causal language model ({_first_line(error)})", _NATIVE) from error
 
@@ -174,7 +178,9 @@ def decoder_of(model: Any, source: str) -> str:
     found = model.get_decoder() if hasattr(model, "get_decoder") else None
     if found is None or found is model or found.get_output_embeddings() is not None:
         count = model.config.get_text_config().num_hidden_layers
-        lists = [name for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList) and len(one) == count]
+        lists = [
+            name for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList) and len(one) == count
+        ]
         found = model.get_submodule(lists[0].rpartition(".")[0]) if lists else None
     name = path_of(found, model) if found is not None else None
     if not name:

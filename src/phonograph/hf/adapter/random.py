@@ -31,14 +31,18 @@ class RandomHfCheckpoint(RandomCheckpoint):
         with quiet():
             return outline_of(self.hf_config, self.source)
 
+    def check(self, max_len: int) -> None:
+        self.outline.refuse_beyond(self.source, max_len)
+
     def described(self, dtype: torch.dtype, device: torch.device) -> str:
         return described(self.outline, routing_of(self.hf_config, dtype, device, self.outline))
 
     def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
-        self.outline.refuse_beyond(self.source, parts.max_len)
+        self.check(parts.max_len)
         routing = routing_of(self.hf_config, dtype, device, self.outline)
         whole = made(self.hf_config, dtype, device, routing)
         self._fill(whole, device)
+        progress("loading weights", 1, 1)
         with quiet():
             return adapted(whole, self.outline, self.config, parts, self.source, progress)
 

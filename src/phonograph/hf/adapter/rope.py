@@ -17,10 +17,10 @@ def fix(model: Any) -> int | None:
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
-        following = [name for name, kind in by_layer.items() if _follows(kind)]
+        following = {name: kind for name, kind in by_layer.items() if isinstance(kind, str) and _follows(kind)}
         if not following:
             continue
-        longest += [_trained_for(module.config, name, by_layer[name]) for name in following]
+        longest += [_trained_for(module.config, name, kind) for name, kind in following.items()]
         module.rope_type = (
             {name: "default" if name in following else kind for name, kind in by_layer.items()}
             if isinstance(kinds, dict)
@@ -29,8 +29,8 @@ def fix(model: Any) -> int | None:
     return min(longest) if longest else None
 
 
-def _follows(kind: object) -> bool:
-    return isinstance(kind, str) and any(name in kind for name in _FOLLOWING)
+def _follows(kind: str) -> bool:
+    return any(name in kind for name in _FOLLOWING)
 
 
 def _trained_for(config: Any, layer_type: str | None, kind: str) -> int:

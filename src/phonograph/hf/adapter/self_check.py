@@ -88,7 +88,7 @@ def _sequences(model: HfModel) -> list[torch.Tensor]:
     device, stride, vocab = next(model.whole.parameters()).device, 0.6180339887, model.config.vocab
     lengths = [min(length, model.max_len - 1) for length in _LENGTHS]
     numbers = (torch.arange(1, sum(lengths) + len(lengths) + 1, dtype=torch.float64) * stride % 1 * vocab).long()
-    return list(numbers.to(device).split([length + 1 for length in lengths]))
+    return list(torch.split(numbers.to(device), [length + 1 for length in lengths]))
 
 
 def _paged_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -132,7 +132,9 @@ def narrowed(whole: Any, window: int) -> Iterator[None]:
     """Every window of the model, narrowed for as long."""
     owners = [*whole.modules(), whole.config, whole.config.get_text_config()]
     owners += [one.config for one in whole.modules() if hasattr(one, "config")]
-    kept = {id(one): (one, one.sliding_window) for one in owners if isinstance(getattr(one, "sliding_window", None), int)}
+    kept = {
+        id(one): (one, one.sliding_window) for one in owners if isinstance(getattr(one, "sliding_window", None), int)
+    }
     try:
         for owner, _ in kept.values():
             owner.sliding_window = window

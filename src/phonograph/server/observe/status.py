@@ -23,6 +23,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """Where the weights come from."""
     architecture: str
     num_layers: int
+    implementation: str
+    """Whose layers the model has: `native: …` or `hf: …`."""
     dtype: str
     device: str
     max_seqs: int

@@ -79,6 +79,7 @@ class Watch:
             source=about.source,
             architecture=about.architecture,
             num_layers=about.num_layers,
+            implementation=about.implementation,
             dtype=about.dtype,
             device=about.device,
             max_seqs=about.limits.max_seqs,

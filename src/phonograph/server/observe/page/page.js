@@ -168,8 +168,10 @@ function showTop({ facts, health, uptime }) {
   write($("model"), facts.model);
   document.title = `${facts.model} · phonograph`;
   const parts = [facts.device, facts.dtype, `${facts.architecture}, ${facts.num_layers} layers`];
+  if (facts.implementation.startsWith("hf:")) parts.push("layers of transformers");
   parts.push(`up to ${whole.format(facts.max_seqs)} sequences of ${whole.format(facts.max_len)} tokens`);
   write($("facts"), parts.join(" · "));
+  $("facts").title = facts.implementation;
   write($("version"), `phonograph ${facts.version}`);
 }
 
