@@ -15,7 +15,7 @@ from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig, known_ids
 from phonograph.engine.models.interface import ModelParts
 from phonograph.graphs.progress import Progress
-from phonograph.hf.adapter import attention, experts, rope
+from phonograph.hf.adapter import attention, experts, host_reads
 from phonograph.hf.adapter.head import head_of
 from phonograph.hf.adapter.model import HfModel
 from phonograph.hf.adapter.outline import Outline
@@ -33,7 +33,7 @@ def adapted(
 ) -> HfModel:
     """A loaded model of transformers as a model of the engine, once its logits were checked."""
     whole.eval().requires_grad_(False)
-    rope.fix(whole)
+    host_reads.leave_out(whole)
     for name in outline.breaks:
         experts.break_at(whole, name)
     decoder, head = whole.get_submodule(outline.decoder), head_of(whole, outline.decoder)

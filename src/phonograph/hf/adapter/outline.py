@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from phonograph.engine.cache.groups import Paged
-from phonograph.hf.adapter import attention, experts, rope
+from phonograph.hf.adapter import attention, experts, host_reads
 from phonograph.hf.adapter.attention import Bending
 from phonograph.hf.adapter.head import head_of, logits_of
 from phonograph.hf.adapter.sentences import path_of, refused
@@ -116,7 +116,7 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False) -> 
     attention.register()
     limits = _limits_of(config.get_text_config(), source)
     model = _bare(config, source, trust_remote_code=trust_remote_code)
-    trained = rope.fix(model)
+    trained = host_reads.leave_out(model)
     if trained is not None:
         limits += ((trained, f"beyond {trained:,} tokens its rotary frequencies follow the longest of a batch"),)
     decoder, breaks = decoder_of(model, source), list[str]()

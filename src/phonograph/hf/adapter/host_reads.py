@@ -1,4 +1,4 @@
-"""Rope of adapted models: frequencies that depend on the longest sequence of a batch are fixed, where that is right."""
+"""Host reads of adapted models: looks at a batch from Python that change nothing, where that is known, are left out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ _FOLLOWING = ("dynamic", "longrope")
 """Types that look at the positions of a batch, on the host, to choose frequencies for all of it."""
 
 
-def fix(model: Any) -> int | None:
-    """Keep the frequencies that short sequences have; returns up to how many positions those are right, or None.
+def leave_out(model: Any) -> int | None:
+    """Left out are a warning about padding, and rotary frequencies that follow the longest sequence of a batch.
+
+    Returns up to how many positions the model is computed rightly then; None where nothing followed.
+    """
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _say_nothing
+    return _fix_frequencies(model)
+
+
+def _say_nothing(*args: Any) -> None:
+    return None
+
+
+def _fix_frequencies(model: Any) -> int | None:
+    """Keep those that short sequences have.
 
     Both types leave them alone up to the context that the model was first trained for.
     """

@@ -1,0 +1,230 @@
+"""Families that transformers' layers serve, or why they are refused: the table of the tests and of docs/models.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers as hf
+from tokenizers import decoders, models, pre_tokenizers
+
+from phonograph.engine.models.registry import ARCHITECTURES
+
+VOCAB, WINDOW = 80, 6
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_PLAIN = {
+    **_IDS,
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+_GROUPED = {**_PLAIN, "num_key_value_heads": 2}
+_HEADS = {**_GROUPED, "head_dim": 8}
+_SLIDING = {**_HEADS, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_GPT = {**_IDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCAB, "n_positions": 128}
+_ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+_GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
+_MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+_DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+_LINEAR = {f"linear_{what}": 2 for what in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [3.0, 4.0],
+}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model."""
+
+    config: Callable[[], Any]
+    has: str = ""
+    """What is not plain in it."""
+    refusal: str = ""
+    """What the refusal says, where it is not served."""
+    max_len: int = 40
+
+
+SERVED = {
+    "Llama": Family(lambda: hf.LlamaConfig(**_HEADS)),
+    "Qwen2": Family(lambda: hf.Qwen2Config(**_GROUPED), "biases of queries, keys and values"),
+    "Qwen3": Family(lambda: hf.Qwen3Config(**_HEADS), "norms of queries and keys"),
+    "Mistral": Family(lambda: hf.MistralConfig(**_HEADS, sliding_window=WINDOW), "window"),
+    "Gemma 2": Family(
+        lambda: hf.Gemma2Config(**_SLIDING, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        "window, soft caps of scores and logits, own scale",
+    ),
+    "Gemma 3": Family(lambda: hf.Gemma3TextConfig(**_SLIDING), "window, two rotary frequencies, own scale"),
+    "gpt-oss": Family(
+        lambda: hf.GptOssConfig(**_SLIDING, num_local_experts=4, num_experts_per_tok=2), "window, sinks, experts"
+    ),
+    "Phi-3": Family(lambda: hf.Phi3Config(**_GROUPED), "fused projections"),
+    "OLMo 2": Family(lambda: hf.Olmo2Config(**_GROUPED), "norms after layers"),
+    "GPT-2": Family(lambda: hf.GPT2Config(**_GPT), "learned positions, layer norms"),
+    "Granite": Family(lambda: hf.GraniteConfig(**_GROUPED, **_GRANITE), "multipliers, scaled logits"),
+    "SmolLM3": Family(lambda: hf.SmolLM3Config(**_GROUPED, no_rope_layer_interval=2), "layers without positions"),
+    "Cohere 2": Family(
+        lambda: hf.Cohere2Config(**_SLIDING, logit_scale=0.25), "window, parallel layers, scaled logits"
+    ),
+    "Qwen3-MoE": Family(lambda: hf.Qwen3MoeConfig(**_HEADS, **_ROUTED), "experts"),
+    "Mixtral": Family(lambda: hf.MixtralConfig(**_HEADS, num_local_experts=4), "experts"),
+    "DeepSeek-V3": Family(
+        lambda: hf.DeepseekV3Config(
+            **{**_PLAIN, "num_key_value_heads": 4},
+            **_MLA,
+            **_DEEPSEEK,
+            moe_intermediate_size=8,
+            first_k_dense_replace=1,
+        ),
+        "latent attention (keys and values of different widths), experts, shared experts",
+    ),
+}
+"""Tokens equal those of plain transformers in every backend and phase."""
+
+ALSO_SERVED = {
+    "Qwen2, windowed": Family(
+        lambda: hf.Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        "window",
+    ),
+    "Phi": Family(lambda: hf.PhiConfig(**_PLAIN), "part of a head is rotated"),
+    "GPT-NeoX": Family(lambda: hf.GPTNeoXConfig(**_PLAIN), "parallel layers"),
+    "OPT": Family(
+        lambda: hf.OPTConfig(
+            **{**_PLAIN, "pad_token_id": 1}, ffn_dim=24, word_embed_proj_dim=16, do_layer_norm_before=True
+        ),
+        "learned positions",
+    ),
+    "StarCoder2": Family(lambda: hf.Starcoder2Config(**_GROUPED)),
+    "StableLM": Family(lambda: hf.StableLmConfig(**_GROUPED)),
+    "GLM-4": Family(lambda: hf.Glm4Config(**_HEADS)),
+    "Nemotron": Family(lambda: hf.NemotronConfig(**_GROUPED)),
+    "Cohere": Family(lambda: hf.CohereConfig(**_GROUPED), "scaled logits"),
+    "OLMoE": Family(lambda: hf.OlmoeConfig(**_GROUPED, num_experts=4, num_experts_per_tok=2), "experts"),
+    "GraniteMoE": Family(
+        lambda: hf.GraniteMoeConfig(**_GROUPED, **_GRANITE, num_local_experts=4, num_experts_per_tok=2), "experts"
+    ),
+    "Qwen2-MoE": Family(
+        lambda: hf.Qwen2MoeConfig(**_GROUPED, **_ROUTED, shared_expert_intermediate_size=8), "experts, a shared expert"
+    ),
+    "Llama 4, within its chunk": Family(
+        lambda: hf.Llama4TextConfig(
+            **_HEADS, intermediate_size_mlp=24, num_local_experts=2, attention_chunk_size=40, rope_scaling=None
+        ),
+        "chunks, experts; up to the length of a chunk",
+    ),
+    "Phi-3, long rope, within its first context": Family(
+        lambda: hf.Phi3Config(**{**_GROUPED, "original_max_position_embeddings": 40}, rope_parameters=_LONG),
+        "long rope, with the factor of short sequences",
+    ),
+    "Llama, dynamic rope": Family(lambda: hf.LlamaConfig(**_HEADS, rope_parameters=_DYNAMIC), "dynamic rope"),
+}
+"""Tokens equal those of plain transformers, eagerly."""
+
+REFUSED = {
+    "Mamba": Family(
+        lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4),
+        refusal="layers are 'linear_attention'",
+    ),
+    "Qwen3-Next": Family(
+        lambda: hf.Qwen3NextConfig(
+            **{**_HEADS, "num_hidden_layers": 4}, **_ROUTED, **_LINEAR, shared_expert_intermediate_size=8
+        ),
+        refusal="3 of its 4 layers are 'linear_attention'",
+    ),
+    "Bloom": Family(
+        lambda: hf.BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=VOCAB),
+        refusal="2 of the 2 layers of BloomForCausalLM do not attend through the attention interface",
+    ),
+    "Llama 4, beyond its chunk": Family(
+        lambda: hf.Llama4TextConfig(**_HEADS, intermediate_size_mlp=24, num_local_experts=2, attention_chunk_size=8),
+        refusal="its layers attend in chunks of 8 tokens",
+    ),
+    "Phi-3, long rope, beyond its first context": Family(
+        lambda: hf.Phi3Config(**{**_GROUPED, "original_max_position_embeddings": 16}, rope_parameters=_LONG),
+        refusal="beyond 16 tokens its rotary frequencies follow the longest of a batch",
+    ),
+    "Falcon": Family(
+        lambda: hf.FalconConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCAB),
+        refusal="its attention can't be chosen",
+    ),
+    "GPT-J": Family(lambda: hf.GPTJConfig(**_GPT, rotary_dim=4), refusal="its attention can't be chosen"),
+    "MPT": Family(
+        lambda: hf.MptConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=VOCAB, max_seq_len=128),
+        refusal="MptForCausalLM raises",
+    ),
+}
+"""Refused before weights are read."""
+
+
+@torch.no_grad()
+def made(family: Family, seed: int = 0) -> Any:
+    """A model of a family, with weights so large that a wrong position, mask or expert shows."""
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(family.config(), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or "bias" in name or "sinks" in name:
+            parameter.normal_(std=0.3)
+    return model.eval()
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """The folder of a model, with a tokenizer of single bytes."""
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - 3]
+    backend = tokenizers.Tokenizer(models.BPE(vocab={char: i + 3 for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """What plain transformers generates, whatever ends a text."""
+    ids = torch.tensor([prompt])
+    options = hf.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    mask = torch.ones_like(ids)
+    found = model.generate(ids, attention_mask=mask, generation_config=options)
+    return found[0, len(prompt) :].tolist()
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+_BEGIN, _END = "<!-- families -->\n", "<!-- end -->\n"
+
+
+def table() -> str:
+    """The families of docs/models.md."""
+    lines = [
+        "| family | layers | tested | what is not plain in it, or why it is refused |",
+        "| --- | --- | --- | --- |",
+    ]
+    native = {entry.model_type for entry in ARCHITECTURES.values()}
+    for families, tested in ((SERVED, "every backend and phase"), (ALSO_SERVED, "eagerly")):
+        for name, family in families.items():
+            layers = "native, or adapter" if family.config().model_type in native else "adapter"
+            lines.append(f"| {name} | {layers} | {tested} | {family.has} |")
+    for name, family in REFUSED.items():
+        lines.append(f"| {name} | refused | by its sentence | “{family.refusal} …” |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """docs/models.md with the table of now."""
+    before, rest = PAGE.read_text().split(_BEGIN)
+    return f"{before}{_BEGIN}{table()}{_END}{rest.split(_END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    sys.exit(0)
