@@ -118,6 +118,18 @@ ALSO_SERVED = {
     "Qwen2-MoE": Family(
         lambda: hf.Qwen2MoeConfig(**_GROUPED, **_ROUTED, shared_expert_intermediate_size=8), "experts, a shared expert"
     ),
+    "DBRX": Family(
+        lambda: hf.DbrxConfig(
+            d_model=16,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=128,
+            vocab_size=VOCAB,
+            attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+            ffn_config={"ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 16},
+        ),
+        "experts, which run between two graphs",
+    ),
     "Llama 4, within its chunk": Family(
         lambda: hf.Llama4TextConfig(
             **_HEADS, intermediate_size_mlp=24, num_local_experts=2, attention_chunk_size=40, rope_scaling=None
@@ -195,8 +207,8 @@ def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     ids = torch.tensor([prompt])
     options = hf.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     mask = torch.ones_like(ids)
-    found = model.generate(ids, attention_mask=mask, generation_config=options)
-    return found[0, len(prompt) :].tolist()
+    tokens: list[int] = model.generate(ids, attention_mask=mask, generation_config=options)[0, len(prompt) :].tolist()
+    return tokens
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what the model is, and every setting of its phases with source and reason."""
     from phonograph.devices import open_device
-    from phonograph.engine.checkpoints.base import MakesModel, implementation_of
+    from phonograph.engine.checkpoints.base import MakesModel, breaks_of, implementation_of
     from phonograph.engine.checkpoints.generation_config import described
     from phonograph.engine.execution.shadow import described_checks
     from phonograph.engine.execution.sizing import limits_for, plan_for
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     arguments = arguments_from(args)
     checkpoint, device = arguments.checkpoint(), open_device(args.device)
     config, precision = checkpoint.config, precision_for(checkpoint, arguments.options, device.torch_device)
-    plan = plan_for(device, arguments.asked, arguments.options, on_cpu_by_default=args.device in (None, "cpu"))
+    on_cpu, breaks = args.device in (None, "cpu"), breaks_of(checkpoint)
+    plan = plan_for(device, arguments.asked, arguments.options, on_cpu_by_default=on_cpu, breaks=breaks)
     refuse_unsupported(device, precision.applied_to(arguments.options), plan)
     # All that loading refuses is refused here too, but for the values of the weights, which are not read.
     eos_ids = config.eos_ids

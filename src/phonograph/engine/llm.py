@@ -18,7 +18,7 @@ from typing import Any
 from phonograph.devices import Device, open_device
 from phonograph.engine.cache.prefix_cache import prefix_sharing
 from phonograph.engine.checkpoints import open_checkpoint
-from phonograph.engine.checkpoints.base import Checkpoint, implementation_of
+from phonograph.engine.checkpoints.base import Checkpoint, breaks_of, implementation_of
 from phonograph.engine.checkpoints.generation_config import described
 from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
@@ -135,7 +135,8 @@ class LLM:
         options = self.options = self.precision.applied_to(options)
         self.sampling = self.checkpoint.sampling if options.sampling == "model" else SamplingParams()
         """What holds for a value that a request leaves open."""
-        self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
+        on_cpu, breaks = device in (None, "cpu"), breaks_of(self.checkpoint)
+        self.plan = plan_for(self.device, asked, options, on_cpu_by_default=on_cpu, breaks=breaks)
         for warning in self.plan.warnings:
             log.warning("%s", warning)
         shadowing = shadowing_for(options)

@@ -75,6 +75,10 @@ class MakesModel(Protocol):
         """Refuse what `model` would refuse with sequences of this length, before weights are read."""
         ...
 
+    def breaks(self) -> tuple[str, ...]:
+        """Modules that no graph can hold: they run between two."""
+        ...
+
     def described(self, dtype: torch.dtype, device: torch.device) -> str:
         """Which implementation that is, and what is known of it before weights are read."""
         ...
@@ -85,6 +89,11 @@ def implementation_of(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.
     if isinstance(checkpoint, MakesModel):
         return checkpoint.described(dtype, device)
     return f"native: {checkpoint.config.architecture} in layers of our own"
+
+
+def breaks_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Modules of its model that run between two graphs, besides attention."""
+    return checkpoint.breaks() if isinstance(checkpoint, MakesModel) else ()
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -47,9 +47,17 @@ _BYTES_PER_GRAPH = 6 << 20
 
 
 def plan_for(
-    device: Device, asked: Asked | Sequence[Ask], options: EngineOptions = EngineOptions(), *, on_cpu_by_default: bool
+    device: Device,
+    asked: Asked | Sequence[Ask],
+    options: EngineOptions = EngineOptions(),
+    *,
+    on_cpu_by_default: bool,
+    breaks: Sequence[str] = (),
 ) -> Plan:
-    """The plan; on the CPU nothing is recorded unless the emulated device was asked for."""
+    """The plan; on the CPU nothing is recorded unless the emulated device was asked for.
+
+    `breaks` are modules of the model that run between two graphs.
+    """
     measured = []
     if device.torch_device.type == "cuda":
         backend = "full"
@@ -59,6 +67,10 @@ def plan_for(
         measured = [Measured(f"{one.name}.backend", backend, reason) for one in PASSES if one.is_ragged]
         memory, size = f"the device has {device.memory().total / _GIB:.0f} GiB of memory", _step_size(device)
         measured += [Measured(f"{one.name}.limit", one.limit(size), memory) for one in PASSES if one.serves]
+    if breaks:
+        reason = f"{breaks[0]} reads the device from the host, so it runs between graphs"
+        measured = [one for one in measured if not one.setting.endswith(".backend")]
+        measured += [Measured(f"{phase.name}.backend", "breakable", reason) for phase in PHASES]
     if device.torch_device.type == "cpu" and on_cpu_by_default:
         reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
         measured = [Measured(f"{phase.name}.backend", "disabled", reason) for phase in PHASES]

@@ -108,6 +108,9 @@ class HfCheckpoint:
     def check(self, max_len: int) -> None:
         self.outline.refuse_beyond(self.source, max_len)
 
+    def breaks(self) -> tuple[str, ...]:
+        return self.outline.breaks
+
     def described(self, dtype: torch.dtype, device: torch.device) -> str:
         return described(self.outline, routing_of(self.hf_config, dtype, device, self.outline))
 

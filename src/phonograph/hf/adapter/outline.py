@@ -6,6 +6,7 @@ with what. So what can't be served is refused before weights are read.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,7 +160,7 @@ def _bare(config: Any, source: str, *, trust_remote_code: bool) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                config,
+                copy.deepcopy(config),  # it is written to
                 attn_implementation=attention.NAME,
                 experts_implementation=experts.BATCHED,
                 dtype=torch.float32,

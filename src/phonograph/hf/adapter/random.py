@@ -34,6 +34,9 @@ class RandomHfCheckpoint(RandomCheckpoint):
     def check(self, max_len: int) -> None:
         self.outline.refuse_beyond(self.source, max_len)
 
+    def breaks(self) -> tuple[str, ...]:
+        return self.outline.breaks
+
     def described(self, dtype: torch.dtype, device: torch.device) -> str:
         return described(self.outline, routing_of(self.hf_config, dtype, device, self.outline))
 
