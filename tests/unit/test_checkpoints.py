@@ -21,6 +21,7 @@ from phonograph.engine.checkpoints import (
 )
 from phonograph.engine.checkpoints.loading import load_weights
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.options import ModelImplementation
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import CheckpointError
 
@@ -71,10 +72,10 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def refused(path: Path | str | None, *parts: str) -> None:
+def refused(path: Path | str | None, *parts: str, model_impl: ModelImplementation = "auto") -> None:
     """Opening fails, with an error that says all of this. Data is only read by `tensors`, which is never reached."""
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(path)
+        open_checkpoint(path, model_impl)
     for part in parts:
         assert part in str(caught.value)
 
@@ -181,6 +182,16 @@ class TestRefusedFolders:
                 ["architectures is 'GPT2LMHeadModel'", "LlamaForCausalLM", "Qwen3"],
             ),
             ({"architectures": None, "model_type": "mamba"}, ["'mamba'", "supported are"]),
+        ],
+    )
+    def test_an_architecture_of_others(self, folder: Path, changes: dict[str, object], parts: list[str]) -> None:
+        """Where our layers are asked for; without, transformers may have some."""
+        edit(folder / "config.json", **changes)
+        refused(folder, *parts, model_impl="native")
+
+    @pytest.mark.parametrize(
+        ("changes", "parts"),
+        [
             ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
             ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "GGUF"]),
             ({"num_hidden_layers": "3"}, ["num_hidden_layers is '3'; expected an integer"]),

@@ -271,6 +271,13 @@ class TestFolders:
             with pytest.raises(CheckpointError, match=problem):
                 open_checkpoint(folder)
 
+    def test_a_configuration_that_names_two_models_is_refused(self, tmp_path: Path) -> None:
+        folder = saved(made(SERVED["GPT-2"]), tmp_path)
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, "architectures": ["OPTForCausalLM"]}))
+        with pytest.raises(CheckpointError, match="says OPTForCausalLM, but model_type makes a GPT2LMHeadModel"):
+            LLM(folder, device="cpu")
+
     def test_gguf_files_have_no_layers_of_transformers(self, tmp_path: Path) -> None:
         (tmp_path / "model.gguf").touch()
         with pytest.raises(CheckpointError, match="transformers takes folders"):

@@ -25,6 +25,8 @@ from phonograph.hf.adapter.loading import adapted, config_of, described, quiet, 
 from phonograph.hf.adapter.outline import Outline, outline_of
 from phonograph.hf.adapter.sentences import refused
 
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
 
 @dataclass(frozen=True)
 class HfCheckpoint:
@@ -85,7 +87,13 @@ class HfCheckpoint:
     def outline(self) -> Outline:
         """What the model computes; refuses what can't be served."""
         with quiet():
-            return outline_of(self.hf_config, self.source, trust_remote_code=self.trust_remote_code)
+            found = outline_of(self.hf_config, self.source, trust_remote_code=self.trust_remote_code)
+        named = self.fields.texts("architectures")
+        # transformers goes by model_type, others by architectures: what is run must not depend on the reader.
+        if named and named[0].endswith(_CAUSAL) and named[0] != found.architecture:
+            problem = f"architectures says {named[0]}, but model_type makes a {found.architecture}"
+            raise refused(self.source, problem, "Correct one of them in config.json.")
+        return found
 
     @cached_property
     def config(self) -> ModelConfig:
