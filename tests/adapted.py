@@ -205,7 +205,7 @@ def saved(model: Any, folder: Path) -> Path:
 def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """What plain transformers generates, whatever ends a text."""
     ids = torch.tensor([prompt])
-    options = hf.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = hf.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     mask = torch.ones_like(ids)
     tokens: list[int] = model.generate(ids, attention_mask=mask, generation_config=options)[0, len(prompt) :].tolist()
     return tokens
