@@ -107,7 +107,7 @@ ALSO_SERVED = {
         "learned positions",
     ),
     "StarCoder2": Family(lambda: hf.Starcoder2Config(**_GROUPED)),
-    "StableLM": Family(lambda: hf.StableLmConfig(**_GROUPED)),
+    "StableLM": Family(lambda: hf.StableLmConfig(**{**_GROUPED, "hidden_size": 32})),
     "GLM-4": Family(lambda: hf.Glm4Config(**_HEADS)),
     "Nemotron": Family(lambda: hf.NemotronConfig(**_GROUPED)),
     "Cohere": Family(lambda: hf.CohereConfig(**_GROUPED), "scaled logits"),

@@ -1,6 +1,7 @@
 """Paged attention for transformers: what models call once `attn_implementation` is "phonograph".
 
 A step travels with the call, as a keyword argument of the forward pass: nothing ambient is needed, and a trace sees it.
+Some models hand none down: their attention modules have a place where the step is for as long as the pass runs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ STEP = "phonograph_step"
 """The keyword argument of a forward pass that has the step."""
 
 
+PLACE = "phonograph_place"
+"""The attribute of attention modules whose model hands no keyword arguments down."""
+
+
 class Bending(NamedTuple):
     """What a layer says about its scores."""
 
@@ -42,6 +47,19 @@ class Step(Protocol):
         ...
 
 
+@dataclass
+class StepPlace:
+    """Where the attention modules of one model find the step."""
+
+    step: Step | None = None
+
+    def give_to(self, model: Any) -> None:
+        """Let the model's attention modules look here."""
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, PLACE, self)
+
+
 def attend(
     module: Any,
     query: torch.Tensor,
@@ -54,6 +72,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """As transformers' own attention functions."""
     step: Step | None = kwargs.pop(STEP, None)
+    if step is None and hasattr(module, PLACE):
+        step = getattr(module, PLACE).step
     if step is None:
         raise DeclarationError(
             f"{type(module).__name__} attends with attn_implementation={NAME!r}, and no step of an engine runs. "
@@ -63,6 +83,19 @@ def attend(
         kwargs.pop("sliding_window", None), scaling, kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     )
     return step.attend(module, query, key, value, bending, {**kwargs, "attention_mask": attention_mask}), None
+
+
+def run(decoder: Any, step: Step, place: StepPlace | None, **inputs: torch.Tensor) -> torch.Tensor:
+    """Hidden states of a pass whose layers attend by this step."""
+    if place is None:
+        states: torch.Tensor = decoder(**inputs, use_cache=False, **{STEP: step})[0]
+        return states
+    place.step = step
+    try:
+        states = decoder(**inputs, use_cache=False)[0]
+    finally:
+        place.step = None
+    return states
 
 
 def register() -> None:

@@ -38,7 +38,10 @@ def adapted(
         experts.break_at(whole, name)
     decoder, head = whole.get_submodule(outline.decoder), head_of(whole, outline.decoder)
     dtype = next(whole.parameters()).dtype
-    model = HfModel(config, outline, whole, decoder, head, parts.attention, parts.kernels, dtype, parts.max_len)
+    place = None if outline.hands_down else attention.StepPlace()
+    if place is not None:
+        place.give_to(whole)
+    model = HfModel(config, outline, whole, decoder, head, parts.attention, parts.kernels, dtype, parts.max_len, place)
     progress("checking against eager attention", 0, 1)
     found = self_check(model, source)
     progress("checking against eager attention", 1, 1)

@@ -18,7 +18,7 @@ from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Attention, Queries
 from phonograph.engine.state.column import Column
 from phonograph.errors import DeclarationError
-from phonograph.hf.adapter.attention import STEP, PagedStep
+from phonograph.hf.adapter.attention import PagedStep, StepPlace, run
 from phonograph.hf.adapter.head import logits_of
 from phonograph.hf.adapter.outline import Outline
 
@@ -40,6 +40,8 @@ class HfModel:
     """What writes the request tables. Layers are transformers' own."""
     dtype: torch.dtype
     max_len: int
+    place: StepPlace | None = None
+    """Where layers find the step, if the model hands no keyword arguments down to them."""
     notes: tuple[str, ...] = ()
     """What start-up found."""
 
@@ -78,12 +80,12 @@ class HfModel:
                 "Use a native model where layers are tapped."
             )
         step = PagedStep(PreparedAttention(self.attention, cache, queries), cache, slots_of(queries, cache.page_size))
-        positions = queries.token_positions[None]
+        given = {"position_ids": queries.token_positions[None]}
         if inputs.is_floating_point():
-            given = {"inputs_embeds": inputs.to(self.dtype)[None]}
+            given["inputs_embeds"] = inputs.to(self.dtype)[None]
         else:
-            given = {"input_ids": (inputs[queries.rows] if queries.by_row else inputs)[None]}
-        states = self.decoder(**given, position_ids=positions, use_cache=False, **{STEP: step})[0][0]
+            given["input_ids"] = (inputs[queries.rows] if queries.by_row else inputs)[None]
+        states = run(self.decoder, step, self.place, **given)[0]
         return Hidden(states if wanted is None else states[wanted])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from phonograph.engine.cache.groups import Paged
+from phonograph.errors import DeclarationError, PhonographError
 from phonograph.hf.adapter import attention, experts, host_reads
-from phonograph.hf.adapter.attention import Bending
+from phonograph.hf.adapter.attention import Bending, StepPlace
 from phonograph.hf.adapter.head import head_of, logits_of
 from phonograph.hf.adapter.sentences import path_of, refused
 
@@ -59,6 +60,8 @@ class Outline:
     """Lengths up to which the model is computed rightly, with the reason of each."""
     breaks: tuple[str, ...] = ()
     """Modules that route to experts by values that the host reads."""
+    hands_down: bool = True
+    """Whether keyword arguments of a forward pass reach attention."""
 
     @property
     def windows(self) -> frozenset[int]:
@@ -120,12 +123,17 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False) -> 
     trained = host_reads.leave_out(model)
     if trained is not None:
         limits += ((trained, f"beyond {trained:,} tokens its rotary frequencies follow the longest of a batch"),)
-    decoder, breaks = decoder_of(model, source), list[str]()
+    decoder, breaks, place = decoder_of(model, source), list[str](), None
     while True:
         watching = _Watching(source)
         try:
-            states, logits = _run(model, decoder, watching)
+            states, logits = _run(model, decoder, watching, place)
             break
+        except DeclarationError:  # the step did not arrive
+            if place is not None:
+                raise
+            place = attention.StepPlace()
+            place.give_to(model)
         except Exception as error:
             name = experts.reading_module(model, error)
             if name is None or name in breaks:
@@ -134,7 +142,8 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False) -> 
             _stub(model, name)
     layers = _counted(watching.calls, config.get_text_config().num_hidden_layers, source, model)
     return Outline(
-        type(model).__name__, decoder, layers, states.shape[-1], logits.shape[-1], tuple(limits), tuple(breaks)
+        *(type(model).__name__, decoder, layers, states.shape[-1], logits.shape[-1]),
+        *(tuple(limits), tuple(breaks), place is None),
     )
 
 
@@ -190,13 +199,11 @@ def decoder_of(model: Any, source: str) -> str:
 
 
 @torch.no_grad()
-def _run(model: Any, decoder: str, watching: _Watching) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(model: Any, decoder: str, watching: _Watching, place: StepPlace | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states and logits of a few tokens."""
     with torch.device("meta"):
         ids, positions = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64), torch.arange(_NUM_TOKENS)[None]
-        states = model.get_submodule(decoder)(
-            input_ids=ids, position_ids=positions, use_cache=False, **{attention.STEP: watching}
-        )[0]
+        states = attention.run(model.get_submodule(decoder), watching, place, input_ids=ids, position_ids=positions)
         return states, logits_of(head_of(model, decoder), states[0])
 
 
@@ -220,8 +227,6 @@ def _stub(model: Any, name: str) -> None:
 
 
 def _raised(source: str, model: Any, error: Exception) -> Exception:
-    from phonograph.errors import PhonographError
-
     if isinstance(error, PhonographError):
         return error
     what = f"{type(model).__name__} raises {type(error).__name__} ({_first_line(error)}) without a mask or a cache"
