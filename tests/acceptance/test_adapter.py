@@ -52,6 +52,7 @@ def opened(folder: Path, decode: str, prefill: str, device: str = "emulated", **
         asked.append(ask(f"{phase}.backend", backend, origin="test"))
         if backend != "disabled":
             asked.append(ask(f"{phase}.buckets", buckets, origin="test"))
+            asked.append(ask(f"{phase}.max_recordings", len(buckets), origin="test"))  # greedy ones alone
     sizes = {"max_seqs": 4, "max_tokens": 16, "max_len": 40, "page_size": 4, "model_impl": "hf"}
     return LLM(folder, device=device, options=EngineOptions(**{**sizes, **options}), asked=asked)
 

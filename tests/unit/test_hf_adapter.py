@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.queries import PLAIN, Queries, Scores, StepAttention
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.precision import precision_for
+from phonograph.engine.process.arguments import EngineArguments
+from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import CheckpointError, DeclarationError, PlanError
 from phonograph.hf.adapter import attention
@@ -205,6 +208,21 @@ class TestModel:
         assert precision_for(checkpoint, half, CPU).residual == torch.float16
         with pytest.raises(PlanError, match="layers of transformers keep the residual stream"):
             precision_for(checkpoint, replace(half, residual_dtype=torch.float32), CPU)
+
+
+def test_the_engine_in_a_process_of_its_own_says_whose_layers_it_has(tmp_path: Path) -> None:
+    folder = saved(made(SERVED["GPT-2"]), tmp_path)
+    arguments = EngineArguments(
+        model=str(folder), device="cpu", options=EngineOptions(max_seqs=2, max_tokens=16, max_len=40)
+    )
+    with asyncio.Runner() as runner:
+        llm = AsyncLLM(arguments)
+        runner.run(asyncio.wait_for(llm.start(), 120))
+        try:
+            assert llm.about.implementation.startswith("hf: GPT2LMHeadModel of transformers ")
+            assert llm.about.vocab == VOCAB
+        finally:
+            runner.run(llm.stop())
 
 
 CODE = """
