@@ -75,6 +75,12 @@ class TestOutline:
         assert {plan.phase(name).backend for name in ("decode", "prefill", "idle")} == {"breakable"}
         assert "experts reads the device from the host" in plan.explain()
 
+    def test_the_layers_may_be_named(self) -> None:
+        config = SERVED["GPT-2"].config()
+        assert outline_of(config, "gpt2", decoder="transformer").decoder == "transformer"
+        with pytest.raises(CheckpointError, match=r"no module 'transformers'; the nearest name is 'transformer'"):
+            outline_of(config, "gpt2", decoder="transformers")
+
     def test_an_encoder_is_refused(self) -> None:
         config = transformers.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=VOCAB)
         with pytest.raises(CheckpointError, match="can't be made as a causal language model"):

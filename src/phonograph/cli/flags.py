@@ -30,6 +30,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run Python code that the checkpoint's folder brings, for a model that transformers does not have",
     )
+    parser.add_argument(
+        "--hf-layers", metavar="MODULE", help="the module that has the layers of a transformers model; default: it says"
+    )
     parser.add_argument("--shape", help="random weights of a named shape instead of a model, e.g. qwen3-8b")
     parser.add_argument("--device", help="cuda, cpu or emulated; default: the accelerator present, else the CPU")
     parser.add_argument("--max-seqs", type=int, help="sequences that run at the same time; default: by memory")
@@ -107,6 +110,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         prefix_cache=not args.no_prefix_cache,
         model_impl=args.model_impl,
         trust_remote_code=args.trust_remote_code,
+        hf_layers=args.hf_layers,
         sampling=args.sampling,
         eager_copies=args.eager_copies,
         verify=args.verify,

@@ -17,7 +17,7 @@ from typing import Any
 
 from phonograph.devices import Device, open_device
 from phonograph.engine.cache.prefix_cache import prefix_sharing
-from phonograph.engine.checkpoints import open_checkpoint
+from phonograph.engine.checkpoints import open_for
 from phonograph.engine.checkpoints.base import Checkpoint, breaks_of, implementation_of
 from phonograph.engine.checkpoints.generation_config import described
 from phonograph.engine.checkpoints.loading import load_model
@@ -113,10 +113,6 @@ def _as_token_id(token: Any) -> int:
     )
 
 
-def _opened(model: str | Path | None, options: EngineOptions) -> Checkpoint:
-    return open_checkpoint(model, options.model_impl, trust_remote_code=options.trust_remote_code)
-
-
 class LLM:
     """`LLM().generate("…")`: the embedded default model, or a folder or GGUF file."""
 
@@ -129,7 +125,7 @@ class LLM:
         asked: Asked | Many[Ask] = (),
         progress: Progress = silent,
     ) -> None:
-        self.checkpoint = _opened(model, options) if model is None or isinstance(model, str | Path) else model
+        self.checkpoint = open_for(model, options) if model is None or isinstance(model, str | Path) else model
         self.device = open_device(device)
         self.precision = precision_for(self.checkpoint, options, self.device.torch_device)
         options = self.options = self.precision.applied_to(options)

@@ -69,6 +69,8 @@ class EngineOptions:
     """Whose layers a model has."""
     trust_remote_code: bool = False
     """Whether Python code that a checkpoint's folder brings may be run."""
+    hf_layers: str | None = None
+    """The name of the module that has the layers of a transformers model; default: what the model says."""
     sampling: SamplingSource = "model"
     """Where values come from that a request leaves open: temperature, top_k, top_p, min_p, repetition_penalty."""
 

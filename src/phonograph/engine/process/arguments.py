@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from phonograph.engine.checkpoints import open_checkpoint, random_checkpoint
+from phonograph.engine.checkpoints import open_for, random_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
@@ -37,8 +37,7 @@ class EngineArguments:
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint; reads headers only."""
         if self.shape is None:
-            options = self.options
-            return open_checkpoint(self.model, options.model_impl, trust_remote_code=options.trust_remote_code)
+            return open_for(self.model, self.options)
         if self.model is not None:
             raise PlanError(f"model {self.model!r} and shape {self.shape!r} exclude each other. Leave one of them out.")
         if self.shape not in SHAPES:

@@ -38,9 +38,11 @@ class HfCheckpoint:
     generation: Fields
     """Of generation_config.json."""
     trust_remote_code: bool = False
+    layers: str | None = None
+    """The name of the module that has the layers; None to ask the model."""
 
     @classmethod
-    def open(cls, folder: Path, *, trust_remote_code: bool = False) -> HfCheckpoint:
+    def open(cls, folder: Path, *, trust_remote_code: bool = False, layers: str | None = None) -> HfCheckpoint:
         """Read and check the small files; nothing of the folder is run, and no weight is read."""
         if find_spec("transformers") is None:
             raise CheckpointError(
@@ -57,7 +59,7 @@ class HfCheckpoint:
         weight_files(folder)
         path = folder / "generation_config.json"
         generation = Fields.from_json(path) if path.is_file() else Fields(str(path), {})
-        return cls(folder, fields, generation, trust_remote_code)
+        return cls(folder, fields, generation, trust_remote_code, layers)
 
     @property
     def source(self) -> str:
@@ -87,7 +89,9 @@ class HfCheckpoint:
     def outline(self) -> Outline:
         """What the model computes; refuses what can't be served."""
         with quiet():
-            found = outline_of(self.hf_config, self.source, trust_remote_code=self.trust_remote_code)
+            found = outline_of(
+                self.hf_config, self.source, trust_remote_code=self.trust_remote_code, decoder=self.layers
+            )
         named = self.fields.texts("architectures")
         # transformers goes by model_type, others by architectures: what is run must not depend on the reader.
         if named and named[0].endswith(_CAUSAL) and named[0] != found.architecture:

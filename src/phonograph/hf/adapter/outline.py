@@ -7,6 +7,7 @@ with what. So what can't be served is refused before weights are read.
 from __future__ import annotations
 
 import copy
+import difflib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ _SERVED = frozenset({"full_attention", "sliding_attention"})
 _HARMLESS = frozenset({"position_ids", "cache_position"})
 """Tensors that some models hand to attention, and that say what a step says."""
 _NATIVE = "Use a model whose layers attend through transformers' attention interface."
+_NAME_IT = "Name it: --hf-layers model.language_model, say."
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,18 @@ class _Watching:
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
-def outline_of(config: Any, source: str, *, trust_remote_code: bool = False) -> Outline:
-    """What a configuration of transformers makes; refuses what would be computed wrongly or can't be run."""
+def outline_of(config: Any, source: str, *, trust_remote_code: bool = False, decoder: str | None = None) -> Outline:
+    """What a configuration of transformers makes; refuses what would be computed wrongly or can't be run.
+
+    `decoder` names the module that has the layers, where the model itself is not to be asked.
+    """
     attention.register()
     limits = _limits_of(config.get_text_config(), source)
     model = _bare(config, source, trust_remote_code=trust_remote_code)
     trained = host_reads.leave_out(model)
     if trained is not None:
         limits += ((trained, f"beyond {trained:,} tokens its rotary frequencies follow the longest of a batch"),)
-    decoder, breaks, place = decoder_of(model, source), list[str](), None
+    decoder, breaks, place = decoder_of(model, source, decoder), list[str](), None
     while True:
         watching = _Watching(source)
         try:
@@ -183,8 +188,15 @@ def _bare(config: Any, source: str, *, trust_remote_code: bool) -> Any:
         raise refused(source, f"it can't be made as a causal language model ({_first_line(error)})", _NATIVE) from error
 
 
-def decoder_of(model: Any, source: str) -> str:
-    """The name of the module that has the layers: what the model says, or who owns the list of them."""
+def decoder_of(model: Any, source: str, named: str | None = None) -> str:
+    """The name of the module that has the layers: as given, what the model says, or who owns the list of them."""
+    if named is not None:
+        known = [name for name, _ in model.named_modules() if name]
+        if named not in known:
+            near = difflib.get_close_matches(named, known, 1)
+            hint = f"; the nearest name is {near[0]!r}" if near else ""
+            raise refused(source, f"{type(model).__name__} has no module {named!r}{hint}", "Correct --hf-layers.")
+        return named
     found = model.get_decoder() if hasattr(model, "get_decoder") else None
     if found is None or found is model or found.get_output_embeddings() is not None:
         count = model.config.get_text_config().num_hidden_layers
@@ -194,7 +206,7 @@ def decoder_of(model: Any, source: str) -> str:
         found = model.get_submodule(lists[0].rpartition(".")[0]) if lists else None
     name = path_of(found, model) if found is not None else None
     if not name:
-        raise refused(source, f"{type(model).__name__} does not say which of its modules has the layers", _NATIVE)
+        raise refused(source, f"{type(model).__name__} does not say which of its modules has the layers", _NAME_IT)
     return name
 
 
