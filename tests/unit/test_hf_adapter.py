@@ -21,12 +21,11 @@ from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
 from phonograph.engine.checkpoints import open_checkpoint, random_checkpoint
 from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.execution.sizing import plan_for
-from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.interface import ModelParts
 from phonograph.engine.ops.attention.reference import ReferenceAttention
 from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.queries import PLAIN, Queries, Scores, StepAttention
-from phonograph.engine.options import EngineOptions
+from phonograph.engine.options import EngineOptions, ModelImplementation
 from phonograph.engine.precision import precision_for
 from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.async_llm import AsyncLLM
@@ -42,6 +41,7 @@ from phonograph.hf.adapter.self_check import narrowed, self_check
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 NOBODY = Queries(torch.zeros(1).long(), torch.zeros(1).long(), torch.zeros(1, 1).int(), 1)
+IMPLEMENTATIONS: list[ModelImplementation] = ["native", "hf"]
 PROMPTS = [[5, 9, 11], [7, 3, 60, 61, 62, 63, 64, 65, 66]]
 
 
@@ -203,10 +203,20 @@ class TestModel:
     def test_random_weights_are_those_of_the_native_model(self) -> None:
         options = EngineOptions(max_seqs=2, max_tokens=16, max_len=40, page_size=4)
         found = [
-            LLM(random_checkpoint(SHAPES["tiny"], impl), device="cpu", options=options).generate(PROMPTS, GREEDY)
-            for impl in ("native", "hf")
+            LLM(random_checkpoint("tiny", impl), device="cpu", options=options).generate(PROMPTS, GREEDY)
+            for impl in IMPLEMENTATIONS
         ]
         assert [one.tokens for one in found[0]] == [one.tokens for one in found[1]]
+
+    def test_shapes_of_models_that_are_not_ours(self) -> None:
+        checkpoint = random_checkpoint("tiny-moe")
+        assert checkpoint.config.architecture == "MixtralForCausalLM"
+        llm = LLM(checkpoint, device="cpu", options=EngineOptions(max_seqs=2, max_tokens=16, max_len=40))
+        assert "experts by batched_mm" in llm.implementation
+        assert [len(one.tokens) for one in llm.generate(PROMPTS, GREEDY)] == [6, 6]
+        for impl in IMPLEMENTATIONS:
+            with pytest.raises(PlanError, match="shape 'tinier' is unknown"):
+                random_checkpoint("tinier", impl)
 
     def test_the_residual_stream_is_as_the_weights_are(self, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(saved(made(SERVED["GPT-2"]), tmp_path))

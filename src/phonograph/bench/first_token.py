@@ -45,7 +45,6 @@ def main() -> None:
     from phonograph.devices import open_device
     from phonograph.engine.checkpoints import random_checkpoint
     from phonograph.engine.llm import LLM
-    from phonograph.engine.models.config import SHAPES
     from phonograph.engine.options import EngineOptions
     from phonograph.engine.requests.request import SamplingParams
 
@@ -54,7 +53,6 @@ def main() -> None:
     torch.zeros(1, device=device.torch_device)
     device.synchronize()
     parts.end("open the device")
-    config = SHAPES[args.shape]
     begin = time.time()
     marks: dict[str, float] = {}
 
@@ -67,7 +65,7 @@ def main() -> None:
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
     chosen = EngineOptions(**options)
-    llm = LLM(random_checkpoint(config, chosen.model_impl), device=device, options=chosen, progress=progress)
+    llm = LLM(random_checkpoint(args.shape, chosen.model_impl), device=device, options=chosen, progress=progress)
     device.synchronize()
     parts.end("engine")
     llm.generate([list(range(10, 26))], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 from phonograph.bench.report import Report, Row
 from phonograph.bench.timing import Deadline
 from phonograph.devices import Device
-from phonograph.engine.checkpoints import random_checkpoint
+from phonograph.engine.checkpoints import RandomCheckpoint, random_checkpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.settings import ask
+from phonograph.hf.adapter.shapes import HF_SHAPES
 
 T = TypeVar("T")
 EAGER = "eager"
@@ -52,7 +53,12 @@ class Bench:
 
     @cached_property
     def config(self) -> ModelConfig:
-        return SHAPES[self.settings.shape]
+        return self.checkpoint.config
+
+    @cached_property
+    def checkpoint(self) -> RandomCheckpoint:
+        """Random weights of the shape."""
+        return random_checkpoint(self.settings.shape, self.settings.options.get("model_impl", "auto"))
 
     def choose(self, flag: str, usual: T, quick: T) -> T:
         """The flag's value, or what stands for it."""
@@ -85,8 +91,7 @@ class Bench:
             if backends.get(phase) != "disabled":
                 asked.append(ask(f"{phase}.buckets", tuple(sorted(set(sizes))), origin="bench"))
         chosen = replace(options, **self.settings.options)
-        checkpoint = random_checkpoint(self.config, chosen.model_impl)
-        return LLM(checkpoint, device=self.device, options=chosen, asked=asked)
+        return LLM(self.checkpoint, device=self.device, options=chosen, asked=asked)
 
 
 def free_device_memory(device: Device) -> None:
@@ -113,6 +118,7 @@ def greedy(new_tokens: int) -> SamplingParams:
 
 def checked_shape(name: str) -> str:
     """The name, if there is a shape of it."""
-    if name not in SHAPES:
-        raise PlanError(f"--shape {name!r} is unknown (known: {', '.join(SHAPES)}).")
+    known = (*SHAPES, *HF_SHAPES)
+    if name not in known:
+        raise PlanError(f"--shape {name!r} is unknown (known: {', '.join(known)}).")
     return name

@@ -10,10 +10,10 @@ from phonograph.engine.checkpoints.gguf import GgufCheckpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.checkpoints.safetensors import SafetensorsCheckpoint
 from phonograph.engine.json_fields import Fields
-from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.registry import names_known_architecture
 from phonograph.engine.options import EngineOptions, ModelImplementation
-from phonograph.errors import CheckpointError
+from phonograph.errors import CheckpointError, PlanError
 
 __all__ = [
     "INSTALL",
@@ -73,13 +73,15 @@ def open_for(path: str | Path | None, options: EngineOptions) -> Checkpoint:
     return open_checkpoint(path, options.model_impl, trust_remote_code=trust, hf_layers=layers)
 
 
-def random_checkpoint(config: ModelConfig, model_impl: ModelImplementation = "auto") -> RandomCheckpoint:
-    """Random weights of a shape, in layers of ours or in those of transformers."""
-    if model_impl != "hf":
-        return RandomCheckpoint(config)
+def random_checkpoint(shape: str, model_impl: ModelImplementation = "auto") -> RandomCheckpoint:
+    """Random weights of a shape, in layers of ours or in those of transformers, which has shapes of its own besides."""
+    if model_impl == "native" and shape not in SHAPES:
+        raise PlanError(f"shape {shape!r} is unknown (known: {', '.join(SHAPES)}).")
+    if model_impl != "hf" and shape in SHAPES:
+        return RandomCheckpoint(SHAPES[shape])
     from phonograph.hf.adapter.random import RandomHfCheckpoint
 
-    return RandomHfCheckpoint(config)
+    return RandomHfCheckpoint.of(shape)
 
 
 def _is_ours(folder: Path) -> bool:

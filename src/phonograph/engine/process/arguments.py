@@ -8,7 +8,6 @@ from pathlib import Path
 from phonograph.engine.checkpoints import open_for, random_checkpoint
 from phonograph.engine.checkpoints.base import Checkpoint
 from phonograph.engine.llm import LLM
-from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.settings import Asked
@@ -40,9 +39,7 @@ class EngineArguments:
             return open_for(self.model, self.options)
         if self.model is not None:
             raise PlanError(f"model {self.model!r} and shape {self.shape!r} exclude each other. Leave one of them out.")
-        if self.shape not in SHAPES:
-            raise PlanError(f"shape {self.shape!r} is unknown (known: {', '.join(SHAPES)}).")
-        return random_checkpoint(SHAPES[self.shape], self.options.model_impl)
+        return random_checkpoint(self.shape, self.options.model_impl)
 
     def open(self, progress: Progress = silent) -> LLM:
         """Load the weights and capture."""

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from phonograph.engine.checkpoints.base import TensorInfo
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.models.config import ModelConfig
+from phonograph.engine.models.config import SHAPES, ModelConfig
 from phonograph.engine.models.interface import Model, ModelParts
 from phonograph.engine.models.registry import ARCHITECTURES
+from phonograph.errors import PlanError
 from phonograph.graphs.progress import Progress, silent
 from phonograph.hf.adapter import attention
-from phonograph.hf.adapter.loading import adapted, described, quiet, routing_of
+from phonograph.hf.adapter.loading import adapted, config_of, described, quiet, routing_of
 from phonograph.hf.adapter.outline import Outline, outline_of
+from phonograph.hf.adapter.shapes import HF_SHAPES
 
 
 @dataclass(frozen=True)
 class RandomHfCheckpoint(RandomCheckpoint):
-    """The weights of the native `RandomCheckpoint` of the same shape and seed."""
+    """For a shape that we have layers for, the weights of the native `RandomCheckpoint` of the same seed."""
 
-    @cached_property
-    def hf_config(self) -> Any:
-        return hf_config(self.config)
+    hf_config: Any = None
+    outline: Outline = field(kw_only=True)
 
-    @cached_property
-    def outline(self) -> Outline:
+    @staticmethod
+    def of(shape: str) -> RandomHfCheckpoint:
+        """By the name of a shape: one that we have layers for, or one of transformers alone."""
+        if shape in SHAPES:
+            config = hf_config(SHAPES[shape])
+        elif shape in HF_SHAPES:
+            from transformers import AutoConfig
+
+            kind, values = HF_SHAPES[shape]
+            config = AutoConfig.for_model(kind, **values)
+        else:
+            raise PlanError(f"shape {shape!r} is unknown (known: {', '.join((*SHAPES, *HF_SHAPES))}).")
         with quiet():
-            return outline_of(self.hf_config, self.source)
+            outline = outline_of(config, shape)
+        ours = SHAPES[shape] if shape in SHAPES else replace(config_of(config, outline, ()), dtype=torch.bfloat16)
+        return RandomHfCheckpoint(ours, hf_config=config, outline=outline)
+
+    @property
+    def names(self) -> dict[str, TensorInfo]:
+        if self.config.architecture in ARCHITECTURES:
+            return super().names
+        return {"all weights": TensorInfo((1,), self.config.dtype, "random", self.config.dtype.itemsize)}
 
     def check(self, max_len: int) -> None:
         self.outline.refuse_beyond(self.source, max_len)
@@ -51,6 +70,8 @@ class RandomHfCheckpoint(RandomCheckpoint):
 
     @torch.no_grad()
     def _fill(self, whole: Any, device: torch.device) -> None:
+        if self.config.architecture not in ARCHITECTURES:
+            return  # they have what training begins with
         places = dict(whole.named_parameters())
         for name, tensor in self.tensors(device):
             places[name].copy_(tensor)
