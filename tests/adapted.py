@@ -167,6 +167,12 @@ REFUSED = {
         lambda: hf.Phi3Config(**{**_GROUPED, "original_max_position_embeddings": 16}, rope_parameters=_LONG),
         refusal="beyond 16 tokens its rotary frequencies follow the longest of a batch",
     ),
+    "Llama 4, beyond its query scale": Family(
+        lambda: hf.Llama4TextConfig(
+            **_HEADS, intermediate_size_mlp=24, num_local_experts=2, attention_chunk_size=40, floor_scale=16
+        ),
+        refusal="beyond 15 tokens it scales queries by their place in a batch",
+    ),
     "Falcon": Family(
         lambda: hf.FalconConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCAB),
         refusal="its attention can't be chosen",

@@ -15,7 +15,7 @@ from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig, known_ids
 from phonograph.engine.models.interface import ModelParts
 from phonograph.graphs.progress import Progress
-from phonograph.hf.adapter import attention, experts, host_reads
+from phonograph.hf.adapter import attention, batch_looks, experts
 from phonograph.hf.adapter.head import head_of
 from phonograph.hf.adapter.model import HfModel
 from phonograph.hf.adapter.outline import Outline
@@ -33,7 +33,7 @@ def adapted(
 ) -> HfModel:
     """A loaded model of transformers as a model of the engine, once its logits were checked."""
     whole.eval().requires_grad_(False)
-    host_reads.leave_out(whole)
+    batch_looks.leave_out(whole)
     for name in outline.breaks:
         experts.break_at(whole, name)
     decoder, head = whole.get_submodule(outline.decoder), head_of(whole, outline.decoder)
@@ -118,12 +118,12 @@ def config_of(config: Any, outline: Outline, files: tuple[Fields, ...]) -> Model
     inner, first = config.get_text_config(), outline.layers[0]
     dtype = getattr(config, "dtype", None)
     ends = [known_ids(fields, "eos_token_id", outline.vocab) for fields in files]
-    start = getattr(inner, "bos_token_id", None)
+    start, wide = getattr(inner, "bos_token_id", None), getattr(inner, "intermediate_size", None) or 4 * outline.hidden
     return ModelConfig(
         architecture=outline.architecture,
         num_layers=len(outline.layers),
         hidden=outline.hidden,
-        intermediate=getattr(inner, "intermediate_size", None) or 4 * outline.hidden,
+        intermediate=max(wide) if isinstance(wide, list | tuple) else wide,
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=first.kept.head_dim,

@@ -16,7 +16,7 @@ import torch
 
 from phonograph.engine.cache.groups import Paged
 from phonograph.errors import DeclarationError, PhonographError
-from phonograph.hf.adapter import attention, experts, host_reads
+from phonograph.hf.adapter import attention, batch_looks, experts
 from phonograph.hf.adapter.attention import Bending, StepPlace
 from phonograph.hf.adapter.head import head_of, logits_of
 from phonograph.hf.adapter.sentences import path_of, refused
@@ -125,9 +125,7 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False, dec
     attention.register()
     limits = _limits_of(config.get_text_config(), source)
     model = _bare(config, source, trust_remote_code=trust_remote_code)
-    trained = host_reads.leave_out(model)
-    if trained is not None:
-        limits += ((trained, f"beyond {trained:,} tokens its rotary frequencies follow the longest of a batch"),)
+    limits += batch_looks.leave_out(model)
     decoder, breaks, place = decoder_of(model, source, decoder), list[str](), None
     while True:
         watching = _Watching(source)

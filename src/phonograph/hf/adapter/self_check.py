@@ -112,10 +112,18 @@ def _paged_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Te
 
 
 def _eager_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Each sequence by itself, in the order of the paged ones: prompts, then the tokens that were decoded."""
+    """Each sequence by itself, in the order of the paged ones: prompts, then the tokens that were decoded.
+
+    With a cache of its own, as the model is meant to run: some layers share the keys of others there.
+    """
+    prompts, decoded = list[torch.Tensor](), list[torch.Tensor]()
     with _attending_eagerly(model.whole):
-        whole = [model.whole(input_ids=one[None], use_cache=False)[0][0].float() for one in sequences]
-    return torch.cat([*(one[:-1] for one in whole), *(one[-1:] for one in whole)])
+        for one in sequences:
+            first = model.whole(input_ids=one[None, :-1], use_cache=True)
+            second = model.whole(input_ids=one[None, -1:], past_key_values=first.past_key_values, use_cache=True)
+            prompts.append(first.logits[0])
+            decoded.append(second.logits[0])
+    return torch.cat([*prompts, *decoded]).float()
 
 
 @contextmanager

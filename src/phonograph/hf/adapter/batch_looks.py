@@ -1,4 +1,8 @@
-"""Host reads of adapted models: looks at a batch from Python that change nothing, where that is known, are left out."""
+"""Looks at the batch of adapted models: what a model takes from its batch as a whole is left out, where that is right.
+
+A step has tokens of many sequences, one after the other. A model that looks at the longest of them, or counts places in
+the batch, would compute another thing.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,24 @@ _FOLLOWING = ("dynamic", "longrope")
 """Types that look at the positions of a batch, on the host, to choose frequencies for all of it."""
 
 
-def leave_out(model: Any) -> int | None:
-    """Left out are a warning about padding, and rotary frequencies that follow the longest sequence of a batch.
+def leave_out(model: Any) -> tuple[tuple[int, str], ...]:
+    """Left out are a warning about padding, rotary frequencies that follow the longest sequence of a batch, and scales
+    of queries that follow places in it.
 
-    Returns up to how many positions the model is computed rightly then; None where nothing followed.
+    Returns up to how many positions the model is computed rightly then, with the reason of each limit.
     """
+    scales = set[int]()
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _say_nothing
-    return _fix_frequencies(model)
+        if getattr(module, "attn_temperature_tuning", None) and hasattr(module, "floor_scale"):
+            module.attn_temperature_tuning = False  # the scale is 1 before this position
+            scales.add(int(module.floor_scale) - 1)
+    limits = [(most, f"beyond {most:,} tokens it scales queries by their place in a batch") for most in scales]
+    trained = _fix_frequencies(model)
+    if trained is not None:
+        limits.append((trained, f"beyond {trained:,} tokens its rotary frequencies follow the longest of a batch"))
+    return tuple(limits)
 
 
 def _say_nothing(*args: Any) -> None:
