@@ -118,6 +118,29 @@ ALSO_SERVED = {
     "Qwen2-MoE": Family(
         lambda: hf.Qwen2MoeConfig(**_GROUPED, **_ROUTED, shared_expert_intermediate_size=8), "experts, a shared expert"
     ),
+    "ERNIE 4.5 MoE": Family(
+        lambda: hf.Ernie4_5_MoeConfig(
+            **_GROUPED,
+            moe_intermediate_size=8,
+            moe_num_experts=4,
+            moe_k=2,
+            moe_layer_start_index=0,
+            moe_layer_end_index=1,
+        ),
+        "experts, shared experts",
+    ),
+    "Gemma 3n": Family(
+        lambda: hf.Gemma3nTextConfig(
+            **{**_SLIDING, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=2,
+            laurel_rank=4,
+            activation_sparsity_pattern=[0.0] * 4,
+            altup_num_inputs=2,
+        ),
+        "window, layers that share the keys and values of others",
+    ),
     "DBRX": Family(
         lambda: hf.DbrxConfig(
             d_model=16,

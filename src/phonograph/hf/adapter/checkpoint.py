@@ -124,12 +124,12 @@ class HfCheckpoint:
         return self.outline.breaks
 
     def described(self, dtype: torch.dtype, device: torch.device) -> str:
-        return described(self.outline, routing_of(self.hf_config, dtype, device, self.outline))
+        return described(self.outline, routing_of(self.outline, dtype, device))
 
     def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
         self.check(parts.max_len)
         progress("loading weights", 0, 1)
-        routing = routing_of(self.hf_config, dtype, device, self.outline)
+        routing = routing_of(self.outline, dtype, device)
         trust = self.trust_remote_code
         whole = read_weights(self.folder, self.hf_config, dtype, routing, trust_remote_code=trust).to(device)
         progress("loading weights", 1, 1)

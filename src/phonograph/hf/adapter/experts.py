@@ -12,6 +12,11 @@ from phonograph.graphs.phases.breaks import graph_break
 GROUPED, BATCHED = "grouped_mm", "batched_mm"
 
 
+def can_choose(model: Any) -> bool:
+    """Whether a model has experts, and a choice of ways to them."""
+    return bool(getattr(model, "_can_set_experts_implementation", lambda: False)())
+
+
 def implementation(dtype: torch.dtype, device: torch.device) -> str:
     """What transformers calls the routing to ask for. Grouped products are made for bfloat16 on a GPU; batched ones
     gather the weights of every token's experts."""

@@ -96,11 +96,9 @@ def quiet() -> Iterator[None]:
         back()
 
 
-def routing_of(config: Any, dtype: torch.dtype, device: torch.device, outline: Outline) -> str | None:
+def routing_of(outline: Outline, dtype: torch.dtype, device: torch.device) -> str | None:
     """The way to experts that is asked for; None for a model that has none, or none to choose."""
-    if not getattr(config.get_text_config(), "num_experts_per_tok", 0) or outline.breaks:
-        return None
-    return experts.implementation(dtype, device)
+    return experts.implementation(dtype, device) if outline.routes else None
 
 
 def described(outline: Outline, routing: str | None) -> str:

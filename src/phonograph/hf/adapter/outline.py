@@ -62,6 +62,8 @@ class Outline:
     """Lengths up to which the model is computed rightly, with the reason of each."""
     breaks: tuple[str, ...] = ()
     """Modules that route to experts by values that the host reads."""
+    routes: bool = False
+    """Whether it has experts, with a way to them that can be chosen."""
     hands_down: bool = True
     """Whether keyword arguments of a forward pass reach attention."""
 
@@ -146,7 +148,7 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False, dec
     layers = _counted(watching.calls, config.get_text_config().num_hidden_layers, source, model)
     return Outline(
         *(type(model).__name__, decoder, layers, states.shape[-1], logits.shape[-1]),
-        *(tuple(limits), tuple(breaks), place is None),
+        *(tuple(limits), tuple(breaks), experts.can_choose(model), place is None),
     )
 
 

@@ -57,11 +57,11 @@ class RandomHfCheckpoint(RandomCheckpoint):
         return self.outline.breaks
 
     def described(self, dtype: torch.dtype, device: torch.device) -> str:
-        return described(self.outline, routing_of(self.hf_config, dtype, device, self.outline))
+        return described(self.outline, routing_of(self.outline, dtype, device))
 
     def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
         self.check(parts.max_len)
-        routing = routing_of(self.hf_config, dtype, device, self.outline)
+        routing = routing_of(self.outline, dtype, device)
         whole = made(self.hf_config, dtype, device, routing)
         self._fill(whole, device)
         progress("loading weights", 1, 1)

@@ -59,7 +59,7 @@ def self_check(model: HfModel, source: str) -> SelfCheck:
             checks.append(_differences(model))
     differences = torch.cat(checks)
     most, count = _MOST[model.dtype], len(differences)
-    is_routed = bool(getattr(model.whole.config.get_text_config(), "num_experts_per_tok", 0))
+    is_routed = model.outline.routes or bool(model.outline.breaks)
     needed = _ROUTED * count if is_routed and model.dtype != torch.float32 else count
     if int((differences <= most).sum()) < needed:  # NaN is not below
         bad = int((~(differences <= most)).sum())
