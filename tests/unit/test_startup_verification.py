@@ -35,7 +35,7 @@ def test_a_few_recordings_of_each_phase_and_product_are_checked(llm: LLM) -> Non
     assert all(report.ok for report in llm.verified.values())
     products = {check.key.values for check in llm.verified["decode"].checks}
     assert products == {key.values for key in llm.executor.runners["decode"].captured}
-    assert {check.name for check in llm.verified["decode"].checks} == {"unpadded", "draws", "state"}
+    assert {check.name for check in llm.verified["decode"].checks} == {"same view", "unpadded", "draws", "state"}
     assert any(check.used < check.key.size for check in llm.verified["decode"].checks)
 
 

@@ -64,6 +64,20 @@ def rounding_of(function: Any, *inputs: torch.Tensor) -> Rounding:
     return Rounding(run)
 
 
+def test_runs_are_made_once_for_all_results() -> None:
+    num_runs = 0
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        return x * 2
+
+    rounding = rounding_of(body, torch.ones(3))
+    for name in ("y", "other", "y"):
+        list(rounding.allowed(name, torch.ones(3)))
+    assert num_runs == 17
+
+
 def test_what_rounding_moves_is_told_by_element() -> None:
     x = torch.tensor([1.0, 2.0, 3.0])
     rounding = rounding_of(lambda x: torch.cat([x * 1e6, (x + 1e6) - 1e6, x * 1e-6]), x)

@@ -43,6 +43,7 @@ from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CheckpointError, RequestError
 from phonograph.graphs.planning.settings import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.running.runner_options import RunnerOptions
 
 log = logging.getLogger("phonograph")
 
@@ -157,7 +158,9 @@ class LLM:
             self.device,
             self.plan,
             self.limits,
-            eager_copies=options.eager_copies,
+            options=RunnerOptions(
+                eager_copies=options.eager_copies, facts="off" if options.verify == "off" else "verify"
+            ),
             shadow=shadowing,
         )
         self.reports = self.executor.capture(progress)
