@@ -40,7 +40,7 @@ from phonograph import (
 from phonograph.devices import EmulatedDevice
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.rules import DeviceFacts
-from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, ask
+from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, Measured, ask
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.backends import BACKENDS, BackendOptions
 from phonograph.graphs.recording.backends.tc_piecewise import MAX_PROGRAMS, TcPiecewiseBackend
@@ -521,7 +521,6 @@ def test_a_failed_trace_leaves_nothing_behind() -> None:
 PHASES = [KNOWN_PHASES["decode"], KNOWN_PHASES["prefill"]]
 EVERYTHING = DeviceFacts("cuda", frozenset(BACKENDS), frozenset(BACKENDS))
 PIECES = ask("prefill.backend", "tc_piecewise", origin="here", level=Level.SWITCH)
-UNTRACEABLE = "weights are multiplied from packed blocks, which torch ops can't"
 
 
 def test_inductor_is_the_default_compiler_where_the_device_takes_it() -> None:
@@ -535,15 +534,28 @@ def test_inductor_is_the_default_compiler_where_the_device_takes_it() -> None:
         resolve([ask("ignore_rules", ["device-lacks-compiler"], origin="here")], only_eager, PHASES)
 
 
-def test_a_model_that_is_known_not_to_be_traceable_is_not_compiled() -> None:
-    facts = dataclasses.replace(EVERYTHING, untraceable=UNTRACEABLE)
-    with pytest.raises(PlanError, match=f"tc-untraceable.*{UNTRACEABLE}"):
+@pytest.mark.parametrize(
+    ("rule", "field", "why"),
+    [
+        ("tc-untraceable", "untraceable", "it is a script"),
+        ("tc-architecture", "known_failure", "its router reads from the host"),
+        ("tc-packed-weights", "packed_weights", "the C\\+\\+ kernels"),
+    ],
+)
+def test_what_is_known_to_fail_is_not_compiled(rule: str, field: str, why: str) -> None:
+    given: dict[str, Any] = {field: why.replace("\\", "")}
+    facts = dataclasses.replace(EVERYTHING, **given)
+    with pytest.raises(PlanError, match=f"'{rule}'.*{why}"):
         resolve([PIECES], facts, PHASES)
-    past = ask("ignore_rules", ["tc-untraceable"], origin="here")
+    past = ask("ignore_rules", [rule], origin="here")
     plan = resolve([PIECES, past], facts, PHASES)
     assert plan["prefill.backend"].value == "tc_piecewise"
-    assert "tc-untraceable" in plan.ignored
+    assert rule in plan.ignored
+    assert any(f"rule '{rule}' is ignored" in text for text in plan.warnings)
     assert resolve([], facts, PHASES)["prefill.backend"].value == "breakable"
+    everywhere = [Measured(f"{phase.name}.backend", "tc_piecewise", "it is fastest") for phase in PHASES]
+    kept = resolve([], facts, PHASES, measured=everywhere)
+    assert {kept[f"{phase.name}.backend"].value for phase in PHASES} == {"breakable"}
 
 
 def test_a_script_is_not_compiled() -> None:

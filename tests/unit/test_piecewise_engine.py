@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph import LLM, EmulatedDevice, SamplingParams, verify
+from phonograph import LLM, EmulatedDevice, PlanError, SamplingParams, verify
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.models import decoder
+from phonograph.engine.execution.sizing import plan_for
+from phonograph.engine.models import decoder, registry
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.planning.settings import ask
@@ -88,6 +89,22 @@ def test_the_recordings_are_right(compiled: LLM) -> None:
     for runner in compiled.executor.runners.values():
         report = verify(runner, batches=1)
         assert report.ok, report
+
+
+def test_an_architecture_that_is_known_to_fail_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.UNCOMPILED, SHAPES["tiny"].architecture, "its router reads from the host")
+    device, asked = EmulatedDevice(), [ask("prefill.backend", "tc_piecewise", origin="test")]
+    with pytest.raises(PlanError, match=r"'tc-architecture'.*its router reads from the host"):
+        plan_for(device, asked, on_cpu_by_default=False, architecture=SHAPES["tiny"].architecture)
+    assert plan_for(device, asked, on_cpu_by_default=False, architecture="other").is_recorded
+    with pytest.raises(PlanError, match="'tc-architecture'"):
+        make(prefill="tc_piecewise")
+
+
+def test_kernels_that_multiply_packed_weights_are_refused_by_name() -> None:
+    asked = [ask("decode.backend", "tc_piecewise", origin="test")]
+    with pytest.raises(PlanError, match=r"'tc-packed-weights'.*torch ops can't"):
+        plan_for(EmulatedDevice(), asked, EngineOptions(kernels="cpu"), on_cpu_by_default=False)
 
 
 def test_one_program_also_where_long_steps_are_cut(eager: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

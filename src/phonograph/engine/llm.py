@@ -131,7 +131,13 @@ class LLM:
         options = self.options = self.precision.applied_to(options)
         self.sampling = self.checkpoint.sampling if options.sampling == "model" else SamplingParams()
         """What holds for a value that a request leaves open."""
-        self.plan = plan_for(self.device, asked, options, on_cpu_by_default=device in (None, "cpu"))
+        self.plan = plan_for(
+            self.device,
+            asked,
+            options,
+            on_cpu_by_default=device in (None, "cpu"),
+            architecture=self.checkpoint.config.architecture,
+        )
         for warning in self.plan.warnings:
             log.warning("%s", warning)
         shadowing = shadowing_for(options)
