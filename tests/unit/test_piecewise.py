@@ -37,13 +37,14 @@ from phonograph import (
     graphed,
     opaque,
 )
-from phonograph.devices import EmulatedDevice
+from phonograph.devices import EmulatedDevice, capturing
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, Measured, ask
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.backends import BACKENDS, BackendOptions
 from phonograph.graphs.recording.backends.tc_piecewise import MAX_PROGRAMS, TcPiecewiseBackend
+from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.running.runner_options import facts_of
 from phonograph.settings import use_compile_cache
 
@@ -296,6 +297,88 @@ def test_current_and_torch_tell_compiling_from_capturing(tmp_path: Path) -> None
     run(x=torch.zeros(9, 4))
     stages = {*seen.read_text().splitlines()}
     assert stages == {"warming False", "capturing False", "replaying False", "eager False"}
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable", "tc_piecewise"])
+def test_compiling_and_capturing_are_two_questions_with_right_answers_in_every_stage(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of our own `current()` and of torch: (stage, is a trace looking, is a capture going on)."""
+    monkeypatch.setattr(capturing, "_ask_driver", lambda: False)  # a CPU has no driver that knows
+    monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+    seen = tmp_path / "seen"  # Python values that trial runs change are put back
+
+    def note(where: str) -> None:
+        answers = torch.compiler.is_compiling(), torch.cuda.is_current_stream_capturing()
+        with seen.open("a") as file:
+            file.write(f"{where} {current().stage.value} {answers[0]} {answers[1]}\n")
+
+    def recorded(q: torch.Tensor) -> torch.Tensor:
+        note("recorded")
+        return q + 0
+
+    @graph_break(fake=like)
+    def gap(q: torch.Tensor) -> torch.Tensor:
+        note("gap")
+        return q + 0
+
+    kernel = opaque(recorded, fake=like)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            assert current().stage is Stage.COMPILING
+            assert not torch.cuda.is_current_stream_capturing()
+        return gap(kernel(x)) if backend != "full" else kernel(x)
+
+    run = pieced(body, facts="off", guard="off", buckets=Buckets.of(2, 4), backend=backend)
+    assert not run.capture().failures
+    run(x=torch.zeros(2, 4))
+    run(x=torch.zeros(9, 4))
+    assert run.stats.replays.total() == 1
+    found = set(seen.read_text().splitlines())
+    wanted = {
+        "recorded warming False False",  # a free run
+        "recorded warming False True",  # a rehearsal runs what a capture will
+        "recorded capturing False True",
+        "recorded eager False False",
+    }
+    gaps = {f"gap {stage} False False" for stage in ("warming", "capturing", "replaying", "eager")}
+    assert found == wanted | (gaps if backend != "full" else set())
+
+
+def test_a_compiled_body_is_recorded_by_every_backend() -> None:
+    compiled = torch.compile(lambda x: torch.relu(x) * 2, backend="eager")
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return scaled_by_sum(compiled(x)) + 1 if broken else compiled(x) + 1
+
+    for backend in ("full", "breakable", "tc_piecewise"):
+        broken = backend != "full"
+        run = pieced(body, backend=backend)
+        assert not run.capture(verify=True).failures
+        check_all(run, body)
+
+
+def test_a_capture_refuses_to_compile() -> None:
+    compiled = torch.compile(lambda x: torch.relu(x) * 2, backend="eager", dynamic=False)
+    compiled(torch.zeros(2))
+    with refusing_compilations():
+        compiled(torch.ones(2))
+    said = r"in the middle of a capture \(test_piecewise.py:\d+, in .*dynamic=True"
+    with pytest.raises(CaptureError, match=said), refusing_compilations():
+        compiled(torch.ones(3))
+
+    def failing() -> None:
+        compiled(torch.ones(4))
+        raise RuntimeError("what a device says when a kernel was tuned in a capture")
+
+    with pytest.raises(CaptureError, match="in the middle of a capture"), refusing_compilations():
+        failing()
+    with pytest.raises(ZeroDivisionError), refusing_compilations():
+        raise ZeroDivisionError
+    with refusing_compilations():
+        torch._dynamo.reset()
+    compiled(torch.ones(5))
 
 
 def test_grad_is_off_whatever_the_body_says() -> None:
@@ -611,6 +694,10 @@ def test_names_of_torch_that_are_not_public() -> None:
     with importlib.import_module("torch.compiler.config").patch(dynamic_sources="L['batch'].num"):
         pass
     assert torch.compiler.is_dynamo_compiling() is False
+    assert isinstance(importlib.import_module("torch._dynamo.variables.torch").constant_fold_functions, dict)
+    assert isinstance(dynamo.callback_handler.start_callbacks, list)
+    assert callable(dynamo.callback_handler.register_start_callback)
+    assert callable(dynamo.callback_handler.remove_start_callback)
 
 
 def test_an_inner_module_of_a_larger_model() -> None:

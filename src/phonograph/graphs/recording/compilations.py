@@ -12,7 +12,7 @@ from phonograph.devices.trace import user_frame
 from phonograph.errors import CaptureError, Frame
 
 _REMEDY = (
-    "Compile for every size in the warm-ups: call the compiled function in them as the capture does, or compile it with "
+    "Compile for every size in the warm-ups: call the compiled function there as the capture does, or compile it with "
     "dynamic=True"
 )
 
