@@ -43,6 +43,7 @@ from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, Measured, ask
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.backends import BACKENDS, BackendOptions
+from phonograph.graphs.recording.backends.compilers import computation_of
 from phonograph.graphs.recording.backends.tc_piecewise import MAX_PROGRAMS, TcPiecewiseBackend
 from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.running.runner_options import facts_of
@@ -116,6 +117,65 @@ def test_outputs_equal_eager_in_every_bucket_after_one_compilation() -> None:
     check_all(run, model)
     assert "compiled by eager" in run.explain()
     assert "1 programs of 2 pieces, cut at 3 breaks" in run.explain()
+
+
+def test_layers_that_compute_the_same_are_compiled_once() -> None:
+    weights = [torch.randn(4, 4) for _ in range(5)]
+    scales = [1.0, 1.0, 2.0, 1.0, 1.0]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        for weight, scale in zip(weights, scales, strict=True):
+            x = scaled_by_sum(torch.tanh(x @ weight) * scale + x)
+        return x
+
+    run = pieced(body)
+    assert not run.capture(verify=True).failures
+    check_all(run, body)
+    assert "1 programs of 5 pieces, cut at 5 breaks; 2 pieces differ" in run.explain()
+
+
+def test_a_piece_is_told_from_others_by_all_that_a_compiler_builds_upon() -> None:
+    def computed(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+        found: list[Any] = []
+
+        def backend(module: Any, examples: Any) -> Any:
+            for node, value in zip(module.graph.nodes, examples, strict=False):
+                node.meta["example_value"] = value
+            found.append(computation_of(module))
+            return module.forward
+
+        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*inputs)
+        return found[0]
+
+    x, y = torch.ones(4, 4), torch.ones(4, 4)
+    assert computed(lambda a, b: a @ b, x, y) == computed(lambda c, d: c @ d, y, x)
+    different = [
+        computed(lambda a, b: a @ b, x, y),
+        computed(lambda a, b: a + b, x, y),
+        computed(lambda a, b: a @ b * 2, x, y),
+        computed(lambda a, b: a @ b * 2.0, x, y),
+        computed(lambda a, b: a @ b, x.double(), y.double()),
+        computed(lambda a, b: a @ b, x, y.t().contiguous().t()),
+        computed(lambda a, b: a @ b, torch.ones(2, 4), y),
+        computed(lambda a, b: a @ b, x, torch.ones(5, 4)[1:]),
+        computed(lambda a, b: a @ b.view(4, 4), x, x[:]),
+    ]
+    assert len(set(different)) == len(different)
+
+
+def test_progress_is_told_while_parts_are_compiled() -> None:
+    told: list[tuple[str, int, int]] = []
+    run = pieced(Layers().eval())
+    run.capture(lambda *now: told.append(now))
+    phase = run.runner.phase.name
+    doing = [name for name, _, _ in told]
+    assert [one for one in told if one[0] == f"compiling {phase}: parts"][-1][1:] == (7, 7)
+    assert [name for name in doing if name.startswith(f"compiling {phase}[")] == [
+        f"compiling {phase}[seqs={size}]" for size in reversed(SIZES)
+    ]
+    last = max(index for index, name in enumerate(doing) if name.startswith("compiling"))
+    assert last < min(index for index, name in enumerate(doing) if name.startswith("capturing"))
+    assert last < min(index for index, name in enumerate(doing) if name.startswith("warming"))
 
 
 def test_replays_enter_neither_the_body_nor_the_compiler(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class Capture:
             for key in keys:
                 if key.size in (keys[0].size, keys[-1].size):
                     self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
-        self._binder.prepare([key for key in keys if key not in self._errors], self._kept)
+        self._binder.prepare([key for key in keys if key not in self._errors], self._kept, self.progress)
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
             self.progress(f"warming {key}", index + 1, len(keys))
