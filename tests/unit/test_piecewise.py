@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import compiled_child
 from phonograph import (
     Buckets,
     CaptureError,
@@ -47,7 +51,7 @@ from phonograph.graphs.recording.backends.compilers import computation_of
 from phonograph.graphs.recording.backends.tc_piecewise import MAX_PROGRAMS, TcPiecewiseBackend
 from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.running.runner_options import facts_of
-from phonograph.settings import use_compile_cache
+from phonograph.settings import environment, use_compile_cache
 
 SLOTS = [Slot("x", ("seqs", 4), torch.float32)]
 SIZES = (1, 2, 4, 8)
@@ -755,6 +759,7 @@ def test_names_of_torch_that_are_not_public() -> None:
         pass
     assert torch.compiler.is_dynamo_compiling() is False
     assert isinstance(importlib.import_module("torch._dynamo.variables.torch").constant_fold_functions, dict)
+    assert callable(importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir)
     assert isinstance(dynamo.callback_handler.start_callbacks, list)
     assert callable(dynamo.callback_handler.register_start_callback)
     assert callable(dynamo.callback_handler.remove_start_callback)
@@ -824,7 +829,29 @@ def test_compiled_code_is_kept_by_version_where_the_user_names_no_folder(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
-    assert use_compile_cache("2.13.0") == Path("mine")
+    assert use_compile_cache("2.13.0", "/tmp/torchs_own") == Path("mine")
+    ours = tmp_path / "phonograph" / "compiled" / "torch-2.13.0"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert use_compile_cache("2.13.0") == tmp_path / "phonograph" / "compiled" / "torch-2.13.0"
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "phonograph" / "compiled" / "torch-2.13.0")
+    assert use_compile_cache("2.13.0", "/tmp/torchs_own") == ours
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(ours)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchs_own")
+    assert use_compile_cache("2.13.0", "/tmp/torchs_own") == ours
+
+
+def test_the_next_start_compiles_nothing(tmp_path: Path) -> None:
+    def started() -> dict[str, Any]:
+        child = Path(compiled_child.__file__)
+        variables = environment({"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})
+        variables.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        done = subprocess.run([sys.executable, child], env=variables, capture_output=True, text=True, check=True)
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    cold, warm = started(), started()
+    assert Path(cold["folder"]) == tmp_path / "phonograph" / "compiled" / f"torch-{torch.__version__}"
+    assert (cold["num_pieces"], cold["num_compiled"]) == (4, 2)
+    assert cold["misses"] >= 2
+    assert cold["worst"] < 1e-5
+    assert warm["misses"] == 0
+    assert warm["hits"] >= 2
+    assert warm["worst"] < 1e-5

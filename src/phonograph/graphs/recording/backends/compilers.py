@@ -22,7 +22,10 @@ def _eager(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
 
 
 def _inductor(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-    use_compile_cache(torch.__version__)
+    # What lies there is found by its content: ops, shapes and options, versions, and the chip.
+    use_compile_cache(
+        torch.__version__, importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+    )
     inductor = importlib.import_module("torch._inductor")
     examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
     # Random ops draw what they would without a compiler.
