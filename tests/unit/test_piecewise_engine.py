@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph import LLM, EmulatedDevice, PlanError, SamplingParams, verify
+from phonograph import LLM, EmulatedDevice, PlanError, SamplingParams, Slot, graphed, verify
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution.sizing import plan_for
 from phonograph.engine.models import decoder, registry
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.planning.settings import ask
+from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
 
 PROMPTS = [[5, 9, 200, 3], [7], list(range(20, 61)), [11] * 9, list(range(100, 117))]
@@ -22,8 +23,10 @@ DRAWN = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, top_p=0.9, seed
 DETAILED = SamplingParams(max_tokens=6, temperature=0.7, seed=5, presence_penalty=0.5, logprobs=3, ignore_eos=True)
 
 
-def make(**backends: str) -> LLM:
-    options = EngineOptions(max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32)
+def make(cache_tokens: int | None = None, **backends: str) -> LLM:
+    options = EngineOptions(
+        max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32, cache_tokens=cache_tokens
+    )
     asked = [ask(f"{phase}.backend", backend, origin="test") for phase, backend in backends.items()]
     return LLM(RandomCheckpoint(SHAPES["tiny"]), device=EmulatedDevice(poison=True), options=options, asked=asked)
 
@@ -83,6 +86,35 @@ def test_no_piece_sees_the_cache_or_the_tables(compiled: LLM) -> None:
                     name = str(getattr(node.target, "__name__", node.target))
                     assert name not in ("index_put_", "copy_", "scatter_", "setitem"), node
     assert tables.length.shape == tables.last_token.shape
+
+
+def test_no_recording_has_a_copy_of_the_cache() -> None:
+    large = make(cache_tokens=40_000, decode="tc_piecewise", prefill="tc_piecewise")
+    least = min(min(kept.keys.nbytes, kept.values.nbytes) for kept, _ in large.executor.cache.places)
+    assert least > 5e6
+    for report in large.reports:
+        assert not report.failures
+        assert all(row.num_bytes < least / 2 for row in report.rows), report
+    # What a copy would look like.
+    cache = torch.zeros(least // 4)
+    slots = [Slot("x", ("seqs", 4), torch.float32)]
+
+    def copies(x: torch.Tensor) -> torch.Tensor:
+        return x + cache.index_add(0, torch.zeros(4, dtype=torch.int64), x[0])[:4]
+
+    run = graphed(
+        copies, slots=slots, bucketed="seqs", buckets=[2], backend="tc_piecewise", device=EmulatedDevice(), guard="off"
+    )
+    assert run.capture(silent).rows[0].num_bytes >= least
+
+
+def test_prefill_of_many_requests_rejects_none(compiled: LLM, eager: LLM) -> None:
+    prompts = [[(7 * row + place) % 200 for place in range(1 + row % 13)] for row in range(40)]
+    before = {name: runner.stats.eager.total() for name, runner in compiled.executor.runners.items()}
+    found, wanted = (llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0.0)) for llm in (compiled, eager))
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    assert all(one.finish is not None and not one.error for one in found)
+    assert before == {name: runner.stats.eager.total() for name, runner in compiled.executor.runners.items()}
 
 
 def test_the_recordings_are_right(compiled: LLM) -> None:
