@@ -77,6 +77,7 @@ PUBLIC = [
     "current",
     "graph_break",
     "graphed",
+    "opaque",
     "open_device",
     "resolve",
     "verify",

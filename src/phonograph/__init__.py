@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from phonograph.graphs.phases.buckets import Buckets
     from phonograph.graphs.phases.context import Stage, current
     from phonograph.graphs.phases.decisions import Reason, Replay, RunEagerly, ShapeKey
+    from phonograph.graphs.phases.opaque import opaque
     from phonograph.graphs.phases.phase import Phase, Sample
     from phonograph.graphs.planning.resolve import PhasePlan, Plan, resolve
     from phonograph.graphs.recording.capture_report import CaptureReport
@@ -101,6 +102,7 @@ __all__ = [
     "current",
     "graph_break",
     "graphed",
+    "opaque",
     "open_device",
     "resolve",
     "verify",
@@ -139,6 +141,7 @@ _MODULES = {
     "current": "phonograph.graphs.phases.context",
     "graph_break": "phonograph.graphs.phases.breaks",
     "graphed": "phonograph.graphs.graphed",
+    "opaque": "phonograph.graphs.phases.opaque",
     "open_device": "phonograph.devices",
     "resolve": "phonograph.graphs.planning.resolve",
     "verify": "phonograph.graphs.trust.verify",

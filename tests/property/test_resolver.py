@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.flags import add_flags, asked_from, asks_of_json, flag_of
-from phonograph.graphs.planning.kinds import BACKENDS, GRAPHS, GUARDS, Value
+from phonograph.graphs.planning.kinds import BACKENDS, COMPILERS, GRAPHS, GUARDS, Value
 from phonograph.graphs.planning.resolve import Plan
 from phonograph.graphs.planning.rules import RULES, DeviceFacts
 from phonograph.graphs.planning.settings import Ask, Asked, Level, Measured, Source
@@ -30,6 +30,8 @@ sizes = st.integers(1, 6)
 
 FIELD_VALUES: dict[str, st.SearchStrategy[Value]] = {
     "graphs": st.sampled_from(GRAPHS),
+    "tc_compiler": st.sampled_from(COMPILERS),
+    "tc_fallback": st.booleans(),
     "debug": st.booleans(),
     "gc": st.booleans(),
     "guard": st.sampled_from(GUARDS),
@@ -51,6 +53,9 @@ facts = st.builds(
     device=st.sampled_from(["cuda", "emulated"]),
     backends=some_backends,
     built=some_backends,
+    compilers=st.frozensets(st.sampled_from(COMPILERS), min_size=1),
+    deterministic=st.booleans(),
+    untraceable=st.sampled_from(["", "it is a script"]),
 )
 able = st.just(DeviceFacts("cuda", frozenset(BACKENDS), frozenset(BACKENDS)))
 

@@ -14,6 +14,7 @@ import torch
 
 from phonograph import Axis, Dim, EmulatedDevice, Extent, Pad, Phase, PhasePlan, Reason, Runner, Slot, graph_break
 from phonograph.graphs.inputs.snapshots import snapshot
+from phonograph.graphs.planning.kinds import BackendName
 from phonograph.graphs.progress import silent
 
 WIDTH = 4
@@ -51,6 +52,10 @@ class Slotted:
     other: Any = 0
 
 
+on_both = pytest.mark.parametrize("backend", ["full", "tc_piecewise"])
+"""A recording that runs the body when it is made, and one that runs what torch.compile made of it."""
+
+
 def x_of(count: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -78,6 +83,7 @@ def multiplied(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 TABLE = torch.ones(8, WIDTH)
 
 
+@on_both
 @pytest.mark.parametrize(
     ("taken", "same", "other"),
     [
@@ -99,12 +105,15 @@ TABLE = torch.ones(8, WIDTH)
     ],
     ids=str,
 )
-def test_a_value_that_was_read_is_compared(taken: Any, same: Any, other: Any) -> None:
+def test_a_value_that_was_read_is_compared(taken: Any, same: Any, other: Any, backend: str) -> None:
+    if backend == "tc_piecewise" and isinstance(taken, np.ndarray):
+        pytest.skip("torch.compile refuses arrays that are passed on")
+
     def body(batch: Batch) -> torch.Tensor:
         assert batch.scale is not body
         return batch.x * 2
 
-    runner = runner_of(body, lambda x: Batch(x, taken))
+    runner = runner_of(body, lambda x: Batch(x, taken), backend=backend)
     for value, expected in ((same, (1, 0)), (other, (1, 1)), (same, (2, 1))):
         assert torch.equal(runner.run(Batch(x_of(3), value)), x_of(3) * 2)
         assert counts(runner) == expected
@@ -114,8 +123,9 @@ def test_a_value_that_was_read_is_compared(taken: Any, same: Any, other: Any) ->
 KINDS = [dict, SimpleNamespace, Batch, Row, Slotted]
 
 
+@on_both
 @pytest.mark.parametrize("make", KINDS)
-def test_of_every_kind_a_field_that_only_the_tail_reads_may_change(make: Any) -> None:
+def test_of_every_kind_a_field_that_only_the_tail_reads_may_change(make: Any, backend: str) -> None:
     def field(batch: Any, name: str) -> Any:
         return batch[name] if isinstance(batch, dict) else getattr(batch, name)
 
@@ -123,15 +133,17 @@ def test_of_every_kind_a_field_that_only_the_tail_reads_may_change(make: Any) ->
         lambda batch: field(batch, "x") * 2,
         lambda x: make(x=x, scale=2.0, other=1),
         tail=lambda found, batch: found * field(batch, "scale"),
+        backend=backend,
     )
     for scale in (2.0, 3.0):
         assert torch.equal(runner.run(make(x=x_of(3), scale=scale, other=7)), x_of(3) * 2 * scale)
     assert counts(runner) == (2, 0)
 
 
+@on_both
 @pytest.mark.parametrize("body", [lambda batch: batch[0] * batch[1], lambda batch: multiplied(*batch[:2])])
-def test_places_of_a_tuple_are_read_as_all_of_it(body: Any) -> None:
-    runner = runner_of(body, Row)
+def test_places_of_a_tuple_are_read_as_all_of_it(body: Any, backend: str) -> None:
+    runner = runner_of(body, Row, backend=backend)
     assert torch.equal(runner.run(Row(x_of(3), 2.0)), x_of(3) * 2)
     assert torch.equal(runner.run(Row(x_of(3), 3.0)), x_of(3) * 3)
     assert counts(runner) == (1, 1)
@@ -151,6 +163,40 @@ def test_batches_of_every_kind_are_looked_at(make: Any) -> None:
     assert "'scale' is 5.0" in str(runner.last)
 
 
+@pytest.mark.parametrize("make", KINDS)
+def test_what_is_compiled_of_batches_of_every_kind_is_looked_at(make: Any) -> None:
+    """A capture runs none of their Python: what is read is noted before."""
+
+    def body(batch: Any) -> torch.Tensor:
+        return batch["x"] * batch["scale"] if isinstance(batch, dict) else batch.x * batch.scale
+
+    runner = runner_of(body, lambda x: make(x=x, scale=2.0), backend="tc_piecewise")
+    for scale, other in ((2.0, 0), (5.0, 0), (2.0, 7)):
+        assert torch.equal(runner.run(make(x=x_of(3), scale=scale, other=other)), x_of(3) * scale)
+    assert counts(runner) == (2, 1)
+    assert "'scale' is 5.0" in runner.explain()
+
+
+def test_what_is_noted_before_a_compiled_capture_leaves_no_trace() -> None:
+    total = torch.zeros(WIDTH)
+
+    def body(batch: Batch) -> torch.Tensor:
+        total.add_(batch.scale)
+        return batch.x * batch.scale + torch.zeros_like(batch.x) * total
+
+    torch.manual_seed(3)
+    drawn = torch.rand(2)
+    torch.manual_seed(3)
+    runner = runner_of(body, lambda x: Batch(x, 2.0), backend="tc_piecewise")
+    assert torch.equal(torch.rand(2), drawn)
+    assert not total.any()
+    runner.run(Batch(x_of(3), 2.0))
+    runner.run(Batch(x_of(3), 3.0))
+    assert counts(runner) == (1, 1)
+    assert total.tolist() == [5.0] * WIDTH
+
+
+@on_both
 @pytest.mark.parametrize(
     "body",
     [
@@ -164,19 +210,20 @@ def test_batches_of_every_kind_are_looked_at(make: Any) -> None:
         lambda batch: multiplied(**batch),
     ],
 )
-def test_every_way_to_read_a_dict_is_a_read(body: Any) -> None:
-    runner = runner_of(body, lambda x: {"x": x, "scale": 2.0})
+def test_every_way_to_read_a_dict_is_a_read(body: Any, backend: str) -> None:
+    runner = runner_of(body, lambda x: {"x": x, "scale": 2.0}, backend=backend)
     assert torch.equal(runner.run({"x": x_of(3), "scale": 2.0}), x_of(3) * 2)
     assert torch.equal(runner.run({"x": x_of(3), "scale": 3.0}), x_of(3) * 3)
     assert torch.equal(runner.run({"x": x_of(3)}), x_of(3))
     assert counts(runner) == (1, 2)
 
 
-def test_a_field_that_the_sample_does_not_have_is_compared_if_it_was_looked_for() -> None:
+@on_both
+def test_a_field_that_the_sample_does_not_have_is_compared_if_it_was_looked_for(backend: str) -> None:
     def body(batch: dict[str, Any]) -> torch.Tensor:
         return batch["x"] if batch.get("mask") is None else batch["x"] * batch["mask"]
 
-    runner = runner_of(body, lambda x: {"x": x})
+    runner = runner_of(body, lambda x: {"x": x}, backend=backend)
     runner.run({"x": x_of(3)})
     runner.run({"x": x_of(3), "mask": None})
     assert counts(runner) == (2, 0)
@@ -184,7 +231,8 @@ def test_a_field_that_the_sample_does_not_have_is_compared_if_it_was_looked_for(
     assert counts(runner) == (2, 1)
 
 
-def test_what_the_recording_does_not_read_may_change() -> None:
+@on_both
+def test_what_the_recording_does_not_read_may_change(backend: str) -> None:
     """A tail, a computed slot and an admission rule look at the live batch."""
     seen = list[Any]()
 
@@ -202,6 +250,7 @@ def test_what_the_recording_does_not_read_may_change() -> None:
         slots=(X, total),
         tail=tail,
         admission=[look],
+        backend=backend,
     )
     for number in range(3):
         assert torch.equal(runner.run(Batch(x_of(3), f"call {number}", number)), x_of(3) + number)
@@ -209,45 +258,54 @@ def test_what_the_recording_does_not_read_may_change() -> None:
     assert seen[-6:] == [0, "call 0", 1, "call 1", 2, "call 2"]
 
 
-def test_what_gaps_find_in_the_live_batch_may_change() -> None:
+@pytest.mark.parametrize("backend", ["breakable", "tc_piecewise"])
+def test_what_gaps_find_in_the_live_batch_may_change(backend: str) -> None:
     from phonograph import current
 
-    @graph_break
+    @graph_break(fake=torch.empty_like)
     def scaled(x: torch.Tensor) -> torch.Tensor:
         return x * current().batch.scale
 
-    runner = runner_of(lambda batch: scaled(batch.x + 0), lambda x: Batch(x, 2.0), backend="breakable")
+    runner = runner_of(lambda batch: scaled(batch.x + 0), lambda x: Batch(x, 2.0), backend=backend)
     for scale in (2.0, 3.0):
         assert torch.equal(runner.run(Batch(x_of(4), scale)), x_of(4) * scale)
     assert counts(runner) == (2, 0)
 
 
-def test_free_fields_and_sizes_are_not_compared() -> None:
+@on_both
+def test_free_fields_and_sizes_are_not_compared(backend: str) -> None:
     table = torch.arange(8.0)
 
     def body(batch: Batch) -> torch.Tensor:
         return batch.x + table[: batch.scale].sum() * 0 + batch.other * 0
 
-    runner = runner_of(body, lambda x: Batch(x, 8, len(x)), dims=[Dim("rows", field="other")], free=("scale",))
+    dims = [Dim("rows", field="other")]
+    runner = runner_of(body, lambda x: Batch(x, 8, len(x)), dims=dims, free=("scale",), backend=backend)
     for rows, scale in ((3, 8), (2, 5), (4, 1)):
         assert torch.equal(runner.run(Batch(x_of(rows), scale, rows)), x_of(rows))
     assert counts(runner) == (3, 0)
 
 
-def test_what_an_axis_decides_is_not_compared() -> None:
+@on_both
+def test_what_an_axis_decides_is_not_compared(backend: str) -> None:
     axis = Axis(
         "mode",
         ("plain", "scaled"),
         of=lambda batch: "plain" if batch.scale == 1.0 else "scaled",
         apply=lambda batch, value: replace(batch, scale=1.0 if value == "plain" else 2.0),
     )
-    runner = runner_of(lambda batch: batch.x * (batch.scale != 1.0), lambda x: Batch(x, 1.0), axes=[axis])
+
+    def body(batch: Batch) -> torch.Tensor:
+        return batch.x * (batch.scale != 1.0)
+
+    runner = runner_of(body, lambda x: Batch(x, 1.0), axes=[axis], backend=backend)
     for scale in (1.0, 2.0, 7.0):
         runner.run(Batch(x_of(3), scale))
     assert counts(runner) == (3, 0)
 
 
-def test_keyword_arguments_are_compared() -> None:
+@on_both
+def test_keyword_arguments_are_compared(backend: BackendName) -> None:
     from phonograph import Sample
 
     def body(batch: dict[str, Any], scale: float = 1.0) -> torch.Tensor:
@@ -256,14 +314,15 @@ def test_keyword_arguments_are_compared() -> None:
     phase = Phase(
         "decode", (X,), "rows", body, lambda extent, seed: Sample({"x": x_of(extent.used["rows"])}, {"scale": 2.0})
     )
-    runner = Runner(phase, EmulatedDevice(), PhasePlan(backend="full", buckets=(4,)))
+    runner = Runner(phase, EmulatedDevice(), PhasePlan(backend=backend, buckets=(4,)))
     runner.capture(silent)
     assert torch.equal(runner.run({"x": x_of(3)}, scale=2.0), x_of(3) * 2)
     assert torch.equal(runner.run({"x": x_of(3)}, scale=3.0), x_of(3) * 3)
     assert counts(runner) == (1, 1)
 
 
-def test_fields_below_one_are_compared_without_the_slots_among_them() -> None:
+@on_both
+def test_fields_below_one_are_compared_without_the_slots_among_them(backend: str) -> None:
     slot = Slot("lens", ("rows",), torch.int64, pad=Pad.fill(0), source="meta.lens", valid=(0, 4))
 
     def body(batch: Any) -> torch.Tensor:
@@ -272,7 +331,7 @@ def test_fields_below_one_are_compared_without_the_slots_among_them() -> None:
     def made(x: torch.Tensor, scale: float) -> Any:
         return SimpleNamespace(x=x, meta=SimpleNamespace(lens=torch.ones(len(x), dtype=torch.int64), scale=scale))
 
-    runner = runner_of(body, lambda x: made(x, 2.0), slots=(X, slot))
+    runner = runner_of(body, lambda x: made(x, 2.0), slots=(X, slot), backend=backend)
     assert torch.equal(runner.run(made(x_of(3), 2.0)), x_of(3) * 2 + 1)
     assert torch.equal(runner.run(made(x_of(3), 4.0)), x_of(3) * 4 + 1)
     assert counts(runner) == (1, 1)
@@ -291,8 +350,9 @@ def test_a_body_sees_the_batch_that_it_knows() -> None:
     assert counts(runner) == (0, 1), "whoever asks for all fields has read all of them"
 
 
-def test_a_batch_of_slots_alone_carries_nothing() -> None:
-    runner = runner_of(lambda batch: batch["x"] * 2, lambda x: {"x": x, "id": 7})
+@on_both
+def test_a_batch_of_slots_alone_carries_nothing(backend: str) -> None:
+    runner = runner_of(lambda batch: batch["x"] * 2, lambda x: {"x": x, "id": 7}, backend=backend)
     assert [runner.carried(key) for key in runner.captured] == [{}]
     runner.run({"x": x_of(2), "id": 9})
     assert counts(runner) == (1, 0)

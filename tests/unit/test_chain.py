@@ -39,9 +39,9 @@ from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.state.column import Column, Form, Writer
-from phonograph.graphs.graphed import facts_of
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.settings import PhaseDefaults, ask
+from phonograph.graphs.running.runner_options import facts_of
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from phonograph.errors import PlanError
 from phonograph.graphs.planning.flags import add_flags, asked_from, asks_of_graph_backend, flag_of
 from phonograph.graphs.planning.kinds import BACKENDS, Value
 from phonograph.graphs.planning.resolve import Plan
-from phonograph.graphs.planning.rules import DeviceFacts
+from phonograph.graphs.planning.rules import RULES, DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, Asked, Level
-from phonograph.graphs.planning.sglang_flags import ALIASES, Alias
+from phonograph.graphs.planning.sglang_flags import ALIASES, PIECEWISE_RULES, Alias
 from plans import KNOWN, PHASES, SETTINGS, resolve
 
 ABLE = DeviceFacts("cuda", backends=frozenset(BACKENDS), built=frozenset(BACKENDS))
@@ -44,6 +44,8 @@ def refused(*line: str) -> str:
 EXAMPLES: dict[str, tuple[list[str], Value]] = {
     "graphs": (["strict"], "strict"),
     "guard": (["report"], "report"),
+    "tc_compiler": (["eager"], "eager"),
+    "tc_fallback": ([], True),
     "debug": ([], True),
     "gc": ([], True),
     "profile": (["traces"], "traces"),
@@ -255,12 +257,7 @@ OLD_NAMES: list[tuple[list[str], str, Value, str]] = [
     (["--disable-cuda-graph"], "graphs", "off", "--graphs off"),
     (["--disable-piecewise-cuda-graph"], "prefill.backend", "disabled", "--prefill-graph-backend disabled"),
     (["--enable-breakable-cuda-graph"], "prefill.backend", "breakable", "--prefill-graph-backend breakable"),
-    (
-        ["--enforce-piecewise-cuda-graph"],
-        "prefill.backend",
-        "tc_piecewise",
-        "--prefill-graph-backend tc_piecewise",
-    ),
+    (["--piecewise-cuda-graph-compiler", "eager"], "tc_compiler", "eager", "--tc-compiler VALUE"),
     (["--enable-cudagraph-gc"], "gc", True, "--graph-gc"),
     (["--debug-cuda-graph"], "debug", True, "--graph-debug"),
     (["--enable-profile-cuda-graph"], "profile", "phonograph-profile", "--graph-profile phonograph-profile"),
@@ -282,7 +279,7 @@ class TestAliases:
 
     @pytest.mark.parametrize("alias", [a for a in ALIASES if a.stands_for], ids=lambda alias: alias.flag)
     def test_what_it_says_to_write_asks_for_the_same(self, alias: Alias) -> None:
-        value = "full" if alias.stands_for.endswith("backend") else "8"
+        value = {"backend": "full", "compiler": "eager"}.get(alias.stands_for.rpartition("-")[2], "8")
         texts = [value] if alias.value is None else []
         instead = alias.instead.replace("VALUE", value).split()
         old, new = plan(alias.flag, *texts), plan(*instead)
@@ -290,17 +287,20 @@ class TestAliases:
         assert asked(*instead).warnings == ()
 
     def test_the_list_is_complete(self) -> None:
-        tested = {line[0] for line, *_ in OLD_NAMES} | {"--piecewise-cuda-graph-compiler"}
+        tested = {line[0] for line, *_ in OLD_NAMES} | {"--enforce-piecewise-cuda-graph"}
         assert tested == {alias.flag for alias in ALIASES}
 
-    @pytest.mark.parametrize("compiler", ["eager", "inductor"])
-    def test_the_compiler_is_accepted_with_a_warning(self, compiler: str) -> None:
-        got = plan("--piecewise-cuda-graph-compiler", compiler)
-        assert {got[name].source for name in got} == {"default"}
-        assert got.warnings == (
-            "--piecewise-cuda-graph-compiler is accepted and changes nothing: "
-            "it takes effect only with tc_piecewise, which this build doesn't have",
+    def test_enforced_pieces_go_past_the_rules_that_keep_a_phase_from_them(self) -> None:
+        got = plan("--enforce-piecewise-cuda-graph", "--graph-debug")
+        assert (got["prefill.backend"].value, got["prefill.backend"].source) == ("tc_piecewise", "asked")
+        assert got.ignored == PIECEWISE_RULES
+        assert got.warnings[0] == (
+            "--enforce-piecewise-cuda-graph is deprecated; use --prefill-graph-backend tc_piecewise --ignore-rule "
+            "tc-architecture --ignore-rule tc-debug --ignore-rule tc-deterministic --ignore-rule tc-packed-weights "
+            "--ignore-rule tc-untraceable"
         )
+        assert any("rule 'tc-debug' is ignored" in text and "prefill.backend" in text for text in got.warnings)
+        assert set(PIECEWISE_RULES) <= {rule.name for rule in RULES if rule.ignorable}
 
     def test_another_compiler_is_refused(self) -> None:
         assert "did you mean 'inductor'?" in refused("--piecewise-cuda-graph-compiler", "inducto")

@@ -36,6 +36,7 @@ from phonograph import (
     graph_break,
     graphed,
 )
+from phonograph.devices import Capabilities, EmulatedDevice
 from phonograph.graphs import graphed as wrap
 from phonograph.graphs.progress import silent
 from runners import equal
@@ -396,9 +397,13 @@ def test_an_unknown_backend_is_refused_with_the_nearest_one() -> None:
         graphed(step, slots=SLOTS, bucketed="seqs", buckets=Buckets.of(2), backend="breakabel")
 
 
-def test_a_backend_that_is_not_built_is_refused() -> None:
-    with pytest.raises(PlanError, match="tc_piecewise"):
-        graphed(step, slots=SLOTS, bucketed="seqs", buckets=Buckets.of(2), backend="tc_piecewise")
+def test_a_backend_that_the_device_lacks_is_refused() -> None:
+    class Older(EmulatedDevice):
+        capabilities = Capabilities(backends=frozenset({"full", "disabled"}))
+
+    for backend in ("breakable", "tc_piecewise"):
+        with pytest.raises(PlanError, match=backend):
+            graphed(step, slots=SLOTS, bucketed="seqs", buckets=Buckets.of(2), backend=backend, device=Older())
 
 
 def test_a_dotted_source_needs_a_sample() -> None:

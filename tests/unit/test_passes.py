@@ -25,8 +25,8 @@ from phonograph.engine.requests.step import Sampled, ScheduledStep
 from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.state.column import TableSizes
-from phonograph.graphs.graphed import facts_of
 from phonograph.graphs.planning.resolve import resolve
+from phonograph.graphs.running.runner_options import facts_of
 
 ENGINE = Path(phonograph.__file__).parent
 

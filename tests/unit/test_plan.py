@@ -41,7 +41,7 @@ def refused(*asks: Ask, facts: DeviceFacts = ABLE, rules: tuple[Rule, ...] = RUL
 class TestSettings:
     def test_the_table_is_the_closed_set_of_phases_and_fields(self) -> None:
         assert tuple(SETTINGS) == (
-            *("graphs", "guard", "debug", "gc", "profile", "ignore_rules"),
+            *("graphs", "guard", "tc_compiler", "tc_fallback", "debug", "gc", "profile", "ignore_rules"),
             *(f"{phase}.{field}" for phase in PHASES for field in PHASE_FIELDS),
         )
         assert PHASES == ("decode", "prefill", "target_verify", "draft", "draft_extend", "idle")

@@ -121,7 +121,7 @@ def test_the_segment_of_a_fault_is_named(
         assert found.mismatch is not None
         assert segment_of(found) == layer + 1, phase
         assert found.recorded_again == (backend == "full" or phase == "decode")
-        gap = "_GapStep._attend" if phase == "prefill" else "before_attention"
+        gap = "GapAttention.attend" if phase == "prefill" else "before_attention"
         again = f"recorded again in {NUM_LAYERS + 1} segments: " if found.recorded_again else ""
         said = str(found).splitlines()[1]
         assert said.startswith(f"{again}segment {layer + 1} of {NUM_LAYERS + 1} is the first to differ, ")

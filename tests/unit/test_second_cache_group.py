@@ -30,9 +30,9 @@ from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request
 from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.scheduling.scheduler import Scheduler
-from phonograph.graphs.graphed import facts_of
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.settings import ask
+from phonograph.graphs.running.runner_options import facts_of
 
 pytestmark = pytest.mark.slow
 

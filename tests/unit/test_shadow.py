@@ -22,6 +22,7 @@ from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.step import Step
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.graphs.planning.settings import ask
+from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
 from phonograph.graphs.running.runner import Runner
 
 pytestmark = pytest.mark.slow
@@ -102,7 +103,7 @@ def right() -> list[list[int]]:
     return generated(opened())
 
 
-@pytest.mark.parametrize("backend", ["full", "breakable"])
+@pytest.mark.parametrize("backend", ["full", "breakable", "tc_piecewise"])
 def test_a_right_engine_is_found_right_at_every_step(backend: str, right: list[list[int]]) -> None:
     llm = opened(backend, shadow_verify=1.0)
     assert generated(llm) == right
@@ -110,6 +111,13 @@ def test_a_right_engine_is_found_right_at_every_step(backend: str, right: list[l
     replays = sum(runner.stats.replays.total() for runner in llm.executor.runners.values())
     assert llm.executor.shadow.num_checked == replays > 20
     assert llm.executor.shadow.num_wrong == 0
+
+
+def test_recordings_that_round_otherwise_are_not_shadowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TcPiecewiseBackend, "is_exact", False)
+    with pytest.raises(PlanError, match=r"compares bits, and what is compiled for .*decode.* rounds otherwise"):
+        opened("tc_piecewise", shadow_verify=0.1)
+    assert opened("tc_piecewise").executor.shadow is None
 
 
 @pytest.mark.slow

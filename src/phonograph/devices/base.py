@@ -15,6 +15,8 @@ class Capabilities:
 
     backends: frozenset[str]
     """The backends that work on it."""
+    compilers: frozenset[str] = frozenset()
+    """The compilers of `tc_piecewise` whose code it can record."""
     shares_buffers: bool = True
     """Whether several runners may use one input buffer."""
 

@@ -24,6 +24,9 @@ _num_inside = 0
 _ASKED = "_cuda_isCurrentStreamCapturing"
 _ask_driver = getattr(torch_graphs, _ASKED)
 
+QUERY = torch.cuda.is_current_stream_capturing
+"""What libraries call to ask."""
+
 
 class _Here(threading.local):
     depth = 0

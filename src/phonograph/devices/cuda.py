@@ -267,7 +267,10 @@ class CudaDevice:
     """One GPU."""
 
     name = "cuda"
-    capabilities = Capabilities(backends=frozenset({"full", "breakable", "disabled"}))
+    capabilities = Capabilities(
+        backends=frozenset({"full", "breakable", "tc_piecewise", "disabled"}),
+        compilers=frozenset({"eager", "inductor"}),
+    )
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():

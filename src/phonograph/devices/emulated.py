@@ -315,7 +315,9 @@ class EmulatedDevice:
 
     name = "emulated"
     torch_device = torch.device("cpu")
-    capabilities = Capabilities(backends=frozenset({"full", "breakable", "disabled"}))
+    capabilities = Capabilities(
+        backends=frozenset({"full", "breakable", "tc_piecewise", "disabled"}), compilers=frozenset({"eager"})
+    )
     hardware = Hardware("cpu")
 
     def __init__(self, *, poison: bool = False) -> None:

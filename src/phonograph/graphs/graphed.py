@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,16 +26,14 @@ from phonograph.graphs.phases.live_arguments import Live
 from phonograph.graphs.phases.phase import Admission, Phase, Preserve, SampleFunction, sample_from
 from phonograph.graphs.planning.kinds import GuardMode, unknown
 from phonograph.graphs.planning.resolve import Plan, resolve
-from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
 from phonograph.graphs.progress import Progress
-from phonograph.graphs.recording.backends import BACKENDS
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.modules import ModuleCall
 from phonograph.graphs.running.other_arguments import OtherArguments, unchanged_hooks
 from phonograph.graphs.running.runner import Runner
-from phonograph.graphs.running.runner_options import FactsOption, Outputs, RunnerOptions
+from phonograph.graphs.running.runner_options import FactsOption, Outputs, facts_of, options_of
 from phonograph.graphs.trust.verify import VerifyReport, verify
 
 log = logging.getLogger("phonograph")
@@ -192,6 +191,9 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     live: Collection[str] = (),
     phase: str = "decode",
     backend: str | None = None,
+    tc_compiler: str | None = None,
+    tc_fallback: bool | None = None,
+    break_ops: Collection[str] = (),
     device: str | torch.device | Device | None = None,
     outputs: Outputs = "own",
     sample: SampleFunction | None = None,
@@ -229,12 +231,12 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`, which with
     `verify` also checks every recording. Batches of fewer rows than `smallest` are not tried, and run eagerly.
 
-    The other choices are those of `Phase` (sample, host_plan, preserve, admission, adopt, without, eager_without), of
-    the plan (backend, max_padding_ratio, max_padding_rows) and of `RunnerOptions`, where each is explained.
+    The other choices are those of `Phase` (sample, host_plan, preserve, admission, adopt, without, eager_without,
+    break_ops), of the plan (backend, tc_compiler, tc_fallback, max_padding_ratio, max_padding_rows) and of
+    `RunnerOptions`, where each is explained.
     """
     slots, live = _all_of(Slot, slots, "slots"), _all_of(str, live, "live")
-    on, buckets = open_device(device if device is not None else _device_of(function)), _as_buckets(buckets)
-    _say_once_if_emulated(on, asked=device is not None)
+    on, buckets = _opened(device, function), _as_buckets(buckets)
     call = ModuleCall(function) if isinstance(function, torch.nn.Module) else function
     asked = {
         f"{phase}.backend": ("backend", backend),
@@ -242,10 +244,12 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         f"{phase}.max_padding_rows": ("max_padding_rows", max_padding_rows),
         "graphs": ("strict", "strict" if strict else None),
         "guard": ("guard", guard),
+        "tc_compiler": ("tc_compiler", tc_compiler),
+        "tc_fallback": ("tc_fallback", tc_fallback),
         "debug": ("debug", debug or None),
         "gc": ("collect_garbage", collect_garbage or None),
     }
-    resolved = resolve(_asks(phase, buckets, asked), facts_of(on), [KNOWN_PHASES[phase]])
+    resolved = resolve(_asks(phase, buckets, asked), facts_of(on, function), [KNOWN_PHASES[phase]])
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
     others = OtherArguments(signature, slots, lives := _lives(signature, slots, live, _name_of(function)))
@@ -267,17 +271,16 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         adopt=adopt or {},
         compares_others=True,
         live=lives,
+        break_ops=frozenset(_all_of(str, break_ops, "break_ops")),
     )
-    options = RunnerOptions(
+    options = replace(
+        options_of(resolved),
         outputs=outputs,
         strict=strict,
-        debug=resolved.debug,
-        collect_garbage=resolved.gc,
         eager_copies=eager_copies,
         barrier=barrier,
         facts=facts,
         ignore=_all_of(str, ignore, "ignore"),
-        guard=resolved.guard,
     )
     runner = Runner(declared, on, resolved.phase(phase), pool=pool, options=options)
     others.carried = weakref.WeakMethod(runner.carried)
@@ -359,11 +362,6 @@ def _lives(signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[s
     return tuple(lives)
 
 
-def facts_of(device: Device) -> DeviceFacts:
-    """What rules may know about a device and this build."""
-    return DeviceFacts(device.name, device.capabilities.backends, built=frozenset(BACKENDS))
-
-
 def _device_of(function: Callable[..., Any]) -> torch.device | None:
     """The device of the parameters of a module, or of the module that a method belongs to."""
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
@@ -386,6 +384,9 @@ def _warn_emulated() -> None:
     )
 
 
-def _say_once_if_emulated(device: Device, *, asked: bool) -> None:
-    if device.name == "emulated" and not asked:
+def _opened(device: str | torch.device | Device | None, function: Callable[..., Any]) -> Device:
+    """The device that is named, or the function's own; says once if graphs are emulated and nobody asked for it."""
+    found = open_device(device if device is not None else _device_of(function))
+    if found.name == "emulated" and device is None:
         _warn_emulated()
+    return found

@@ -13,7 +13,7 @@ import torch
 from phonograph.devices import Device, Fence
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.execution.reproducer_files import EngineState
-from phonograph.engine.execution.shadow import Shadow, Shadowing
+from phonograph.engine.execution.shadow import Shadow, Shadowing, expect_exact
 from phonograph.engine.execution.step_builder import StepTables
 from phonograph.engine.execution.step_order import StepOrder
 from phonograph.engine.models.interface import Model
@@ -37,7 +37,7 @@ from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.running.runner import Runner
-from phonograph.graphs.running.runner_options import RunnerOptions, buckets_for
+from phonograph.graphs.running.runner_options import RunnerOptions, buckets_for, options_of
 from phonograph.graphs.trust.coverage import Coverage, coverage
 
 log = logging.getLogger("phonograph")
@@ -114,6 +114,8 @@ class Executor:
         self._num_launched = 0
         self._order = StepOrder()
         self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config)
+        if shadow is not None:
+            expect_exact(self.runners)
         self.shadow = Shadow(shadow, self.state) if shadow is not None else None
         self._is_trial = largest_only
         self.coverage: dict[str, Coverage] = {}
@@ -238,14 +240,12 @@ _NO_REQUESTS = Step(0, HEARTBEAT.name)
 
 def _planned(options: RunnerOptions, plan: Plan, *, is_trial: bool) -> RunnerOptions:
     return replace(
-        options,
+        options_of(plan),
         outputs="view",
         strict=plan.graphs == "strict",
-        debug=plan.debug,
-        collect_garbage=plan.gc,
+        eager_copies=options.eager_copies,
         guard="off" if is_trial else plan.guard,
         guarded="ends",
-        profile=plan.profile,
         facts="off" if is_trial else options.facts,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -44,6 +45,16 @@ def shadowing_for(options: EngineOptions) -> Shadowing | None:
     if options.shadow_dir is not None:
         _try_folder(options.shadow_dir)
     return Shadowing(options.shadow_verify, options.shadow_dir, options.shadow_tokens)
+
+
+def expect_exact(runners: Mapping[str, Runner]) -> None:
+    """Refuse recordings that round otherwise than the body: all of them would be taken for wrong."""
+    rounding = [name for name, runner in runners.items() if not runner.backend.is_exact]
+    if rounding:
+        raise PlanError(
+            f"shadow_verify compares bits, and what is compiled for {', '.join(rounding)} rounds otherwise than the "
+            "eager path. Use --tc-compiler eager, another backend, or no --shadow-verify."
+        )
 
 
 def _try_folder(folder: Path) -> None:

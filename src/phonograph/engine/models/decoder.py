@@ -16,6 +16,7 @@ from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
 from phonograph.engine.ops.queries import Attention, Queries
 from phonograph.engine.state.column import Column
+from phonograph.graphs.phases.context import Stage, current
 
 PIECE = 2048
 """Tokens that go through a layer's widest part at a time: so many keep a device busy; all of a long step would set
@@ -100,7 +101,8 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         taps: tuple[int, ...] = (),
     ) -> Hidden:
-        kernels, delta, tapped = self.kernels, None, dict[int, torch.Tensor]()
+        kernels, delta = self.kernels, None
+        tapped: dict[int, torch.Tensor] = {}
         x, places = self._embedded(inputs, queries, cache.page_size)
         attention = PreparedAttention(self.attention, cache, queries)
         for index, layer in enumerate(self.weights.layers):
@@ -137,7 +139,7 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(a layer's queries, x with what the layer before adds). With many tokens x is changed in place."""
         kernels = self.kernels
-        if x.shape[0] <= PIECE:
+        if not _is_cut(x):
             qkv, x = norm_linear(kernels, x, delta, layer.input_norm, layer.qkv)
             return kernels.rotate_and_store(qkv, layer.heads, places, *kept), x
         shape = (x.shape[0], layer.heads.num_heads, layer.heads.head_dim)
@@ -153,7 +155,7 @@ class Decoder:
     def _mlp(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(what is to be added to x, x with what attention adds). With many tokens x is changed in place."""
         kernels = self.kernels
-        if x.shape[0] <= PIECE:
+        if not _is_cut(x):
             added = linear(kernels, mixed, layer.out, self.residual)
             gated, x = norm_gated(kernels, x, added, layer.mlp_norm, layer.gate_up)
             return linear(kernels, gated, layer.down, self.residual), x
@@ -170,6 +172,11 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return linear(self.kernels, hidden, self.weights.head)
+
+
+def _is_cut(x: torch.Tensor) -> bool:
+    """Whether tokens go through in pieces; not where one program is compiled for every number of tokens."""
+    return current().stage is not Stage.COMPILING and x.shape[0] > PIECE
 
 
 def _pieces(num_tokens: int) -> list[slice]:

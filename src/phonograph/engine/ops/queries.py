@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -44,15 +43,21 @@ class Queries:
     """Whether positions, and the tokens that go with them, are tables with an entry for every row: in decode steps,
     whose kernels then need no launch to gather them. The tables are not written before the end of the step."""
 
+    _gathered: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         if self.by_row and self.tokens_per_row != 1:
             found = f"found {self.tokens_per_row} tokens a row, expected 1"
             raise ValueError(f"queries by row: {found}, since a table has one position for each row.")
 
-    @cached_property
+    @property
     def token_positions(self) -> torch.Tensor:
         """[num_tokens], for kernels that don't look through rows themselves; as they are when this is first read."""
-        return self.positions[self.rows] if self.by_row else self.positions
+        if not self.by_row:
+            return self.positions
+        if not self._gathered:  # no cached_property: torch.compile can't trace its lock
+            self._gathered.append(self.positions[self.rows])
+        return self._gathered[0]
 
 
 class StepAttention(Protocol):

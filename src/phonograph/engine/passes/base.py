@@ -11,6 +11,8 @@ import torch
 
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.models.interface import Model
+from phonograph.engine.ops.attention.traced import TracedAttention
+from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.passes.registry import PassDeclaration
 from phonograph.engine.passes.sample_batches import Trials
 from phonograph.engine.passes.sampling_tail import SamplingTail
@@ -35,6 +37,16 @@ class PassParts:
     beside: Mapping[str, CacheGroup]
     """The groups of passes that keep something of their own, by pass; they have the page numbers of `cache`."""
     limits: Limits
+
+    def model_for(self, backend: str) -> Model:
+        """The model as a pass with this backend runs it.
+
+        A pass that is to be compiled computes its layers in torch ops, so that there is something to compile; attention
+        and what is written to pages are calls that the compiler does not look into.
+        """
+        if backend != "tc_piecewise":
+            return self.model
+        return self.model.with_kernels(ReferenceKernels()).with_attention(TracedAttention(self.model.attention))
 
     @cached_property
     def trials(self) -> Trials:

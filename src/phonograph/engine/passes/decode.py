@@ -50,15 +50,16 @@ class DecodeBatches:
 class DecodeBody:
     """Gathers from the tables, runs the model, picks tokens, and notes them in the tables."""
 
-    def __init__(self, parts: PassParts) -> None:
+    def __init__(self, parts: PassParts, backend: str = "full") -> None:
         self._parts = parts
+        self._model = parts.model_for(backend)
 
     def __call__(self, batch: DecodeBatch) -> Picked:
         parts = self._parts
         tables, pages = parts.tables, parts.tables.pages[:, : batch.width]
         queries = Queries(batch.rows, tables.length, pages, tokens_per_row=1, by_row=True)
-        hidden = parts.model.hidden(tables.last_token, queries, parts.cache)
-        return parts.tail.next_tokens(parts.model.logits(hidden.states), queries, batch.needs)
+        hidden = self._model.hidden(tables.last_token, queries, parts.cache)
+        return parts.tail.next_tokens(self._model.logits(hidden.states), queries, batch.needs)
 
 
 def rows_slot(limits: Limits) -> Slot:
@@ -74,7 +75,7 @@ def sample_rows(parts: PassParts, extent: Extent, seed: int) -> DecodeBatch:
     return DecodeBatch(rows, parts.trials.width, SamplingNeeds())
 
 
-def decode_pass(parts: PassParts) -> Pass:
+def decode_pass(parts: PassParts, backend: str = "full") -> Pass:
     """The pass over all rows of a step that decode."""
     batches, length = DecodeBatches(parts.limits), parts.tables.length
 
@@ -91,7 +92,7 @@ def decode_pass(parts: PassParts) -> Pass:
         written=written,
         public=("rows", "width"),
         is_steady=batches.is_steady,
-        body=DecodeBody(parts),
+        body=DecodeBody(parts, backend),
         sample=lambda extent, seed: sample_rows(parts, extent, seed),
         axes=[SAMPLING],
         preserve=parts.trials.running,

@@ -14,7 +14,7 @@ from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.graphs.inputs.extent import Extent
 
 
-def heartbeat_pass(parts: PassParts) -> Pass:
+def heartbeat_pass(parts: PassParts, backend: str) -> Pass:
     """The pass that nobody's request is in."""
     return Pass(
         HEARTBEAT,
@@ -22,7 +22,7 @@ def heartbeat_pass(parts: PassParts) -> Pass:
         bucketed="seqs",
         slots=[rows_slot(parts.limits)],
         batch=lambda step: _null_rows(1),
-        body=DecodeBody(parts),
+        body=DecodeBody(parts, backend),
         sample=_sample,
         preserve=_nothing_to_keep,
     )

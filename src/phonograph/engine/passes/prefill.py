@@ -22,7 +22,7 @@ from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.slot import Pad, Slot
-from phonograph.graphs.phases.context import Stage, current
+from phonograph.graphs.phases.context import BREAKING, Stage, current
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,12 @@ class PrefillBody:
     lengths that only the tables know: their tokens and positions are found there, and spans tell of chunks alone.
     """
 
-    def __init__(self, parts: PassParts, rounds: Rounds | None) -> None:
+    def __init__(self, parts: PassParts, rounds: Rounds | None, backend: str) -> None:
         self._parts = parts
         self._rounds = rounds
-        inner = parts.model.attention
-        self._model = parts.model.with_attention(GapAttention(inner if rounds is None else ApartAttention(inner)))
+        model = parts.model_for(backend)
+        inner = model.attention
+        self._model = model.with_attention(GapAttention(inner if rounds is None else ApartAttention(inner)))
 
     def __call__(self, batch: PrefillBatch) -> torch.Tensor | RoundEnds:
         """Hidden states of the tokens that something is sampled after."""
@@ -202,7 +203,7 @@ def prefill_pass(
     parts: PassParts, backend: str, declared: PassDeclaration = PREFILL, rounds: Rounds | None = None
 ) -> Pass:
     """The pass over all tokens of a step; `rounds` say what rows that decode several of them compute."""
-    limits, body = parts.limits, PrefillBody(parts, rounds)
+    limits, body = parts.limits, PrefillBody(parts, rounds, backend)
     if (rounds is None) != (limits.tokens_per_row == 1):
         raise DeclarationError(
             f"the pass {declared.name!r} for {limits.tokens_per_row} tokens a row has "
@@ -236,7 +237,7 @@ def prefill_pass(
         body=body,
         free=("width", "spans_from"),
         tail=body.tail if rounds is None else body.rounds_tail,
-        sample=PrefillSample(parts, spans=backend == "breakable"),
+        sample=PrefillSample(parts, spans=backend in BREAKING),
         preserve=parts.trials.running,
     )
 

@@ -62,7 +62,7 @@ class PassDeclaration:
 def _decode(parts: PassParts, backend: str) -> Pass:
     from phonograph.engine.passes.decode import decode_pass
 
-    return decode_pass(parts)
+    return decode_pass(parts, backend)
 
 
 def _prefill(parts: PassParts, backend: str) -> Pass:
@@ -74,7 +74,7 @@ def _prefill(parts: PassParts, backend: str) -> Pass:
 def _heartbeat(parts: PassParts, backend: str) -> Pass:
     from phonograph.engine.passes.heartbeat import heartbeat_pass
 
-    return heartbeat_pass(parts)
+    return heartbeat_pass(parts, backend)
 
 
 DECODE = PassDeclaration(KNOWN_PHASES["decode"], limit=lambda size: size.max_seqs, make=_decode)

@@ -15,9 +15,11 @@ from phonograph.engine.requests.request import MAX_LOGPROBS
 from phonograph.engine.sampling.masks import mask
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.penalties import Penalties, count_tokens, penalise
-from phonograph.engine.sampling.sampler import Sampler, few_threads
+from phonograph.engine.sampling.sampler import Sampler, TopLogprobs, few_threads
 from phonograph.engine.state.tables import RequestTables
 from phonograph.graphs.phases.axes import Axis
+from phonograph.graphs.phases.context import Stage, current
+from phonograph.graphs.phases.opaque import opaque
 
 _ROWS = 32
 
@@ -45,6 +47,21 @@ SAMPLING = Axis("sampling", tuple(_RECORDED), of=_sampling_of, apply=_with_sampl
 """For passes that sample within their recording: their batches have a field `needs`."""
 
 
+def _fake_tokens(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    """What the opaque call of the tail returns: tokens, and logprobs where they are needed."""
+    rows, logprobs = logits.shape[0], others[_LOGPROBS]
+    tokens = logits.new_empty(rows, dtype=torch.int64)
+    if not logprobs:
+        return (tokens,)
+    top = (rows, min(MAX_LOGPROBS, logits.shape[1]))
+    likely = logits.new_empty(top, dtype=torch.float32)
+    return tokens, logits.new_empty(rows, dtype=torch.float32), logits.new_empty(top, dtype=torch.int64), likely
+
+
+_LOGPROBS = 4
+"""Where `SamplingTail._next_tokens` has `logprobs`, after the logits."""
+
+
 class SamplingTail:
     """Picks the tokens after the queries of a step, and notes them in the tables."""
 
@@ -52,15 +69,49 @@ class SamplingTail:
         self._tables = tables
         self._sampler = sampler
         self._kernels = kernels
+        self._opaque = opaque(self._next_tokens, fake=_fake_tokens, mutates=("last_token", "length"))
 
     def next_tokens(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
         """One token after every query."""
+        if current().stage is Stage.COMPILING:
+            return self._traced(logits, queries, needs)
         picked, tables = self.pick(logits, queries, needs), self._tables
         # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
         if needs.level is Sampling.PENALISED:
             count_tokens(tables["counts"], queries.rows, picked.tokens)
         self._kernels.write_next_token(queries, picked.tokens, None, tables.last_token, tables.length)
         return picked
+
+    def _traced(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+        """As one call that a compiler does not look into: it writes the tables, and picks by kernels of our own."""
+        tables, places = self._tables, (queries.rows, queries.positions, queries.table)
+        found = self._opaque(
+            *(logits, places, queries.tokens_per_row, queries.by_row),
+            *(needs.level.value, needs.logprobs, needs.constrained),
+            tables.last_token,
+            tables.length,
+        )
+        return Picked(found[0], TopLogprobs(*found[1:]) if needs.logprobs else None)
+
+    def _next_tokens(
+        self,
+        logits: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tokens_per_row: int | None,
+        by_row: bool,
+        level: int,
+        logprobs: bool,
+        constrained: bool,
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """The tables are the ones that it has; as arguments, they say what is written."""
+        queries = Queries(*places, tokens_per_row=tokens_per_row, by_row=by_row)
+        picked = self.next_tokens(logits, queries, SamplingNeeds(Sampling(level), logprobs, constrained))
+        found = picked.logprobs
+        if found is None:
+            return (picked.tokens,)
+        return picked.tokens, found.token_logprob, found.top_ids, found.top_logprobs
 
     def pick(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
         """The token after every query; the tables stay as they are."""

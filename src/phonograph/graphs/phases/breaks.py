@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from phonograph.graphs.phases.context import Stage, current
+from phonograph.graphs.phases.context import BREAKING, Stage, current, is_traced
 from phonograph.graphs.phases.live_arguments import shown
+from phonograph.graphs.phases.marks import Fake, Mark, traced_call
 
 log = logging.getLogger("phonograph")
 
@@ -19,15 +20,21 @@ R = TypeVar("R")
 class GraphBreak(Generic[P, R]):
     """A function that breaks the graph where it is called; elsewhere it is just the function."""
 
-    def __init__(self, function: Callable[P, R]) -> None:
+    def __init__(self, function: Callable[P, R], mark: Mark | None = None) -> None:
         self.inline = function
         """The function itself: `f.inline(x)` does not break at this call site."""
+        self._mark = mark if mark is not None else Mark(function, None)
+        self._number = self._mark.number
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        breaker, stage = current().breaker, current().stage
+        if is_traced():
+            stand_in: R = traced_call(self._number, 0, *args, **kwargs)
+            return stand_in
+        now = current()
+        breaker, stage = now.breaker, now.stage
         if breaker is None:
-            if current().backend == "breakable":  # inside another gap, or in a run of the whole body at once
+            if now.backend in BREAKING:  # inside another gap, or in a run of the whole body at once
                 if stage is not Stage.EAGER:
                     args, kwargs = shown((args, kwargs))
             elif stage is Stage.CAPTURING:
@@ -43,15 +50,28 @@ class GraphBreak(Generic[P, R]):
     def __get__(self, instance: object, owner: type | None = None) -> GraphBreak[..., R]:
         if instance is None:
             return self
-        return GraphBreak(self.inline.__get__(instance, owner))
+        if is_traced():  # an object can't be part of a traced graph, but its number can
+            of_instance: Any = functools.partial(traced_call, self._number, id(instance))
+            return of_instance  # type: ignore[no-any-return]
+        return GraphBreak(self.inline.__get__(instance, owner), self._mark)
 
 
 @overload
-def graph_break(function: Callable[P, R], *, enabled: bool = True) -> GraphBreak[P, R]: ...
+def graph_break(
+    function: Callable[P, R], *, enabled: bool = True, fake: Fake | None = None, mutates: Sequence[str] = ()
+) -> GraphBreak[P, R]: ...
 @overload
-def graph_break(*, enabled: bool = True) -> Callable[[Callable[P, R]], GraphBreak[P, R]]: ...
-def graph_break(function: Callable[..., Any] | None = None, *, enabled: bool = True) -> Any:
-    """Mark a function or method to run eagerly, with the live batch, between two graphs of a `breakable` recording.
+def graph_break(
+    *, enabled: bool = True, fake: Fake | None = None, mutates: Sequence[str] = ()
+) -> Callable[[Callable[P, R]], GraphBreak[P, R]]: ...
+def graph_break(
+    function: Callable[..., Any] | None = None,
+    *,
+    enabled: bool = True,
+    fake: Fake | None = None,
+    mutates: Sequence[str] = (),
+) -> Any:
+    """Mark a function or method to run eagerly, with the live batch, between two graphs of one recording.
 
     At replay it is called with the tensors that it was captured with; containers, and objects that the
     body makes, hold what they held at this call, plain values keep the value they had at capture, and
@@ -59,14 +79,21 @@ def graph_break(function: Callable[..., Any] | None = None, *, enabled: bool = T
     `current().batch`. Its outputs are copied to where the next graph reads them: what that should see
     must be returned. With `enabled=False` the mark does nothing; at one call site, `f.inline(...)` does
     the same.
+
+    `tc_piecewise` traces the code around it and never looks inside: `fake` takes the arguments (of a method, without
+    self) and returns tensors of the shapes and dtypes that the function does, with anything in them; arguments are
+    tensors and plain values. `mutates` names the arguments that it writes.
     """
     if function is None:
-        return functools.partial(graph_break, enabled=enabled)
-    return GraphBreak(function) if enabled else function
+        return functools.partial(graph_break, enabled=enabled, fake=fake, mutates=mutates)
+    return GraphBreak(function, Mark(function, fake, tuple(mutates))) if enabled else function
 
 
 def break_graph() -> None:
     """End the graph here and begin the next one, with nothing between them."""
+    if is_traced():
+        traced_call(_NOTHING, 0)
+        return
     breaker = current().breaker
     if breaker is not None:
         breaker.gap(_nothing, (), {})
@@ -74,3 +101,7 @@ def break_graph() -> None:
 
 def _nothing() -> None:
     return None
+
+
+_mark_of_nothing = Mark(_nothing, _nothing)
+_NOTHING = _mark_of_nothing.number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -9,10 +10,17 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
+import torch
+
+BREAKING = frozenset({"breakable", "tc_piecewise"})
+"""The backends whose recordings have gaps."""
+
 
 class Stage(Enum):
     """Why code runs now."""
 
+    COMPILING = "compiling"
+    """torch.compile traces the code, and nothing is computed."""
     WARMING = "warming"
     CAPTURING = "capturing"
     REPLAYING = "replaying"
@@ -50,9 +58,40 @@ _OUTSIDE = Current()
 _current: ContextVar[Current] = ContextVar("phonograph_current", default=_OUTSIDE)
 
 
+@dataclass
+class _Tracing:
+    """What code sees as current while a trace of ours looks at it: the tracer can't read a context variable."""
+
+    now: Current | None = None
+
+
+_tracing = _Tracing()
+_one_trace = threading.RLock()
+
+
 def current() -> Current:
     """What runs right now: phase, backend, stage and the live batch."""
+    if torch.compiler.is_dynamo_compiling():  # False for all code that really runs, on every thread
+        traced = _tracing.now
+        if traced is not None:
+            return traced
     return _current.get()
+
+
+def is_traced() -> bool:
+    """Whether the code is looked at by a trace of ours."""
+    return torch.compiler.is_dynamo_compiling() and _tracing.now is not None
+
+
+@contextmanager
+def tracing(now: Current) -> Iterator[None]:
+    """Code that is traced inside sees `now` as current."""
+    with _one_trace, entering(now):
+        before, _tracing.now = _tracing.now, now
+        try:
+            yield
+        finally:
+            _tracing.now = before
 
 
 @contextmanager

@@ -77,6 +77,8 @@ class Phase:
     free: Sequence[str] = ()
     """Fields besides slots that a recording reads, and that may differ from its sample's: what the sample has serves
     every batch. A batch that differs in any other one that is read runs eagerly."""
+    break_ops: frozenset[str] = frozenset()
+    """Ops that `tc_piecewise` breaks at too, by name (`scaled_dot_product_attention`): for code that no mark is on."""
     live: Sequence[Live] = ()
     """Fields that a recording does not hold: gaps are passed the value of each call, other readers are refused."""
 
@@ -151,7 +153,8 @@ class Phase:
 
     def forward(self, batch: Any, kwargs: Mapping[str, Any], noting: Callable[[Any], Any] | None = None) -> Any:
         """The part of the pass that is recorded; `noting` makes a batch that notes what is read of it."""
-        is_recorded = bool(self.live) and current().stage is not Stage.EAGER
+        # A trace can't look at placeholders: those of a view that is traced are there already.
+        is_recorded = len(self.live) > 0 and current().stage not in (Stage.EAGER, Stage.COMPILING)
         if is_recorded:
             batch = hidden(batch, self.live)
         batch = batch if noting is None else noting(batch)

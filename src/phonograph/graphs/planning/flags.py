@@ -13,8 +13,13 @@ from phonograph.graphs.planning.sglang_flags import ALIASES, Alias, variable_war
 
 GRAPH_BACKEND = "--graph-backend"
 
-# Flags not named after their setting: `graphs` needs no prefix, and one use of `--ignore-rule` gives one name.
-_OWN_FLAGS = {"graphs": "--graphs", "ignore_rules": "--ignore-rule"}
+# Flags not named after their setting: `graphs` and `tc_…` need no prefix, and one `--ignore-rule` gives one name.
+_OWN_FLAGS = {
+    "graphs": "--graphs",
+    "ignore_rules": "--ignore-rule",
+    "tc_compiler": "--tc-compiler",
+    "tc_fallback": "--tc-fallback",
+}
 
 
 def flag_of(setting: Setting[Value]) -> str:
@@ -120,7 +125,8 @@ def _asks_of_alias(alias: Alias, found: object, by_flag: Mapping[str, Setting[Va
     setting = by_flag[alias.stands_for]
     if isinstance(found, list):
         found = ",".join(found)
-    return [Ask(setting.name, _read(setting, found), alias.flag, alias.level)]
+    past = [Ask("ignore_rules", alias.ignores, alias.flag, alias.level)] if alias.ignores else []
+    return [Ask(setting.name, _read(setting, found), alias.flag, alias.level), *past]
 
 
 def asks_of_graph_backend(

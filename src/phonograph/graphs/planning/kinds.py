@@ -14,12 +14,14 @@ from phonograph.numbers import is_finite, is_whole
 
 BackendName = Literal["full", "breakable", "tc_piecewise", "disabled"]
 GraphsMode = Literal["on", "off", "strict"]
+CompilerName = Literal["eager", "inductor"]
 GuardMode = Literal["refuse", "report", "off"]
 """What becomes of a shape whose ops depend on the sample: no recording, a recording and a finding, nobody looks."""
 Value = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
 
 BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "tc_piecewise", "disabled")
 GRAPHS: tuple[GraphsMode, ...] = ("on", "off", "strict")
+COMPILERS: tuple[CompilerName, ...] = ("eager", "inductor")
 GUARDS: tuple[GuardMode, ...] = ("refuse", "report", "off")
 
 MAX_SHOWN_CHARS = 80
@@ -186,6 +188,7 @@ GRAPHS_WORD = SettingKind("on, off or strict", _one_of(GRAPHS), "|".join(GRAPHS)
 GUARD_WORD = SettingKind(
     "refuse, report or off", _one_of(GUARDS), "|".join(GUARDS), noun="value of guard", words=GUARDS
 )
+COMPILER = SettingKind("a compiler", _one_of(COMPILERS), "|".join(COMPILERS), noun="compiler", words=COMPILERS)
 SWITCH = SettingKind("true or false", _switch, "")
 LIMIT = SettingKind("a positive 64-bit integer, or null", _limit, "SIZE", read_number)
 BUCKETS = SettingKind(

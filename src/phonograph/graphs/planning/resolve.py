@@ -10,6 +10,7 @@ from phonograph.errors import PlanError
 from phonograph.graphs.planning.kinds import (
     BACKEND,
     BUCKETS,
+    COMPILER,
     COUNT,
     FOLDER,
     GRAPHS_WORD,
@@ -19,6 +20,7 @@ from phonograph.graphs.planning.kinds import (
     ROWS,
     SWITCH,
     BackendName,
+    CompilerName,
     GraphsMode,
     GuardMode,
     Value,
@@ -86,6 +88,16 @@ class Plan:
     def guard(self) -> GuardMode:
         """What becomes of a shape whose ops depend on the sample."""
         return GUARD_WORD.convert(self["guard"].value)
+
+    @property
+    def tc_compiler(self) -> CompilerName:
+        """What compiles the pieces of `tc_piecewise`."""
+        return COMPILER.convert(self["tc_compiler"].value)
+
+    @property
+    def tc_fallback(self) -> bool:
+        """Whether shapes that can't be traced are recorded as `breakable` does."""
+        return SWITCH.convert(self["tc_fallback"].value)
 
     @property
     def debug(self) -> bool:

@@ -22,6 +22,17 @@ class DeviceFacts:
     built: frozenset[str]
     """The backends that this build has."""
 
+    compilers: frozenset[str] = frozenset({"eager", "inductor"})
+    """The compilers of `tc_piecewise` whose code the device can record."""
+    deterministic: bool = False
+    """Whether torch is asked for deterministic algorithms."""
+    untraceable: str = ""
+    """Why torch.compile can't trace what is to be recorded; empty where nothing is known."""
+    known_failure: str = ""
+    """Why models of this architecture are known to fail when they are compiled; empty for all others."""
+    packed_weights: str = ""
+    """Which kernels multiply weights from packed blocks, as no torch op does; empty where torch ops can."""
+
     def can(self, backend: str) -> bool:
         """Whether a phase can have this backend here; `disabled` records nothing, so it always can."""
         return backend == "disabled" or backend in (self.backends & self.built)
@@ -78,6 +89,50 @@ def _device_lacks_backend(facts: DeviceFacts, values: ResolvedValues) -> Iterato
             yield Change(f"{phase}.backend", "disabled", because)
 
 
+def _traced_phases(values: ResolvedValues) -> list[str]:
+    return [f"{phase}.backend" for phase in phases_of(values) if values[f"{phase}.backend"].value == "tc_piecewise"]
+
+
+def _as_written(facts: DeviceFacts) -> str:
+    """The backend that records a body as it is, with its breaks if it can be."""
+    return next((name for name in ("breakable", "full") if facts.can(name)), "disabled")
+
+
+def _device_lacks_compiler(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    compiler = str(values["tc_compiler"].value)
+    if facts.compilers and compiler not in facts.compilers and _traced_phases(values):
+        because = f"the device {facts.device} can't record what {compiler} compiles"
+        yield Change("tc_compiler", min(facts.compilers), because)
+
+
+def _untraceable(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for name in _traced_phases(values) if facts.untraceable else ():
+        yield Change(name, _as_written(facts), facts.untraceable)
+
+
+def _known_to_fail(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for name in _traced_phases(values) if facts.known_failure else ():
+        yield Change(name, _as_written(facts), facts.known_failure)
+
+
+def _packed_weights(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for name in _traced_phases(values) if facts.packed_weights else ():
+        because = f"{facts.packed_weights} multiply weights from packed blocks, and torch ops can't"
+        yield Change(name, _as_written(facts), because)
+
+
+def _debug_runs_the_body(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for name in _traced_phases(values) if values["debug"].value else ():
+        because = f"{stated('debug', values)} runs the body itself in the place of every replay"
+        yield Change(name, _as_written(facts), because, "debug")
+
+
+def _deterministic(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    if facts.deterministic and values["tc_compiler"].value == "inductor" and _traced_phases(values):
+        because = "torch.use_deterministic_algorithms is on, and inductor's kernels add in an order that it picks"
+        yield Change("tc_compiler", "eager", because)
+
+
 def _graphs_off(_facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
     graphs, backends = values["graphs"], [f"{phase}.backend" for phase in phases_of(values)]
     if graphs.value != "off":
@@ -126,6 +181,17 @@ RULES: tuple[Rule, ...] = (
         _device_lacks_backend,
         ignorable=False,
     ),
+    Rule(
+        "device-lacks-compiler",
+        "the compiler of tc_piecewise is one whose code the device can record",
+        _device_lacks_compiler,
+        ignorable=False,
+    ),
+    Rule("tc-untraceable", "code that torch.compile can't trace is not compiled", _untraceable),
+    Rule("tc-architecture", "an architecture that is known to fail when compiled is not compiled", _known_to_fail),
+    Rule("tc-packed-weights", "layers that torch ops can't compute are not compiled", _packed_weights),
+    Rule("tc-debug", "debug compiles nothing", _debug_runs_the_body),
+    Rule("tc-deterministic", "deterministic mode takes the compiler that changes no op", _deterministic),
     Rule("graphs-off", "without graphs every phase's backend is disabled", _graphs_off),
     Rule(
         "limit-is-top-bucket",

@@ -13,6 +13,7 @@ from phonograph.graphs.planning.kinds import (
     BACKEND,
     BACKENDS,
     BUCKETS,
+    COMPILER,
     COUNT,
     FOLDER,
     GRAPHS_WORD,
@@ -92,6 +93,14 @@ def _plan_settings() -> tuple[Setting[Value], ...]:
             "guard", GUARD_WORD, "refuse", "a recording would freeze a value that changes from batch to batch",
             help="a shape whose ops depend on the sample: refuse gives it no recording, report only says so, "
             "off does not look",
+        ),
+        Setting(
+            "tc_compiler", COMPILER, "inductor", "it fuses the ops between two breaks",
+            help="what compiles the pieces of tc_piecewise: eager runs the traced ops as they are",
+        ),
+        Setting(
+            "tc_fallback", SWITCH, False, "a phase that was to be compiled is not quietly served by another backend",
+            help="record shapes that torch.compile can't trace as breakable does, and say why",
         ),
         Setting(
             "debug", SWITCH, False, "graphs are replayed, not imitated",

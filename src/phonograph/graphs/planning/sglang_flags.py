@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from phonograph.graphs.planning.settings import Level
 
+PIECEWISE_RULES = ("tc-architecture", "tc-debug", "tc-deterministic", "tc-packed-weights", "tc-untraceable")
+"""What SGLang's flag goes past: rules that keep a phase from tc_piecewise where it could be tried."""
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -23,13 +26,16 @@ class Alias:
     many: bool = False
     """Whether it takes several values in a row, which our flag takes with commas."""
     note: str = ""
+    ignores: tuple[str, ...] = ()
+    """The rules that it goes past."""
 
     @property
     def instead(self) -> str:
         """What to write in its place, value included."""
         if self.value is True:
             return self.stands_for
-        return f"{self.stands_for} {self.value or 'VALUE'}"
+        past = "".join(f" --ignore-rule {name}" for name in self.ignores)
+        return f"{self.stands_for} {self.value or 'VALUE'}{past}"
 
     @property
     def warning(self) -> str:
@@ -48,12 +54,8 @@ ALIASES: tuple[Alias, ...] = (
     Alias("--disable-cuda-graph", "--graphs", value="off"),
     Alias("--disable-piecewise-cuda-graph", "--prefill-graph-backend", value="disabled"),
     Alias("--enable-breakable-cuda-graph", "--prefill-graph-backend", value="breakable"),
-    Alias("--enforce-piecewise-cuda-graph", "--prefill-graph-backend", value="tc_piecewise"),
-    Alias(
-        "--piecewise-cuda-graph-compiler",
-        words=("eager", "inductor"),
-        note="it takes effect only with tc_piecewise, which this build doesn't have",
-    ),
+    Alias("--enforce-piecewise-cuda-graph", "--prefill-graph-backend", value="tc_piecewise", ignores=PIECEWISE_RULES),
+    Alias("--piecewise-cuda-graph-compiler", "--tc-compiler", Level.FLAG),
     Alias("--enable-cudagraph-gc", "--graph-gc", value=True),
     Alias("--debug-cuda-graph", "--graph-debug", value=True),
     Alias("--enable-profile-cuda-graph", "--graph-profile", value="phonograph-profile"),

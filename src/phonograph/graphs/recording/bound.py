@@ -16,7 +16,7 @@ from phonograph.graphs.phases.context import Current
 class Bound:
     """A body that can be run."""
 
-    body: Callable[..., Any]
+    body: Callable[[], Any]
     now: Current
     batch: Any
     """The sample's."""

@@ -16,16 +16,17 @@ from phonograph.devices import Device
 from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import CaptureError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
-from phonograph.graphs.inputs.registry import LoadMode, Registry, View
+from phonograph.graphs.inputs.registry import LoadMode, Registry
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
-from phonograph.graphs.recording.bound import Bound
+from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.captured import Captured
 from phonograph.graphs.recording.carried import FieldReads, carried_by
+from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder
 from phonograph.graphs.recording.garbage import gc_frozen
 from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
@@ -34,12 +35,11 @@ from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
 from phonograph.graphs.recording.warmups import Settled, Warmups
-from phonograph.graphs.recording.weight_caches import weights_uncached
 from phonograph.graphs.recording.written_inputs import refusing_input_writes
 
 log = logging.getLogger("phonograph")
 
-_CAPTURE_SEED, _OTHER_SEED = 0, 1
+_OTHER_SEED = 1
 _MAX_STATE_BYTES = 1 << 30
 
 
@@ -64,13 +64,18 @@ class Capture:
     _warmups: Warmups | None = None
     _settled: dict[ShapeKey, Settled] = field(default_factory=dict)
     _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
+    _reads: dict[ShapeKey, FieldReads] = field(default_factory=dict)
+    """What bodies read of their batches, where a capture can't tell."""
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
     _input_write: InputWriteError | None = None
     _trims: dict[RecordingGroup, Trimming] = field(default_factory=dict)
     _findings: list[Finding] = field(default_factory=list)
     _warm_seconds: float = 0.0
-    _views: list[View] = field(default_factory=list)
+    _binder: Binder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._binder = Binder(self.phase, self.registry, self.backend, self._state)
 
     @contextmanager
     def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
@@ -121,29 +126,6 @@ class Capture:
                     f"{self._state.skipped_bytes:,}",
                 )
 
-    def _bind(self, key: ShapeKey, stage: Stage, drawn: Drawn | None = None) -> Bound:
-        """Load a sample for the key."""
-        drawn = drawn if drawn is not None else drawn_for(self.phase, key, _CAPTURE_SEED)
-        sample, extent = drawn.sample, drawn.extent
-        view = self._load(sample, extent)
-        if self.phase.host_plan is not None:
-            self.phase.host_plan(view.batch, extent)
-        now = Current(self.phase.name, self.backend.name, stage, view.batch)
-        inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
-        return Bound(partial(self._forward, view), now, sample.batch, inputs, view.kwargs)
-
-    def _forward(self, view: View, noting: Callable[[Any], Any] | None = None) -> Any:
-        with weights_uncached():
-            return self.phase.forward(view.batch, view.kwargs, noting)
-
-    def _load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
-        """New views for each run, which begins with the state of the first; kept, so that none gets another's id()."""
-        self._state.restore()
-        without = self.phase.without
-        view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
-        self._views.append(view)
-        return view
-
     # -- warm-ups -----------------------------------------------------------------------------------------
 
     def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
@@ -169,11 +151,24 @@ class Capture:
             for key in keys:
                 if key.size in (keys[0].size, keys[-1].size):
                     self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
+        self._binder.prepare([key for key in keys if key not in self._errors], self._kept, self.progress)
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
             self.progress(f"warming {key}", index + 1, len(keys))
+        if not self.backend.records_body and not self.phase.compares_others:
+            for key in keys:
+                self._attempt(key, self._note_reads)
         if self.guard.mode != "off":
             self._guard_all(keys)
+
+    def _note_reads(self, key: ShapeKey) -> None:
+        """What a capture runs is made of the body, and reads nothing in Python: a run of the body itself does."""
+        reads = self._reads[key] = FieldReads()
+        with self._kept(key):
+            bound = self._binder.bound(key, Stage.WARMING, as_written=True, noting=reads.noting)
+            watching = self._state.watching() if self.phase.preserve is None else nullcontext()
+            with entering(bound.now), self._preserved(bound.batch), watching:
+                self.backend.warm_up(key, bound.body, WarmUp.FREE)
 
     def _guard_all(self, keys: Sequence[ShapeKey]) -> None:
         """Refuse or report shapes whose ops depend on the sample."""
@@ -186,11 +181,11 @@ class Capture:
     def _trace(self, key: ShapeKey, drawn: Drawn, trace: OpTrace) -> None:
         """One rehearsal on a sample, whose ops are noted."""
         with self._kept(key):
-            bound = self._bind(key, Stage.WARMING, drawn)
+            bound = self._binder.bound(key, Stage.WARMING, drawn, as_written=True)
             watching = self._state.watching() if self.phase.preserve is None else nullcontext()
             now = following(trace, bound.now)
             with entering(now), self._preserved(bound.batch), watching, trace.following():
-                self.backend.prepare(key, bound.body, WarmUp.REHEARSAL)
+                self.backend.warm_up(key, bound.body, WarmUp.REHEARSAL)
 
     def _attempt(self, key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
         """One step of a key that has not failed yet; ranks meet after it, whether it ran or not."""
@@ -220,9 +215,9 @@ class Capture:
         other = partial(self._bind_freely, key, _OTHER_SEED)
         self._settled[key] = self._warmups.second(lambda: self._bind_freely(key), other)
 
-    def _bind_freely(self, key: ShapeKey, seed: int = _CAPTURE_SEED) -> Callable[[Moves | None], Any]:
+    def _bind_freely(self, key: ShapeKey, seed: int = CAPTURE_SEED) -> Callable[[Moves | None], Any]:
         assert self._warmups is not None
-        bound = self._bind(key, Stage.WARMING, drawn_for(self.phase, key, seed))
+        bound = self._binder.bound(key, Stage.WARMING, drawn_for(self.phase, key, seed))
         self._warmups.python.reach(bound.others)
         noting_gaps = replace(bound.now, on_gap=self._warmups.note_gap)
 
@@ -231,7 +226,7 @@ class Capture:
             unwritten = refusing_input_writes(bound.inputs) if moves is None else nullcontext()
             now = noting_gaps if moves is None else bound.now
             with generators_restored(self.device), unwritten, self._watched(key, now, around):
-                result = self.backend.prepare(key, bound.body, WarmUp.FREE)
+                result = self.backend.warm_up(key, bound.body, WarmUp.FREE)
             self.outputs.standing.note(result)
             return result
 
@@ -273,11 +268,11 @@ class Capture:
 
     def _run_warm_up(self, key: ShapeKey, warm_up: WarmUp) -> None:
         with self._kept(key):
-            bound = self._bind(key, Stage.WARMING)
+            bound = self._binder.bound(key, Stage.WARMING)
             free = warm_up is WarmUp.FREE
             unwritten = refusing_input_writes(bound.inputs) if free else nullcontext()
             with self._preserved(bound.batch), unwritten, self._watched(key, bound.now):
-                result = self.backend.prepare(key, bound.body, warm_up)
+                result = self.backend.warm_up(key, bound.body, warm_up)
             if free:
                 self.outputs.standing.note(result)
             else:
@@ -330,14 +325,14 @@ class Capture:
         """An eager run at other sizes."""
         extent = Extent(sizes, sizes)
         with self._kept(key):
-            sample = self.phase.sample_for(key, extent, _CAPTURE_SEED)
-            view = self._load(sample, extent, LoadMode.EAGER)
+            sample = self.phase.sample_for(key, extent, CAPTURE_SEED)
+            view = self._binder.load(sample, extent, LoadMode.EAGER)
             if self.phase.host_plan is not None:
                 self.phase.host_plan(view.batch, extent)
             now = Current(self.phase.name, self.backend.name, Stage.WARMING, view.batch)
             watching = self._state.watching() if self.phase.preserve is None else nullcontext()
             with entering(now), self._preserved(sample.batch), watching:
-                result = self._forward(view)
+                result = self._binder.forward(view)
             return Run(sizes, self.outputs.specs_of(result))
 
     def _capture_all(self, keys: Sequence[ShapeKey]) -> tuple[list[CaptureRow], dict[ShapeKey, Recording]]:
@@ -382,10 +377,11 @@ class Capture:
 
     def _recorded(self, key: ShapeKey) -> Recording:
         with self._kept(key):
-            bound, reads = self._bind(key, Stage.CAPTURING), FieldReads()
-            noting = None if self.phase.compares_others else reads.noting
-            with entering(bound.now), self._preserved(bound.batch):
-                recording = self.backend.capture(key, lambda: self.outputs.store(bound.body(noting)))
+            reads, as_written = self._reads.get(key) or FieldReads(), self.backend.records_body
+            noting = reads.noting if as_written and not self.phase.compares_others else None
+            bound = self._binder.bound(key, Stage.CAPTURING, as_written=as_written, noting=noting)
+            with entering(bound.now), self._preserved(bound.batch), refusing_compilations():
+                recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
             self._carried[key] = carried_by(self.phase, key, Sample(bound.batch, bound.kwargs), reads)
         recording.holds = self._settled.get(key, Settled()).holds
         return recording

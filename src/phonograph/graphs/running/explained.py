@@ -20,6 +20,7 @@ def explained(runner: Runner) -> str:
         for key in sorted(runner.captured, key=lambda key: key.in_table_order):
             num_graphs = len(runner.recording(key).graphs)
             lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
+    lines += [f"  {note}" for note in runner.backend.notes]
     for row in report.failures if report else ():
         lines.append(f"  {row.key} stays eager: {row.error}")
     lines += [f"  recorded all the same: {one}" for one in (report.reported if report else ())]

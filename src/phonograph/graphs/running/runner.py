@@ -34,7 +34,7 @@ from phonograph.graphs.running.eager_pass import EagerOptions, eager_pass, kept_
 from phonograph.graphs.running.entries import Loaded, RecordingEntry, Verified
 from phonograph.graphs.running.explained import explained
 from phonograph.graphs.running.routes import Routes
-from phonograph.graphs.running.runner_options import RunnerOptions, buckets_for
+from phonograph.graphs.running.runner_options import RunnerOptions, backend_options, buckets_for
 from phonograph.graphs.running.stale import StaleWatch
 
 log = logging.getLogger("phonograph")
@@ -63,7 +63,7 @@ class Runner:
         self.pool = pool if pool is not None else BufferPool(device)
         self.memory = memory if memory is not None else self.pool.memory
         self.registry = Registry(device, phase.slots, phase.all_dims, owner=phase.name, adopt=phase.adopt)
-        backend = BACKENDS[plan.backend](device, self.memory)
+        backend = BACKENDS[plan.backend](device, self.memory, backend_options(options, phase))
         self.backend = DebugBackend(backend) if options.debug else backend
         self.stats = Stats()
         self.report: CaptureReport | None = None

@@ -179,7 +179,7 @@ class _StoppingGaps:
 
 
 def described_gap(gap: RecordedGap) -> str:
-    """`_GapStep._attend, layer=1, gaps.py:58`, and the user's line that calls it."""
+    """`GapAttention.attend, layer=1, gaps.py:58`, and the user's line that calls it."""
     inner = inspect.unwrap(gap.function)
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
     plain = [f"{name}={value!r}" for name, value in _by_name(gap.function, *gap.arguments()) if _is_plain(value)]

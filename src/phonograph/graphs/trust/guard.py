@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from phonograph.devices import MemoryPool
 from phonograph.devices.nodes import NodeList, joined, keeping_nodes, node_difference, nodes_of, steady
 from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import VerifyError
@@ -35,6 +36,7 @@ from phonograph.graphs.recording.python_state import PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
 from phonograph.graphs.recording.weight_caches import weights_uncached
 from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.running.runner_options import backend_options
 
 _MAX_STATE_BYTES = 1 << 30
 
@@ -153,9 +155,13 @@ class _Runs:
 
     def __post_init__(self) -> None:
         # One of its own: what a rehearsal of gaps notes is not for the backend that serves.
-        self._backend = BACKENDS[self.runner.plan.backend](self.runner.device, self.runner.memory)
+        self._backend = self._new_backend(self.runner.memory)
         if self.runner.phase.preserve is None:
             self._python = PythonState(self.runner.phase.code)
+
+    def _new_backend(self, memory: MemoryPool) -> Backend:
+        options = backend_options(self.runner.options, self.runner.phase)
+        return BACKENDS[self.runner.plan.backend](self.runner.device, memory, options)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -168,7 +174,7 @@ class _Runs:
     def trace(self, key: ShapeKey, drawn: Drawn, trace: OpTrace) -> None:
         """One rehearsal on a sample, whose ops are noted."""
         with self._bound(drawn, Stage.WARMING) as (body, now), entering(following(trace, now)), trace.following():
-            self._backend.prepare(key, body, WarmUp.REHEARSAL)
+            self._backend.warm_up(key, body, WarmUp.REHEARSAL)
 
     def node_difference(self, key: ShapeKey) -> tuple[Difference | None, tuple[str, ...]]:
         """How the graphs of two samples differ, and what could not be read of them."""
@@ -196,14 +202,14 @@ class _Runs:
     def _recorded(self, key: ShapeKey, drawn: Drawn) -> Recording:
         """A recording from a sample, in memory of its own: what it overlays is nobody else's."""
         device = self.runner.device
-        backend = BACKENDS[self.runner.plan.backend](device, device.new_pool())
+        backend = self._new_backend(device.new_pool())
         with self._bound(drawn, Stage.WARMING) as (body, now), entering(now):
-            backend.prepare(key, body, WarmUp.REHEARSAL)
+            backend.warm_up(key, body, WarmUp.REHEARSAL)
         with self._bound(drawn, Stage.CAPTURING) as (body, now), keeping_nodes(device):
             with entering(replace(now, stage=Stage.WARMING)):
                 # Once more after the load: addresses of the sample, left on the stack, are not in the capture's
                 # parameters by accident.
-                backend.prepare(key, body, WarmUp.REHEARSAL)
+                backend.warm_up(key, body, WarmUp.REHEARSAL)
             self._plan(now.batch, drawn)  # a plan is for one run
             with entering(now):
                 return backend.capture(key, body)

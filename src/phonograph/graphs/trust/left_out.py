@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phonograph.devices.trace import tensors_in, user_frame, watching_ops
-from phonograph.graphs.phases.context import Current
+from phonograph.graphs.phases.context import BREAKING, Current
 
 
 class ReadsOfLeftOut:
@@ -24,7 +24,7 @@ class ReadsOfLeftOut:
 
     def current(self, now: Current) -> Current:
         """What is current in the run: it tells where gaps are."""
-        return replace(now, breaker=self) if now.backend == "breakable" else now
+        return replace(now, breaker=self) if now.backend in BREAKING else now
 
     def gap(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a gap, which may read anything."""

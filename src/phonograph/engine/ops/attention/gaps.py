@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.ops.queries import Attention, Queries, StepAttention
 from phonograph.graphs.phases.breaks import graph_break
-from phonograph.graphs.phases.context import current
+from phonograph.graphs.phases.context import Stage, current
+
+
+def _into_out(*args: Any) -> Any:
+    return args[-1]
 
 
 class GapAttention:
@@ -19,25 +24,45 @@ class GapAttention:
         self._inner = inner
         self.name = inner.name
         self._batch: object = None
+        self._caches: dict[int, PagedCache] = {}
+        """Those that gaps were met with, by keys."""
         self._steps: dict[tuple[int, int], StepAttention] = {}
-        """For that batch, by cache and query heads."""
+        """For that batch, by keys and query heads."""
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
-        if current().breaker is None:
+        if current().breaker is None and current().stage is not Stage.COMPILING:
             return self._inner.prepare(cache, queries, num_heads)
+        if current().breaker is not None:
+            self._caches[id(cache.keys)] = cache
         return _GapStep(self, cache, queries)
 
+    @graph_break(fake=_into_out, mutates=("out",))
+    def attend(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        q: torch.Tensor,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """In a gap; `keys` tell which cache. What is mixed is written to `out`."""
+        return self.prepared(keys, rows, positions, table, q.shape[1]).attend(layer, q, window, out)
+
     def prepared(
-        self, cache: PagedCache, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int
+        self, keys: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int
     ) -> StepAttention:
         """For the step that is replayed; the first gap of a shape prepares for all of them."""
         batch = current().batch
         if self._batch is not batch:
             self._batch, self._steps = batch, {}
-        found = self._steps.get((id(cache), num_heads))
+        found = self._steps.get((id(keys), num_heads))
         if found is None:
             queries = Queries(rows, positions, table, None, batch.spans, batch.spans_from)
-            found = self._steps[id(cache), num_heads] = self._inner.prepare(cache, queries, num_heads)
+            found = self._inner.prepare(self._caches[id(keys)], queries, num_heads)
+            self._steps[id(keys), num_heads] = found
         return found
 
 
@@ -52,17 +77,5 @@ class _GapStep:
     def attend(self, layer: int, q: torch.Tensor, window: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
         # Made by the graph before the gap, for the one after it: nothing is copied between them.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        return self._attend(layer, self.queries.rows, self.queries.positions, self.queries.table, q, window, out)
-
-    @graph_break
-    def _attend(
-        self,
-        layer: int,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        table: torch.Tensor,
-        q: torch.Tensor,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.outer.prepared(self.cache, rows, positions, table, q.shape[1]).attend(layer, q, window, out)
+        queries = self.queries
+        return self.outer.attend(layer, self.cache.keys, queries.rows, queries.positions, queries.table, q, window, out)

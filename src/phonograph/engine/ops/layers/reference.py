@@ -9,6 +9,7 @@ from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.ops.kernels import Angles, Heads, Norm, Op, Places
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Queries
+from phonograph.graphs.phases.opaque import opaque
 
 
 class ReferenceKernels:
@@ -119,8 +120,18 @@ def linear(x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) ->
 
 def store(cache: PagedCache, layer: int, places: Places, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write keys and values ([num_tokens, num_kv_heads, head_dim]) into the pages of their tokens."""
-    cache.keys[layer].flatten(0, 1).index_put_((places.slots,), k)
-    cache.values[layer].flatten(0, 1).index_put_((places.slots,), v)
+    _store(cache.keys, cache.values, layer, places.slots, k, v)
+
+
+def _write_pages(
+    keys: torch.Tensor, values: torch.Tensor, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    keys[layer].flatten(0, 1).index_put_((slots,), k)
+    values[layer].flatten(0, 1).index_put_((slots,), v)
+
+
+# A compiler that saw the write might copy the cache.
+_store = opaque(_write_pages, fake=lambda keys, values, layer, slots, k, v: None, mutates=("keys", "values"))
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:

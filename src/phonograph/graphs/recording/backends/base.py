@@ -1,19 +1,55 @@
-"""Backend protocol: makes a recording of a zero-argument body, and knows neither runner nor batch."""
+"""Backend protocol: makes recordings of a body that takes a view, and knows no runner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
+
+import torch
 
 from phonograph.devices import DeviceGraph
 from phonograph.errors import Frame
+from phonograph.graphs.inputs.fields import Path
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.recording.weight_caches import weights_uncached
 
 Body = Callable[[], Any]
 ReplayStep = Callable[[], None]
+ViewBody = Callable[[Any, Mapping[str, Any]], Any]
+"""Takes the batch and the keyword arguments of a view."""
+
+
+@dataclass(frozen=True)
+class SizedAxis:
+    """An axis of a view's tensor, and the dim that it is."""
+
+    tensor: torch.Tensor
+    axis: int
+    dim: str
+
+
+@dataclass(frozen=True)
+class BodyView:
+    """What a body is called with for one shape: views of the slots' buffers."""
+
+    key: ShapeKey
+    batch: Any
+    kwargs: Mapping[str, Any]
+    sizes: Sequence[SizedAxis] = ()
+    """The axes whose size is another one in other recordings of the group."""
+    size_fields: Sequence[Path] = ()
+    """The fields of the batch, or keyword arguments, that are such a size."""
+
+
+Views = Mapping[ShapeKey, Callable[[], AbstractContextManager[BodyView]]]
+"""The views of a phase, largest first. Inside, one is loaded, and Python values are those of its shape."""
+Bind = Callable[[BodyView], Body]
+"""Takes a view; the body on it, to be run any number of times. Called where no op is watched."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +118,60 @@ class WarmUp(Enum):
     """The same, with every op watched, so that the error names op and line."""
 
 
+@dataclass(frozen=True)
+class BackendOptions:
+    """What a plan and a phase say to a backend."""
+
+    compiler: str = "eager"
+    """What compiles the pieces of a traced body."""
+    fallback: bool = False
+    """Whether a body that can't be traced is recorded as it is."""
+    break_ops: frozenset[str] = frozenset()
+    """Ops of a traced body that break it too, by name."""
+
+
 class Backend(Protocol):
     """How a phase is recorded."""
 
     @property
     def name(self) -> str: ...
 
-    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
-        """Run the body once as a warm-up and return what it returned."""
+    @property
+    def is_exact(self) -> bool:
+        """Whether replays compute, bit by bit, what the body does on the same view."""
+        ...
+
+    @property
+    def records_body(self) -> bool:
+        """Whether a capture runs the body itself, in Python, and not what was made of it."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences on what it made of the body, for `explain`."""
+        ...
+
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
+        """Once per phase, after free runs of the body itself: make of it what rehearsals and captures run.
+
+        What can't be made for a view is raised when that is bound.
+        """
+        ...
+
+    def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
+        """Run a body once as a warm-up and return what it returned: the body itself, or one that was bound."""
         ...
 
     def capture(self, key: ShapeKey, body: Body) -> Recording:
-        """Record the body; `prepare` has run for every key of the phase before."""
+        """Record a body; every key of the phase was prepared and warmed before."""
         ...
+
+
+def as_it_is(body: ViewBody) -> Bind:
+    """The body itself: what `prepare` returns where that is recorded."""
+
+    def run(view: BodyView) -> Any:
+        with weights_uncached():
+            return body(view.batch, view.kwargs)
+
+    return lambda view: partial(run, view)

@@ -16,8 +16,20 @@ from phonograph.graphs.inputs.tree import Marker, Noted, TreePath, leaves, map_l
 from phonograph.graphs.phases.context import current, entering, unbroken
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.live_arguments import shown
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends.arguments import Args, Arguments, Kwargs, argument_tensors, note_objects
-from phonograph.graphs.recording.backends.base import Body, RecordedGap, Recording, ReplayStep, WarmUp
+from phonograph.graphs.recording.backends.base import (
+    BackendOptions,
+    Bind,
+    Body,
+    RecordedGap,
+    Recording,
+    ReplayStep,
+    ViewBody,
+    Views,
+    WarmUp,
+    as_it_is,
+)
 from phonograph.graphs.recording.backends.gap_watch import GapWatch, Modes, is_unshared
 
 _ONLY = TreePath(())
@@ -205,13 +217,19 @@ class BreakableBackend:
     """Records graphs between breaks; without a break it is `full`."""
 
     name = "breakable"
+    is_exact = True
+    records_body = True
+    notes: Sequence[str] = ()
 
-    def __init__(self, device: Device, pool: MemoryPool) -> None:
+    def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:
         self._device = device
         self._pool = pool
         self._gaps: dict[ShapeKey, list[_GapSpec]] = {}
 
-    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
+        return as_it_is(body)
+
+    def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         rehearse = warm_up is not WarmUp.FREE
         with self._device.rehearsal(named=warm_up is WarmUp.DIAGNOSIS) as rehearsal:
             breaker = _Rehearsing(rehearsal, active=rehearse)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from phonograph.graphs.phases.decisions import ShapeKey
-from phonograph.graphs.recording.backends.base import Backend, Body, Recording, WarmUp
+from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.recording.backends.base import (
+    Backend,
+    Bind,
+    Body,
+    Recording,
+    ViewBody,
+    Views,
+    WarmUp,
+    as_it_is,
+)
 
 
 class DebugBackend:
@@ -15,8 +26,18 @@ class DebugBackend:
         self._inner = inner
         self.name = inner.name
 
-    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
-        return self._inner.prepare(key, body, warm_up)
+    is_exact = True
+    records_body = True
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self._inner.notes
+
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
+        return as_it_is(body)
+
+    def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
+        return self._inner.warm_up(key, body, warm_up)
 
     def capture(self, key: ShapeKey, body: Body) -> Recording:
         outputs = body()

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from phonograph.devices import Device, MemoryPool
 from phonograph.graphs.phases.decisions import ShapeKey
-from phonograph.graphs.recording.backends.base import Body, Recording, WarmUp
+from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.recording.backends.base import (
+    BackendOptions,
+    Bind,
+    Body,
+    Recording,
+    ViewBody,
+    Views,
+    WarmUp,
+    as_it_is,
+)
 
 
 class FullBackend:
     """Records the whole body as one graph; breaks inside it are inert."""
 
     name = "full"
+    is_exact = True
+    records_body = True
+    notes: Sequence[str] = ()
 
-    def __init__(self, device: Device, pool: MemoryPool) -> None:
+    def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:
         self._device = device
         self._pool = pool
 
-    def prepare(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
+        return as_it_is(body)
+
+    def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         with self._device.rehearsal(named=warm_up is WarmUp.DIAGNOSIS) as rehearsal:
             if warm_up is WarmUp.FREE:
                 return body()

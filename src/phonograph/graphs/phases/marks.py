@@ -1,0 +1,76 @@
+"""Marks: functions that a trace does not look into, by number, and the call that stands for theirs in its graph."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from phonograph.errors import CaptureError, DeclarationError
+
+Fake = Callable[..., Any]
+"""Takes the arguments of a marked call; returns tensors of the shapes and dtypes that the call returns."""
+
+_numbers = itertools.count(1)
+_marks: WeakValueDictionary[int, Mark] = WeakValueDictionary()
+
+
+class Mark:
+    """What is known of a function that is called in a traced graph."""
+
+    def __init__(
+        self, function: Callable[..., Any], fake: Fake | None, mutates: tuple[str, ...] = (), *, breaks: bool = True
+    ) -> None:
+        self.function = function
+        self.breaks = breaks
+        """Whether it runs between two graphs; else it is recorded with the pieces around it."""
+        self.fake = fake
+        self.mutates = mutates
+        """The names of the arguments that it writes."""
+        self.number = next(_numbers)
+        """Its name in traced graphs, which can hold no functions of ours."""
+        _check_mutates(function, mutates)
+        _marks[self.number] = self
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__qualname__", type(self.function).__qualname__)
+
+
+def marked(number: int) -> Mark:
+    """The mark of this number."""
+    return _marks[number]
+
+
+def traced_call(number: int, owner: int, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a marked call in a traced graph: the call of the function, or of the method of the object that has
+    the id `owner`. It is only ever run by the tracer, which asks what comes out."""
+    mark = _marks[number]
+    if mark.fake is None:
+        raise CaptureError(
+            f"tc_piecewise does not look into {mark.name}, and does not know what it returns",
+            f"Say so: @graph_break(fake=lambda …: torch.empty_like(…)) takes the arguments of {mark.name} and returns "
+            "tensors of the same shapes and dtypes",
+        )
+    return _contiguous(mark.fake(*args, **kwargs), args)
+
+
+def _contiguous(result: Any, args: Any) -> Any:
+    """As graphs read what a gap returns: each tensor in memory of its own, but for arguments that it hands back."""
+    if isinstance(result, torch.Tensor):
+        return result if any(result is one for one in args) else result.contiguous()
+    if type(result) in (tuple, list):
+        return type(result)(_contiguous(one, args) for one in result)
+    return result
+
+
+def _check_mutates(function: Callable[..., Any], mutates: tuple[str, ...]) -> None:
+    if mutates:
+        known = list(inspect.signature(function).parameters)
+        wrong = [name for name in mutates if name not in known]
+        if wrong:
+            raise DeclarationError(f"mutates={wrong[0]!r} is no argument; there are {known}. Correct the name.")

@@ -1,0 +1,113 @@
+"""Binding: samples loaded into the buffers of a phase, and its body on their views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from phonograph.graphs.inputs.extent import Extent
+from phonograph.graphs.inputs.fields import fetch, path_of
+from phonograph.graphs.inputs.registry import LoadMode, Registry, View
+from phonograph.graphs.phases.context import Current, Stage
+from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.phases.live_arguments import hidden
+from phonograph.graphs.phases.phase import Phase, Sample
+from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.recording.backends import Backend, Bind, Body, BodyView, SizedAxis
+from phonograph.graphs.recording.bound import Bound
+from phonograph.graphs.recording.guarding import Drawn, drawn_for
+from phonograph.graphs.recording.tensor_state import SavedState
+from phonograph.graphs.recording.weight_caches import weights_uncached
+
+CAPTURE_SEED = 0
+Noting = Callable[[Any], Any]
+"""Makes a batch that notes what is read of it."""
+
+
+@dataclass(eq=False)
+class Binder:
+    """Binds the body of a phase: the body itself, and once it is prepared, what the backend made of it."""
+
+    phase: Phase
+    registry: Registry
+    backend: Backend
+    state: SavedState
+    """What trial runs have written: each begins with what was there before the first."""
+    _bind: Bind | None = None
+    _views: list[View] = field(default_factory=list)
+    _varying: Mapping[ShapeKey, frozenset[str]] = field(default_factory=dict)
+
+    def prepare(
+        self,
+        keys: Sequence[ShapeKey],
+        kept: Callable[[ShapeKey], AbstractContextManager[None]],
+        progress: Progress = silent,
+    ) -> None:
+        """From here on, the backend's own form of the body is bound; `kept` makes Python values those of a key."""
+        self._varying = {key: self._dims_that_vary(key, keys) for key in keys}
+
+        @contextmanager
+        def loaded(key: ShapeKey) -> Iterator[BodyView]:
+            with kept(key):
+                drawn = drawn_for(self.phase, key, CAPTURE_SEED)
+                yield self._body_view(key, self.load(drawn.sample, drawn.extent))
+
+        self._bind = self.backend.prepare(self.phase.forward, {key: partial(loaded, key) for key in keys}, progress)
+
+    def bound(
+        self,
+        key: ShapeKey,
+        stage: Stage,
+        drawn: Drawn | None = None,
+        *,
+        as_written: bool = False,
+        noting: Noting | None = None,
+    ) -> Bound:
+        """The body on a sample for the key; `as_written`, the body itself, of whose batch reads can be noted."""
+        drawn = drawn if drawn is not None else drawn_for(self.phase, key, CAPTURE_SEED)
+        sample, extent = drawn.sample, drawn.extent
+        view = self.load(sample, extent)
+        if self.phase.host_plan is not None:
+            self.phase.host_plan(view.batch, extent)
+        now = Current(self.phase.name, self.backend.name, stage, view.batch)
+        inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
+        body = partial(self.forward, view, noting) if as_written or self._bind is None else self._made(key, view)
+        return Bound(body, now, sample.batch, inputs, view.kwargs)
+
+    def forward(self, view: View, noting: Noting | None = None) -> Any:
+        """The body itself on a view."""
+        with weights_uncached():
+            return self.phase.forward(view.batch, view.kwargs, noting)
+
+    def load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
+        """New views for each run, which begins with the state of the first; kept, so that none gets another's id()."""
+        self.state.restore()
+        without = self.phase.without
+        view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)
+        self._views.append(view)
+        return view
+
+    def _made(self, key: ShapeKey, view: View) -> Body:
+        assert self._bind is not None
+        return self._bind(self._body_view(key, view))
+
+    def _body_view(self, key: ShapeKey, view: View) -> BodyView:
+        found: list[SizedAxis] = []
+        for slot in self.phase.slots:
+            tensor = fetch(view.batch, view.kwargs, slot.path) if slot.name not in self.phase.without else None
+            if isinstance(tensor, torch.Tensor):
+                axes = enumerate(slot.shape)
+                found += [SizedAxis(tensor, axis, str(dim)) for axis, dim in axes if dim in self._varying[key]]
+        batch = hidden(view.batch, self.phase.live) if self.phase.live else view.batch
+        fields = {name: dim.field for name, dim in self.phase.all_dims.items() if dim.field is not None}
+        varying = [path_of(field) for name, field in fields.items() if name in self._varying[key]]
+        return BodyView(key, batch, view.kwargs, found, varying)
+
+    def _dims_that_vary(self, key: ShapeKey, keys: Sequence[ShapeKey]) -> frozenset[str]:
+        sizes = [self.phase.padded(one.size) for one in keys if one.group == key.group]
+        return frozenset(name for name in sizes[0] if len({size[name] for size in sizes}) > 1)

@@ -1,0 +1,148 @@
+"""The engine's own passes under tc_piecewise: tokens as ever, one program for all buckets, and no copy of the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph import LLM, EmulatedDevice, PlanError, SamplingParams, Slot, graphed, verify
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.execution.sizing import plan_for
+from phonograph.engine.models import decoder, registry
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.options import EngineOptions
+from phonograph.graphs.planning.settings import ask
+from phonograph.graphs.progress import silent
+from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
+
+PROMPTS = [[5, 9, 200, 3], [7], list(range(20, 61)), [11] * 9, list(range(100, 117))]
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, top_p=0.9, seed=3, ignore_eos=True)
+DETAILED = SamplingParams(max_tokens=6, temperature=0.7, seed=5, presence_penalty=0.5, logprobs=3, ignore_eos=True)
+
+
+def make(cache_tokens: int | None = None, **backends: str) -> LLM:
+    options = EngineOptions(
+        max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32, cache_tokens=cache_tokens
+    )
+    asked = [ask(f"{phase}.backend", backend, origin="test") for phase, backend in backends.items()]
+    return LLM(RandomCheckpoint(SHAPES["tiny"]), device=EmulatedDevice(poison=True), options=options, asked=asked)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> LLM:
+    return make(decode="tc_piecewise", prefill="tc_piecewise")
+
+
+@pytest.fixture(scope="module")
+def eager() -> LLM:
+    return make(decode="disabled", prefill="disabled")
+
+
+def backend_of(llm: LLM, phase: str) -> TcPiecewiseBackend:
+    backend = llm.executor.runners[phase].backend
+    assert isinstance(backend, TcPiecewiseBackend)
+    return backend
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, DETAILED], ids=["greedy", "drawn", "detailed"])
+def test_tokens_and_logprobs_equal_eager(compiled: LLM, eager: LLM, params: SamplingParams) -> None:
+    found, wanted = (llm.generate(PROMPTS, params) for llm in (compiled, eager))
+    compiled.core.scheduler.integrity()
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    assert _logprobs(found) == pytest.approx(_logprobs(wanted), abs=1e-5)
+    assert all(runner.stats.eager.total() == 0 for runner in compiled.executor.runners.values())
+
+
+def _logprobs(results: Any) -> list[float]:
+    return [step.logprob for one in results for step in one.logprobs or ()]
+
+
+def test_one_program_for_all_buckets_of_a_product(compiled: LLM) -> None:
+    assert backend_of(compiled, "prefill").num_programs == 1
+    assert backend_of(compiled, "decode").num_programs == 3  # greedy, sampled, detailed
+    prefill = compiled.executor.runners["prefill"]
+    num_layers = SHAPES["tiny"].num_layers
+    assert {len(prefill.recording(key).graphs) for key in prefill.captured} == {num_layers + 1}
+    decode = compiled.executor.runners["decode"]
+    assert {len(decode.recording(key).graphs) for key in decode.captured} == {1}
+    assert "compiled by eager" in compiled.explain()
+    assert "compiled: decode, prefill: layers in torch ops" in compiled.explain()
+
+
+def test_no_piece_sees_the_cache_or_the_tables(compiled: LLM) -> None:
+    cache, tables = compiled.executor.cache, compiled.executor.tables
+    pages = {str(tensor.shape) for kept, _ in cache.places for tensor in (kept.keys, kept.values)}
+    for phase in ("decode", "prefill"):
+        for program in backend_of(compiled, phase).programs:
+            written = {name for part in program.calls if part.mark is not None for name in part.mark.mutates}
+            assert {"keys", "values"} <= written
+            for piece in program.pieces:
+                seen = [node.meta.get("example_value") for node in piece.inputs]
+                assert not [one for one in seen if isinstance(one, torch.Tensor) and str(one.shape) in pages]
+                for node in piece.module.graph.nodes:
+                    name = str(getattr(node.target, "__name__", node.target))
+                    assert name not in ("index_put_", "copy_", "scatter_", "setitem"), node
+    assert tables.length.shape == tables.last_token.shape
+
+
+def test_no_recording_has_a_copy_of_the_cache() -> None:
+    large = make(cache_tokens=40_000, decode="tc_piecewise", prefill="tc_piecewise")
+    least = min(min(kept.keys.nbytes, kept.values.nbytes) for kept, _ in large.executor.cache.places)
+    assert least > 5e6
+    for report in large.reports:
+        assert not report.failures
+        assert all(row.num_bytes < least / 2 for row in report.rows), report
+    # What a copy would look like.
+    cache = torch.zeros(least // 4)
+    slots = [Slot("x", ("seqs", 4), torch.float32)]
+
+    def copies(x: torch.Tensor) -> torch.Tensor:
+        return x + cache.index_add(0, torch.zeros(4, dtype=torch.int64), x[0])[:4]
+
+    run = graphed(
+        copies, slots=slots, bucketed="seqs", buckets=[2], backend="tc_piecewise", device=EmulatedDevice(), guard="off"
+    )
+    assert run.capture(silent).rows[0].num_bytes >= least
+
+
+def test_prefill_of_many_requests_rejects_none(compiled: LLM, eager: LLM) -> None:
+    prompts = [[(7 * row + place) % 200 for place in range(1 + row % 13)] for row in range(40)]
+    before = {name: runner.stats.eager.total() for name, runner in compiled.executor.runners.items()}
+    found, wanted = (llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0.0)) for llm in (compiled, eager))
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    assert all(one.finish is not None and not one.error for one in found)
+    assert before == {name: runner.stats.eager.total() for name, runner in compiled.executor.runners.items()}
+
+
+def test_the_recordings_are_right(compiled: LLM) -> None:
+    for runner in compiled.executor.runners.values():
+        report = verify(runner, batches=1)
+        assert report.ok, report
+
+
+def test_an_architecture_that_is_known_to_fail_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.UNCOMPILED, SHAPES["tiny"].architecture, "its router reads from the host")
+    device, asked = EmulatedDevice(), [ask("prefill.backend", "tc_piecewise", origin="test")]
+    with pytest.raises(PlanError, match=r"'tc-architecture'.*its router reads from the host"):
+        plan_for(device, asked, on_cpu_by_default=False, architecture=SHAPES["tiny"].architecture)
+    assert plan_for(device, asked, on_cpu_by_default=False, architecture="other").is_recorded
+    with pytest.raises(PlanError, match="'tc-architecture'"):
+        make(prefill="tc_piecewise")
+
+
+def test_kernels_that_multiply_packed_weights_are_refused_by_name() -> None:
+    asked = [ask("decode.backend", "tc_piecewise", origin="test")]
+    with pytest.raises(PlanError, match=r"'tc-packed-weights'.*torch ops can't"):
+        plan_for(EmulatedDevice(), asked, EngineOptions(kernels="cpu"), on_cpu_by_default=False)
+
+
+def test_one_program_also_where_long_steps_are_cut(eager: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "PIECE", 8)
+    monkeypatch.setattr(decoder, "_STEP", 4)
+    llm = make(decode="full", prefill="tc_piecewise")
+    assert backend_of(llm, "prefill").num_programs == 1
+    found, wanted = (one.generate(PROMPTS, GREEDY) for one in (llm, eager))
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
