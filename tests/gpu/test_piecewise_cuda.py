@@ -10,6 +10,7 @@ import torch
 from phonograph import (
     LLM,
     Buckets,
+    Extent,
     Pad,
     Replay,
     SamplingParams,
@@ -40,6 +41,13 @@ def host_side(q: torch.Tensor, rows: torch.Tensor, cache: torch.Tensor) -> torch
     return cache[rows] * (1.0 + 0.0 * q.sum().item())
 
 
+def other_rows(extent: Extent, seed: int) -> dict[str, torch.Tensor]:
+    """Two rows that write one place would be in no order."""
+    num, numbers = extent.used["seqs"], torch.Generator().manual_seed(seed)
+    rows = torch.randperm(64, generator=numbers)[:num] + 1
+    return {"x": torch.randn(num, 512, generator=numbers).cuda(), "rows": rows.cuda()}
+
+
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_one_program_serves_all_buckets(compiler: str) -> None:
     weight, cache = torch.randn(512, 512, device="cuda") / 23, torch.zeros(65, 512, device="cuda")
@@ -61,6 +69,7 @@ def test_one_program_serves_all_buckets(compiler: str) -> None:
         backend="tc_piecewise",
         tc_compiler=compiler,
         device="cuda",
+        sample=other_rows,
     )
     report = run.capture(silent, verify=True)
     assert not report.failures, report

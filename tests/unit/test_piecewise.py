@@ -42,6 +42,7 @@ from phonograph import (
     opaque,
 )
 from phonograph.devices import EmulatedDevice, capturing
+from phonograph.devices.capturing import said_to_capture
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, Measured, ask
@@ -421,6 +422,14 @@ def test_a_compiled_body_is_recorded_by_every_backend() -> None:
         run = pieced(body, backend=backend)
         assert not run.capture(verify=True).failures
         check_all(run, body)
+
+
+def test_compilers_may_put_the_random_numbers_back_where_others_may_not_set_them() -> None:
+    compiled = torch.compile(lambda x: torch.relu(x) * 2, backend="eager")
+    with said_to_capture():
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+        with pytest.raises(CaptureError, match="sets the random numbers"):
+            torch.set_rng_state(torch.get_rng_state())
 
 
 def test_a_capture_refuses_to_compile() -> None:
