@@ -16,7 +16,8 @@ from phonograph import LLM, CheckpointError, EngineOptions, PlanError
 from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution.executor import Executor
-from phonograph.engine.execution.rerun import rerun
+from phonograph.engine.execution.reproducer import Reproducer
+from phonograph.engine.execution.rerun import Rerun, rerun
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.step import Step
@@ -33,6 +34,10 @@ def opened(backend: str = "full", **options: Any) -> LLM:
     asked += [ask("decode.buckets", (4,), origin="test"), ask("prefill.buckets", (8, 16), origin="test")]
     made = EngineOptions(**(usual | {"dtype": torch.float32} | options))
     return LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=made, asked=asked)
+
+
+def again(executor: Executor, path: Path) -> Rerun:
+    return rerun(executor, Reproducer.read(path))
 
 
 def generated(llm: LLM) -> list[list[int]]:
@@ -234,10 +239,10 @@ def test_the_reproducer_reproduces(tmp_path: Path, phase: str, with_tokens: bool
         assert bool(content["batch"]["tokens"].any()) == with_tokens
     fresh = opened()
     tables = {name: tensor.clone() for name, tensor in fresh.executor.tables._tensors.items()}
-    assert rerun(fresh.executor, found).mismatch is None, "a fresh engine is right"
+    assert again(fresh.executor, found).mismatch is None, "a fresh engine is right"
     content_rows = content["rows"].tolist()
     spoil(fresh.executor, phase, lambda executor, _: other_keys(executor, [(row, 0) for row in content_rows]))
-    mismatch = rerun(fresh.executor, found).mismatch
+    mismatch = again(fresh.executor, found).mismatch
     assert mismatch is not None
     assert "differs by up to" in mismatch.detail
     for name, before in tables.items():
@@ -257,7 +262,7 @@ def test_what_is_no_reproducer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"no")
     for path in (tmp_path / "x.pt", tmp_path / "missing.pt"):
         with pytest.raises(CheckpointError, match=path.name):
-            rerun(opened().executor, path)
+            again(opened().executor, path)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])

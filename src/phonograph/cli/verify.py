@@ -12,7 +12,7 @@ from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.graphs.progress import bar
 
 if TYPE_CHECKING:
-    from phonograph.engine.llm import LLM
+    from phonograph.engine.process.arguments import EngineArguments
 
 HELP = "record a model, and check every recording against eager"
 
@@ -30,10 +30,10 @@ def run(args: argparse.Namespace) -> int:
 
     arguments = arguments_from(args)
     arguments = replace(arguments, options=replace(arguments.options, verify="off"))
+    if args.replay is not None:
+        return _replayed(arguments, Path(args.replay))
     progress = bar()
     llm = arguments.open(progress)
-    if args.replay:
-        return _replayed(llm, Path(args.replay))
     found = verify_recordings(llm.executor, args.verify, llm.reports, progress)
     if not found:
         print(f"phonograph: nothing is recorded on {llm.where}. Use --device emulated, or a GPU.", file=sys.stderr)
@@ -48,11 +48,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(report.ok for report in found.values()) else 1
 
 
-def _replayed(llm: LLM, path: Path) -> int:
-    """Say whether the batch of a reproducer is computed wrongly here too, and where; 1 if so."""
+def _replayed(arguments: EngineArguments, path: Path) -> int:
+    """Say whether the batch of a reproducer is computed wrongly here too, and where; 1 if so, 2 if nothing is shown.
+
+    The file is read and compared with the model's configuration before the weights are loaded.
+    """
+    from phonograph.engine.execution.reproducer import Reproducer
     from phonograph.engine.execution.rerun import rerun
 
-    found = rerun(llm.executor, path)
+    kept = Reproducer.read(path)
+    kept.check_model(arguments.checkpoint().config)
+    found = rerun(arguments.open(bar()).executor, kept)
     for line in str(found).splitlines():
         print(f"{path}: {line}")
+    if not found.is_verdict:
+        return 2
     return 0 if found.mismatch is None else 1
