@@ -97,6 +97,30 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert " 0 failed, in " in shown
 
 
+def test_a_verification_says_how_far_it_is_and_how_many_checks_failed() -> None:
+    llm, told = tiny("off"), list[tuple[str, int, int]]()
+    llm.executor.tables.pages[0].fill_(2)
+    found = verify_recordings(llm.executor, "all", llm.reports, lambda *step: told.append(step))
+    for name, report in found.items():
+        steps = [step for step in told if step[0].startswith(f"verifying {name}")]
+        num_recordings = len(llm.executor.runners[name].captured)
+        assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
+        assert len(steps) > num_recordings, "a batch is a step too: one that fails takes many runs"
+        assert {total for _, _, total in steps} == {num_recordings}
+        failed = f", {len(report.failures)} failed" if report.failures else ""
+        assert steps[-1] == (f"verifying {name}{failed}", num_recordings, num_recordings)
+    assert any("failed" in doing for doing, done, total in told if done < total), "before the end"
+
+
+def test_the_command_shows_progress_and_keeps_it_out_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "emulated", *FLAGS]) == 0
+    shown = capsys.readouterr()
+    for name in ("decode", "prefill", "idle"):
+        assert f"verifying {name}" in shown.err
+    assert "verifying" not in shown.out
+    assert "[####" not in shown.out
+
+
 def test_the_command_fails_where_nothing_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--device", "cpu", *FLAGS]) == 1
     assert "nothing is recorded" in capsys.readouterr().err
