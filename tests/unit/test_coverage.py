@@ -154,7 +154,7 @@ def test_the_engine_states_coverage_in_its_log_its_stats_and_explain(caplog: pyt
 def test_strict_refuses_a_gap_at_start_up_by_name() -> None:
     with pytest.raises(CoverageError, match="strict: decode has no graph for some batches") as error:
         engine(STRICT, NARROW)
-    assert "3 to 4 of the plain product run eagerly, too large" in str(error.value)
+    assert "3 to 4 of the plain product are refused, too large" in str(error.value)
     llm = engine(STRICT)
     assert [one.finish for one in llm.generate([[5, 9, 3]], GREEDY)] == [FinishReason.LENGTH]
 

@@ -107,9 +107,10 @@ class Shadow:
         if self._files is not None:
             kept = self._files.write(mismatch, batch, chosen.public, self._engine, torch.unique(rows))
         why = told(mismatch, with_tokens=self._asked.with_tokens)
-        runner.mistrust(mismatch.key, why)
+        runner.mistrust(mismatch.key, f"{why}.{kept}".rstrip("."))
+        since = "fail (--graphs strict)" if runner.options.strict else "run eagerly"
         raise MistrustedStepError(
-            f"{mismatch.key}: {why}. The recording is given back, and such batches run eagerly.{kept}"
+            f"{mismatch.key}: {why}. The recording is given back, and such batches {since}.{kept}"
         )
 
     def state(self, rows: torch.Tensor, positions: torch.Tensor) -> list[StatePart]:
