@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from mixed_requests import served
-from phonograph import LLM, CheckpointError, EngineOptions, PlanError
+from mixed_requests import Grammars, served
+from phonograph import LLM, CheckpointError, EngineOptions, PlanError, SamplingParams
 from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.reproducer import Reproducer
 from phonograph.engine.execution.rerun import Rerun, rerun
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.step import Step
+from phonograph.engine.requests.request import GrammarSpec, Request
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.running.runner import Runner
@@ -102,6 +105,11 @@ def other_keys(executor: Executor, places: Places) -> None:
         cache.keys[1, page, position % cache.page_size] += 0.5
 
 
+def everybodys_values(executor: Executor, places: Places) -> None:
+    for cache in executor.cache.caches:
+        cache.values[:, 1:] *= 1.2
+
+
 @pytest.fixture(scope="module")
 def right() -> list[list[int]]:
     return generated(opened())
@@ -143,6 +151,36 @@ def test_a_wrong_decode_is_found_and_nobody_sees_it(right: list[list[int]]) -> N
     spoil(llm.executor, "decode", other_tokens)
     assert generated(llm) == right
     assert llm.executor.runners["decode"].stats.eager[Reason.MISTRUSTED] > 0
+
+
+@pytest.mark.parametrize("is_spoiled", [False, True])
+def test_who_is_not_in_a_wrong_step_is_computed_again_too(is_spoiled: bool) -> None:
+    """A wrong replay may have written anybody's pages. One with a grammar sits out steps ahead of its own tokens."""
+    llm = opened(shadow_verify=1.0)
+    core = EngineCore(Scheduler(llm.limits), llm.executor, Grammars())
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    guided = dataclasses.replace(params, grammar=GrammarSpec("regex", "even"))
+    (outside,) = core.add(Request("outside", (40, 41, 42), guided))
+    (inside,) = core.add(Request("inside", (7, 9), params))
+    hit = list[int]()
+
+    def fault(executor: Executor, places: Places) -> None:
+        if len(outside.outputs) > 4 and outside.row not in [row for row, _ in places]:
+            hit.append(outside.row)
+            everybodys_values(executor, places)
+
+    for key in llm.executor.runners["decode"].captured if is_spoiled else ():
+        spoil(llm.executor, "decode", fault, kind=(key.size, key.values))
+    while not core.is_idle:
+        core.step()
+    assert bool(hit) == is_spoiled
+    llm = opened()
+    for one in (outside, inside):
+        alone = EngineCore(Scheduler(llm.limits), llm.executor, Grammars())
+        (wanted,) = alone.add(one.request)
+        while not alone.is_idle:
+            alone.step()
+        assert one.outputs == wanted.outputs, one.request.id
 
 
 def swap_rows(runner: Runner) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from phonograph import current
 from phonograph.cli.main import main
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.llm import LLM
+from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.interface import Hidden
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.statistics import engine_stats
 from phonograph.errors import PlanError, VerifyError
+from phonograph.graphs.phases.context import Stage
 from phonograph.graphs.progress import silent
 
 pytestmark = pytest.mark.slow
@@ -119,6 +124,31 @@ def test_the_command_shows_progress_and_keeps_it_out_of_its_table(capsys: pytest
         assert f"verifying {name}" in shown.err
     assert "verifying" not in shown.out
     assert "[####" not in shown.out
+
+
+def test_the_command_fails_where_a_pass_could_not_be_recorded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no recording has nothing to check, which is no reason to call it right."""
+    hidden = Decoder.hidden
+
+    def failing(self: Any, inputs: Any, queries: Any, *rest: Any, **named: Any) -> Hidden:
+        if current().stage is Stage.CAPTURING and current().phase == "prefill":
+            raise ZeroDivisionError("planted")
+        return hidden(self, inputs, queries, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "hidden", failing)
+    assert main(["verify", "--device", "emulated", *FLAGS]) == 1
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"^prefill: nothing is recorded, so nothing was checked: \d+ captures failed; the first: ", shown, re.M
+    )
+    assert "decode[seqs=2]" in shown
+
+
+def test_the_command_without_checks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--verify", "off", "--device", "emulated", *FLAGS]) == 2
+    assert "--verify off checks nothing" in capsys.readouterr().err
 
 
 def test_the_command_fails_where_nothing_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:

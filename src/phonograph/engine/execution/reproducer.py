@@ -98,7 +98,10 @@ class Reproducer:
         sizes = runner.phase.padded(int(self.content["size"]))
         keys = [key for key in runner.captured if _spelled(key.values) == self.content["axes"]]
         if not keys:
-            raise VerifyError(f"{self.source}: nothing is captured for {self.content['axes']} of {self.phase}.")
+            raise VerifyError(
+                f"{self.source}: nothing is captured for {self.content['axes']} of {self.phase}. "
+                "Use --device emulated, or a GPU, and record that pass."
+            )
         sample = runner.phase.sample_for(keys[0], Extent(sizes, sizes), 0).batch
         names = {field.name for field in dataclasses.fields(sample)}
         fields = {name: value for name, value in self.content["batch"].items() if name in names}
