@@ -27,6 +27,7 @@ from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.trust import shadow
 
 pytestmark = pytest.mark.slow
 
@@ -208,6 +209,78 @@ def test_a_repeat_of_spoiled_buffers_is_found(
     assert (generated(llm) == right) == (share == 1)
     assert num_repeats > 0, "a step that is checked is a repeat where it would be one without"
     assert ("(a repeat: the last batch was not loaded again)" in caplog.text) == (share == 1)
+
+
+def test_the_reproducer_of_a_repeat_is_run_as_one(tmp_path: Path) -> None:
+    repeat = Runner.repeat
+
+    def spoiled(runner: Runner) -> Any:
+        swap_rows(runner)
+        return repeat(runner)
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(Runner, "repeat", spoiled)
+        generated(opened(shadow_verify=1.0, shadow_dir=tmp_path, shadow_tokens=True))
+        kept = sorted(tmp_path.glob("decode-*.pt"))
+        assert kept
+        assert all(torch.load(one, weights_only=True)["is_repeat"] for one in kept)
+        reproduced = [again(opened().executor, one) for one in kept]
+        assert any(one.mismatch is not None and one.mismatch.is_repeat for one in reproduced), list(
+            map(str, reproduced)
+        )
+    found = again(opened().executor, kept[0])
+    assert found.mismatch is None
+    assert "(it was a repeat, of buffers that may have been overwritten" in str(found)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+@pytest.mark.parametrize("place", ["read", "run_eagerly", "parts"])
+def test_a_check_without_memory_harms_nobody_and_is_said(
+    place: str, error: type[Exception], right: list[list[int]], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    llm = opened(shadow_verify=1.0)
+    owner: Any = {"read": shadow.StatePart, "run_eagerly": shadow, "parts": Runner}[place]
+    usual, count, every = getattr(owner, place), 0, 101 if place == "read" else 7
+
+    def failing(*args: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count % every == 3:
+            raise error("planted")
+        return usual(*args, **named)
+
+    monkeypatch.setattr(owner, place, failing)
+    assert generated(llm) == right
+    assert llm.executor.shadow is not None
+    assert llm.executor.shadow.num_wrong == 0
+    replays = sum(runner.stats.replays.total() for runner in llm.executor.runners.values())
+    assert 0 < llm.executor.shadow.num_checked < replays, "what was not checked does not count"
+    assert caplog.text.count("there is no memory for a second run") == 1
+    assert "one by one" not in caplog.text
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_an_eager_run_that_raises_where_the_replay_did_not_is_a_difference(
+    share: float, right: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its sequences would be tried one by one, and replays that nobody looks at would serve them."""
+    llm, usual, count = opened(shadow_verify=share), shadow.run_eagerly, 0
+
+    def failing(*args: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise IndexError("index 77 is out of range")
+        return usual(*args, **named)
+
+    monkeypatch.setattr(shadow, "run_eagerly", failing)
+    assert generated(llm) == right
+    assert llm.executor.shadow is not None
+    assert llm.executor.shadow.num_wrong == 1
+    assert "the eager run raises IndexError" in caplog.text
+    assert "77" not in caplog.text, "a message may hold a token"
+    assert "one by one" not in caplog.text
 
 
 def test_a_step_that_is_repeated_by_mistake_is_found(right: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ _KINDS: Mapping[str, type] = {
     "phase": str,
     "size": int,
     "axes": list,
+    "is_repeat": bool,
     "batch": dict,
     "rows": torch.Tensor,
     "columns": dict,
@@ -77,6 +78,11 @@ class Reproducer:
     def lacks_cache(self) -> bool:
         """Whether keys and values were left out, since token ids were not allowed: the batch runs on noise then."""
         return bool(len(self.content["pages"])) and not any(one.shape[1] for one in self.content["cache"])
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the wrong replay was of buffers as they were, which are not in the file."""
+        return bool(self.content["is_repeat"])
 
     def check_model(self, config: ModelConfig) -> None:
         """Refuse another model's."""

@@ -117,6 +117,7 @@ class Reproducers:
             "size": mismatch.key.size,
             "axes": [list(pair) for pair in mismatch.key.values],
             "detail": told(mismatch, with_tokens=self._with_tokens),
+            "is_repeat": mismatch.is_repeat,
             "with_tokens": self._with_tokens,
             "batch": batch,
             "rows": rows.cpu(),

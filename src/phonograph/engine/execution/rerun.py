@@ -84,7 +84,12 @@ def rerun(executor: Executor, found: Reproducer) -> Rerun:
     with found.placed(executor.state):
         state = Shadow(Shadowing(0), executor.state).state(*chosen.written(batch))
         ran = _ran(executor, found, runner, batch, decision.key, state)
+    if ran.mismatch is None and found.is_repeat and runner.can_repeat:
+        with found.placed(executor.state):
+            ran = Rerun(shadowed(runner, batch, state, repeats=True)[1])
     served_by = _served_by(found, decision.key) + _on_noise(found)
+    if found.is_repeat and ran.mismatch is None:
+        served_by += " (it was a repeat, of buffers that may have been overwritten: what they held is not in the file)"
     return replace(ran, served_by=served_by, other_weights=found.other_weights(executor.state))
 
 
