@@ -113,7 +113,7 @@ class Executor:
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
         self._order = StepOrder()
-        self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config)
+        self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config, model.weights)
         if shadow is not None:
             expect_exact(self.runners)
         self.shadow = Shadow(shadow, self.state) if shadow is not None else None

@@ -14,6 +14,7 @@ from phonograph.errors import DeclarationError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.phases.axes import weaker_products
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.python_state import PythonState
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.checks import Checks, told
@@ -35,6 +36,7 @@ def verify(
     seed: int = 0,
     tolerance: float | None = None,
     state: Sequence[torch.Tensor] = (),
+    progress: Progress = silent,
 ) -> VerifyReport:
     """Check every recording of a runner on random valid batches.
 
@@ -64,13 +66,15 @@ def verify(
     if not runner.captured:
         return trials.report(checks, 0.0)
     with torch.no_grad(), runner.pool.using(f"verifying {runner.phase.name}"), untouched(runner):
-        for key in runner.captured:
+        for done, key in enumerate(runner.captured, 1):
             found: list[Check] = []
             for index, sizes in enumerate(_sizes_to_try(runner, key, batches)):
+                progress(_doing(runner, [*checks, *found]), done - 1, len(runner.captured))
                 found += trials.checks(key, sizes, index)
             if all(check.passed for check in found):
                 found += trials.further(key, _used_sizes(runner, key, batches))
             checks += found
+            progress(_doing(runner, checks), done, len(runner.captured))
     checks += _stale(runner)
     return trials.report(checks, time.perf_counter() - begun)
 
@@ -193,6 +197,12 @@ class _Trials:
                 "that live rows may read"
             )
             self._notes[note] = None
+
+
+def _doing(runner: Runner, checks: Sequence[Check]) -> str:
+    """What is being done, and how it goes: a failing check takes many runs."""
+    num_failed = sum(not check.passed for check in checks)
+    return f"verifying {runner.phase.name}{f', {num_failed} failed' if num_failed else ''}"
 
 
 def _stale(runner: Runner) -> Iterator[Check]:
