@@ -1,7 +1,9 @@
-"""One engine of a shape, measured whole: start, steady decode, prompts end to end, W1. For two trees in one hold.
+"""One engine of a shape, measured whole: start, steady decode, prompts, W1. For two trees or backends in one hold.
 
 Run: PYTHONPATH=TREE/src python bench/one_engine.py LABEL [--shape qwen3-8b] [--options '{"verify": "off"}']
-Prints a line of JSON. Run it once before, so that kernels are compiled and tuned.
+     [--plan decode.backend=tc_piecewise tc_compiler=inductor] [--device cuda] [--quick] [--start-only]
+Prints a line of JSON. Run it once before, so that kernels are compiled and tuned. `--quick` shows in seconds that it
+runs, also on the emulated device.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,14 +25,33 @@ from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.planning.settings import ask
+from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
 
 
-def decoded(llm: LLM, prompts: Prompts, num_seqs: int) -> dict[str, float]:
-    """Milliseconds of steady steps after prompts of 440 tokens."""
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    decodes: tuple[int, ...] = (1, 32, 128)
+    prompt: int = 440
+    steps: int = 100
+    host_steps: int = 20
+    cases: tuple[tuple[int, int], ...] = ((1, 128), (8, 128), (1, 2048))
+    """Requests, and the tokens that they have together."""
+    rounds: int = 40
+    w1_runs: int = 3
+
+
+QUICK = Sizes(decodes=(1, 3), prompt=9, steps=4, host_steps=2, cases=((1, 8), (3, 8), (1, 24)), rounds=2, w1_runs=1)
+
+
+def decoded(llm: LLM, prompts: Prompts, num_seqs: int, sizes: Sizes) -> dict[str, float]:
+    """Milliseconds of steady steps."""
     driver = EngineDriver(llm)
-    driver.seat([prompts.one(440) for _ in range(num_seqs)], 170)
-    driver.steady(10)
-    times, host = driver.steady(100), driver.host_alone(20)
+    warm_ups = sizes.steps // 10
+    driver.seat([prompts.one(sizes.prompt) for _ in range(num_seqs)], sizes.steps + warm_ups + 3 * sizes.host_steps)
+    driver.steady(warm_ups)
+    times, host = driver.steady(sizes.steps), driver.host_alone(sizes.host_steps)
     driver.drain()
     return {
         "device_ms": statistics.median(one.device for one in times) * 1e3,
@@ -38,24 +60,52 @@ def decoded(llm: LLM, prompts: Prompts, num_seqs: int) -> dict[str, float]:
     }
 
 
-def end_to_end(llm: LLM, prompts: Prompts, num_requests: int, num_tokens: int) -> float:
-    """Milliseconds of requests for one token to an idle engine."""
-    times = []
-    for _ in range(41):
+def prefilled(llm: LLM, prompts: Prompts, num_requests: int, num_tokens: int, sizes: Sizes) -> dict[str, float]:
+    """Milliseconds of steps that follow each other, and of requests for one token to an idle engine."""
+    groups = [list(prompts.many(num_requests, num_tokens)) for _ in range(sizes.rounds + 3)]
+    steps = EngineDriver(llm).one_each(groups)[2:]
+    whole = []
+    for _ in range(sizes.rounds + 1):
         group = list(prompts.many(num_requests, num_tokens))
         begin = time.perf_counter()
         llm.generate(group, greedy(1))
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:]) * 1e3
+        whole.append(time.perf_counter() - begin)
+    return {
+        "device_ms": statistics.median(one.device for one in steps) * 1e3,
+        "end_to_end_ms": statistics.median(whole[1:]) * 1e3,
+    }
 
 
-def throughput(llm: LLM, vocab: int) -> list[float]:
-    """Tokens a second of three runs of W1."""
+def throughput(llm: LLM, prompts: Prompts, vocab: int, sizes: Sizes) -> list[float]:
+    """Tokens a second of runs of W1."""
     batch, found = w1(ids=min(MOST_ID, vocab)), []
-    for _ in range(3):
+    asked, new_tokens = list(batch.prompts), batch.new_tokens
+    if sizes is QUICK:
+        asked, new_tokens = [prompts.one(length) for length in (3, 9, 20)], 4
+    for _ in range(sizes.w1_runs):
         begin = time.perf_counter()
-        done = llm.generate(list(batch.prompts), greedy(batch.new_tokens))
+        done = llm.generate(asked, greedy(new_tokens))
         found.append(sum(len(one.tokens) for one in done) / (time.perf_counter() - begin))
+    return found
+
+
+def started(llm: LLM) -> dict[str, Any]:
+    """What the start took, by phase."""
+    found: dict[str, Any] = {
+        "capture_s": sum(report.seconds for report in llm.reports),
+        "warm_up_s": sum(report.warm_seconds for report in llm.reports),
+        "graph_bytes": sum(row.num_bytes for report in llm.reports for row in report.rows),
+        "num_recordings": sum(row.error is None for report in llm.reports for row in report.rows),
+        "failures": [str(row.error) for report in llm.reports for row in report.failures],
+        "verify_s": {name: report.seconds for name, report in llm.verified.items()},
+        "backends": {name: runner.backend.name for name, runner in llm.executor.runners.items()},
+    }
+    for name, runner in llm.executor.runners.items():
+        backend = runner.backend
+        if isinstance(backend, TcPiecewiseBackend):
+            found.setdefault("trace_s", {})[name] = backend.seconds - backend.compile_seconds
+            found.setdefault("compile_s", {})[name] = backend.compile_seconds
+            found.setdefault("notes", {})[name] = list(backend.notes)
     return found
 
 
@@ -64,31 +114,37 @@ def main() -> None:
     parser.add_argument("label")
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--options", type=json.loads, default={}, help="engine options as JSON")
+    parser.add_argument("--plan", nargs="*", default=[], help="settings of the plan: decode.backend=full …")
     parser.add_argument("--guard", help="refuse, report or off")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--start-only", action="store_true")
     args = parser.parse_args()
-    config = SHAPES[args.shape]
-    asked = [ask("guard", args.guard, origin="--guard")] if args.guard else ()
-    torch.zeros(1, device="cuda")
+    config, sizes = SHAPES[args.shape], QUICK if args.quick else Sizes()
+    asked = [ask("guard", args.guard, origin="--guard")] if args.guard else []
+    asked += [ask(*setting.split("=", 1), origin="--plan") for setting in args.plan]
+    if args.device == "cuda":
+        torch.zeros(1, device="cuda")
     begin = time.time()
     options = EngineOptions(prefix_cache=False, **args.options)
-    llm = LLM(RandomCheckpoint(config), device="cuda", options=options, asked=asked)
+    llm = LLM(RandomCheckpoint(config), device=args.device, options=options, asked=asked)
     llm.device.synchronize()
     found: dict[str, Any] = {
         "label": args.label,
+        "shape": args.shape,
         "options": args.options,
+        "plan": args.plan,
         "guard": args.guard,
         "open_s": time.time() - begin,
-        "capture_s": sum(report.seconds for report in llm.reports),
-        "warm_up_s": sum(report.warm_seconds for report in llm.reports),
-        "verify_s": {name: report.seconds for name, report in llm.verified.items()},
+        **started(llm),
     }
     prompts = Prompts(config.vocab)
     if not args.start_only:
-        found["decode"] = {count: decoded(llm, prompts, count) for count in (1, 32, 128)}
-        cases = ((1, 128), (8, 128), (1, 2048))
-        found["end_to_end_ms"] = {f"{n} of {tokens}": end_to_end(llm, prompts, n, tokens) for n, tokens in cases}
-        found["w1_tokens_s"] = throughput(llm, config.vocab)
+        found["decode"] = {count: decoded(llm, prompts, count, sizes) for count in sizes.decodes}
+        cases = sizes.cases
+        found["prefill"] = {f"{n} of {tokens}": prefilled(llm, prompts, n, tokens, sizes) for n, tokens in cases}
+        found["w1_tokens_s"] = throughput(llm, prompts, config.vocab, sizes)
+        found["eager_steps"] = {name: one.stats.eager.total() for name, one in llm.executor.runners.items()}
     print(json.dumps(found))
 
 

@@ -19,7 +19,7 @@ from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoin
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from phonograph.engine.process.async_llm import Health
+from phonograph.engine.process.health import Health
 from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats
 from phonograph.engine.requests.request import FinishReason
 from phonograph.graphs.phases.buckets import Buckets

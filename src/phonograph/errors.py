@@ -71,6 +71,11 @@ class PlanError(PhonographError, ValueError):
 class CoverageError(PhonographError, RuntimeError):
     """Strict mode: a batch has no graph."""
 
+    def __init__(self, problem: str, *, reason: str = "") -> None:
+        self.reason = reason
+        """Why a step would be eager, as it is counted; empty for what is found before the first call."""
+        super().__init__(problem)
+
 
 class StepOrderError(PhonographError, RuntimeError):
     """A step, or what was launched for it, comes twice or out of its order."""

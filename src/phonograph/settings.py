@@ -13,11 +13,16 @@ def cache_folder() -> Path:
     return (Path(named) if named else Path.home() / ".cache") / "phonograph"
 
 
-def use_compile_cache(torch_version: str) -> Path:
+def use_compile_cache(torch_version: str, torchs_own: str) -> Path:
     """Have torch's compiler keep what it compiles in our folder, one for each version of torch; a folder that the
-    user's own variable names prevails. What lies there is found by its content: ops, options and chip."""
-    folder = cache_folder() / "compiled" / f"torch-{torch_version}"
-    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)))
+    user's own variable names prevails.
+
+    `torchs_own` is what torch itself sets where nobody did: a temporary folder, which the next start may not find.
+    """
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", torchs_own) == torchs_own:
+        folder = cache_folder() / "compiled" / f"torch-{torch_version}"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
 def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:

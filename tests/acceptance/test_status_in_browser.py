@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from browsers import Tab, open_browser
-from phonograph.engine.process.async_llm import Health
+from phonograph.engine.process.health import Health
 from statuses import Busy, app, serving
 
 CONTRAST = """() => {

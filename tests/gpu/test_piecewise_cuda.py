@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from phonograph import LLM, Buckets, Pad, Replay, SamplingParams, Slot, graph_break, graphed
+from phonograph import (
+    LLM,
+    Buckets,
+    Extent,
+    Pad,
+    Replay,
+    SamplingParams,
+    Slot,
+    Stage,
+    current,
+    graph_break,
+    graphed,
+    opaque,
+)
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
@@ -24,6 +39,13 @@ def host_side(q: torch.Tensor, rows: torch.Tensor, cache: torch.Tensor) -> torch
     """Writes state and reads from the host: no graph could hold it."""
     cache[rows] = q
     return cache[rows] * (1.0 + 0.0 * q.sum().item())
+
+
+def other_rows(extent: Extent, seed: int) -> dict[str, torch.Tensor]:
+    """Two rows that write one place would be in no order."""
+    num, numbers = extent.used["seqs"], torch.Generator().manual_seed(seed)
+    rows = torch.randperm(64, generator=numbers)[:num] + 1
+    return {"x": torch.randn(num, 512, generator=numbers).cuda(), "rows": rows.cuda()}
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
@@ -47,6 +69,7 @@ def test_one_program_serves_all_buckets(compiler: str) -> None:
         backend="tc_piecewise",
         tc_compiler=compiler,
         device="cuda",
+        sample=other_rows,
     )
     report = run.capture(silent, verify=True)
     assert not report.failures, report
@@ -72,3 +95,134 @@ def test_the_engine_gives_the_tokens_of_the_other_backends(compiler: str) -> Non
     found, wanted = (one.generate(PROMPTS, GREEDY) for one in (llm, made("full")))
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
     assert all(runner.stats.eager.total() == 0 for runner in llm.executor.runners.values())
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_code_may_ask_torch_whether_it_is_compiled_or_captured(compiler: str, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+
+    def note(where: str) -> None:
+        answers = torch.compiler.is_compiling(), torch.cuda.is_current_stream_capturing()
+        with seen.open("a") as file:
+            file.write(f"{where} {current().stage.value} {answers[0]} {answers[1]}\n")
+
+    def recorded(q: torch.Tensor) -> torch.Tensor:
+        note("recorded")
+        return q + 0
+
+    @graph_break(fake=torch.empty_like)
+    def gap(q: torch.Tensor) -> torch.Tensor:
+        note("gap")
+        return q + 0
+
+    kernel = opaque(recorded, fake=torch.empty_like)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            assert current().stage is Stage.COMPILING
+            assert not torch.cuda.is_current_stream_capturing()
+        return gap(kernel(x) * 2) + 1
+
+    slots = [Slot("x", ("seqs", 4), torch.float32)]
+    sizes = Buckets.of(2, 4)
+    run = graphed(
+        body,
+        slots=slots,
+        bucketed="seqs",
+        buckets=sizes,
+        backend="tc_piecewise",
+        tc_compiler=compiler,
+        device="cuda",
+        facts="off",
+        guard="off",
+    )
+    assert not run.capture(silent).failures
+    run(x=torch.zeros(2, 4, device="cuda"))
+    run(x=torch.zeros(9, 4, device="cuda"))
+    found = set(seen.read_text().splitlines())
+    assert {"recorded warming False False", "recorded capturing False True", "recorded eager False False"} <= found
+    assert {line for line in found if line.startswith("gap")} == {
+        f"gap {stage} False False" for stage in ("warming", "capturing", "replaying", "eager")
+    }
+
+
+def test_a_compiled_body_is_recorded_whole_and_compiles_nothing_in_the_capture() -> None:
+    slots = [Slot("x", ("seqs", 64), torch.float32)]
+    weight = torch.randn(64, 64, device="cuda") / 8
+    compiled = torch.compile(lambda x: torch.nn.functional.silu(x @ weight) * 2, dynamic=True)
+    run = graphed(
+        lambda x: compiled(x) + 1, slots=slots, bucketed="seqs", buckets=Buckets.of(2, 8), backend="full", device="cuda"
+    )
+    assert not run.capture(silent).failures
+    x = torch.randn(5, 64, device="cuda")
+    torch.testing.assert_close(run(x=x), compiled(x) + 1, rtol=1e-4, atol=1e-4)
+    assert isinstance(run.runner.last, Replay)
+
+    fixed = torch.compile(lambda x: torch.relu(x) * 2, dynamic=False)
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        return fixed(x.t().contiguous().t() if current().stage is Stage.CAPTURING else x)
+
+    refused = graphed(
+        late, slots=slots, bucketed="seqs", buckets=[8], backend="full", device="cuda", guard="off", facts="off"
+    )
+    assert "in the middle of a capture" in str(refused.capture(silent).failures[0].error)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_no_piece_copies_the_cache(compiler: str) -> None:
+    options = EngineOptions(max_seqs=4, max_tokens=32, max_len=96, dtype=torch.bfloat16, cache_tokens=2_000_000)
+    asked = [ask(f"{phase}.backend", "tc_piecewise", origin="test") for phase in ("decode", "prefill")]
+    asked.append(ask("tc_compiler", compiler, origin="test"))
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="cuda", options=options, asked=asked)
+    least = min(min(kept.keys.nbytes, kept.values.nbytes) for kept, _ in llm.executor.cache.places)
+    assert least > 100e6
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for runner in llm.executor.runners.values():
+        runner.capture(silent)
+    llm.generate(PROMPTS, GREEDY)
+    torch.cuda.synchronize()
+    grown = torch.cuda.max_memory_allocated() - before
+    assert grown < least / 2, f"{grown:,} bytes, the smallest part of the cache has {least:,}"
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("pools", [False, True])
+def test_an_inner_module_in_bfloat16(compiler: str, pools: bool) -> None:
+    class Model(torch.nn.Module):
+        """A causal LM or a pooling model: its outer forward reads from the host and looks at the live batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(512, 256), torch.nn.Linear(256, 512)
+            layers = [torch.nn.Linear(256, 256), torch.nn.SiLU(), torch.nn.LayerNorm(256)]
+            self.layers = torch.nn.Sequential(*layers * 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            assert ids.tolist()
+            hidden: torch.Tensor = self.layers(self.embed(ids))
+            return torch.nn.functional.normalize(hidden.mean(0), dim=0) if pools else self.head(hidden).softmax(-1)
+
+    torch.manual_seed(3)
+    model = Model().to("cuda", torch.bfloat16).eval()
+    slots = [Slot("input", ("tokens", 256), torch.bfloat16)]
+    run = graphed(
+        model.layers,
+        slots=slots,
+        bucketed="tokens",
+        buckets=Buckets.of(4, 16, 64),
+        backend="tc_piecewise",
+        tc_compiler=compiler,
+        device="cuda",
+    )
+    assert not run.capture(silent, verify=True).failures
+    for num in (1, 7, 64):
+        ids = torch.randint(0, 512, (num,), device="cuda")
+        with torch.no_grad():
+            wanted = model(ids)
+            with run.installed():
+                found = model(ids)
+        assert isinstance(run.runner.last, Replay)
+        assert float((found - wanted).abs().max()) <= 1e-2

@@ -20,6 +20,7 @@ from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.process.client import Restarts
 from phonograph.engine.process.generation import Generation
+from phonograph.engine.process.health import Health
 from phonograph.engine.process.messages import IntegrityReport
 from phonograph.engine.requests.request import FinishReason, SamplingParams
 from server.notes import Notes
@@ -322,7 +323,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(offline: list[list[i
         assert await drained
         assert await running == offline
         # A time that is too short leaves the rest to `stop`.
-        llm.health = type(llm.health)("ready")
+        llm._health = Health("ready")
         late = llm.submit([PROMPTS[0]], LONG)
         assert not await llm.drain(0)
         await llm.stop()

@@ -154,7 +154,7 @@ def test_the_engine_states_coverage_in_its_log_its_stats_and_explain(caplog: pyt
 def test_strict_refuses_a_gap_at_start_up_by_name() -> None:
     with pytest.raises(CoverageError, match="strict: decode has no graph for some batches") as error:
         engine(STRICT, NARROW)
-    assert "3 to 4 of the plain product run eagerly, too large" in str(error.value)
+    assert "3 to 4 of the plain product are refused, too large" in str(error.value)
     llm = engine(STRICT)
     assert [one.finish for one in llm.generate([[5, 9, 3]], GREEDY)] == [FinishReason.LENGTH]
 
@@ -170,13 +170,34 @@ def test_strict_makes_an_eager_step_the_failure_of_its_request() -> None:
     assert "planted" in done.error
 
 
+def test_strict_fails_a_batch_of_a_wrong_recording_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """One by one its sequences would fit another recording: so many passes a step, and nobody would know."""
+    llm = engine(STRICT)
+    runner = llm.executor.runners["decode"]
+    for key in [key for key in runner.captured if key.size > 1]:
+        runner.mistrust(key, "planted")
+    done = llm.generate([[5, 9, 3], [7, 1], [4]], GREEDY)
+    assert [one.finish for one in done] == [FinishReason.ERROR] * 3
+    assert all("strict: decode has no graph for this batch" in one.error for one in done)
+    assert "one by one" not in caplog.text
+    assert "fails: strict" in caplog.text
+    llm.core.scheduler.integrity()
+    assert llm.core.is_idle
+    (alone,) = llm.generate([[5, 9, 3]], GREEDY)
+    assert alone.finish is FinishReason.LENGTH, "who fits a recording that is right is served"
+    assert alone.tokens == engine().generate([[5, 9, 3]], GREEDY)[0].tokens
+    assert runner.stats.eager.total() == 0
+    assert "refused since then" in llm.explain()
+    assert "are refused, mistrusted" in llm.explain()
+
+
 def test_a_recording_that_is_given_back_is_no_longer_covered() -> None:
     llm = engine()
     runner = llm.executor.runners["decode"]
     runner.mistrust(next(key for key in runner.captured if key.size == 4 and not key.values), "planted")
     stats = {phase.name: phase.coverage for phase in engine_stats(llm.core).phases}
     assert stats["decode"] is not None
-    assert "mistrusted" in stats["decode"].gaps[0]
+    assert "run eagerly, mistrusted" in stats["decode"].gaps[0]
     assert "mistrusted" in llm.explain()
 
 

@@ -296,7 +296,8 @@ class TestAliases:
         assert got.ignored == PIECEWISE_RULES
         assert got.warnings[0] == (
             "--enforce-piecewise-cuda-graph is deprecated; use --prefill-graph-backend tc_piecewise --ignore-rule "
-            "tc-debug --ignore-rule tc-deterministic --ignore-rule tc-untraceable"
+            "tc-architecture --ignore-rule tc-debug --ignore-rule tc-deterministic --ignore-rule tc-packed-weights "
+            "--ignore-rule tc-untraceable"
         )
         assert any("rule 'tc-debug' is ignored" in text and "prefill.backend" in text for text in got.warnings)
         assert set(PIECEWISE_RULES) <= {rule.name for rule in RULES if rule.ignorable}

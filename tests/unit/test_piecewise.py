@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import compiled_child
 from phonograph import (
     Buckets,
     CaptureError,
@@ -37,15 +41,18 @@ from phonograph import (
     graphed,
     opaque,
 )
-from phonograph.devices import EmulatedDevice
+from phonograph.devices import EmulatedDevice, capturing
+from phonograph.devices.capturing import said_to_capture
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.rules import DeviceFacts
-from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, ask
+from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, Measured, ask
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.backends import BACKENDS, BackendOptions
+from phonograph.graphs.recording.backends.compilers import computation_of
 from phonograph.graphs.recording.backends.tc_piecewise import MAX_PROGRAMS, TcPiecewiseBackend
+from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.running.runner_options import facts_of
-from phonograph.settings import use_compile_cache
+from phonograph.settings import environment, use_compile_cache
 
 SLOTS = [Slot("x", ("seqs", 4), torch.float32)]
 SIZES = (1, 2, 4, 8)
@@ -115,6 +122,65 @@ def test_outputs_equal_eager_in_every_bucket_after_one_compilation() -> None:
     check_all(run, model)
     assert "compiled by eager" in run.explain()
     assert "1 programs of 2 pieces, cut at 3 breaks" in run.explain()
+
+
+def test_layers_that_compute_the_same_are_compiled_once() -> None:
+    weights = [torch.randn(4, 4) for _ in range(5)]
+    scales = [1.0, 1.0, 2.0, 1.0, 1.0]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        for weight, scale in zip(weights, scales, strict=True):
+            x = scaled_by_sum(torch.tanh(x @ weight) * scale + x)
+        return x
+
+    run = pieced(body)
+    assert not run.capture(verify=True).failures
+    check_all(run, body)
+    assert "1 programs of 5 pieces, cut at 5 breaks; 2 pieces differ" in run.explain()
+
+
+def test_a_piece_is_told_from_others_by_all_that_a_compiler_builds_upon() -> None:
+    def computed(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+        found: list[Any] = []
+
+        def backend(module: Any, examples: Any) -> Any:
+            for node, value in zip(module.graph.nodes, examples, strict=False):
+                node.meta["example_value"] = value
+            found.append(computation_of(module))
+            return module.forward
+
+        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*inputs)
+        return found[0]
+
+    x, y = torch.ones(4, 4), torch.ones(4, 4)
+    assert computed(lambda a, b: a @ b, x, y) == computed(lambda c, d: c @ d, y, x)
+    different = [
+        computed(lambda a, b: a @ b, x, y),
+        computed(lambda a, b: a + b, x, y),
+        computed(lambda a, b: a @ b * 2, x, y),
+        computed(lambda a, b: a @ b * 2.0, x, y),
+        computed(lambda a, b: a @ b, x.double(), y.double()),
+        computed(lambda a, b: a @ b, x, y.t().contiguous().t()),
+        computed(lambda a, b: a @ b, torch.ones(2, 4), y),
+        computed(lambda a, b: a @ b, x, torch.ones(5, 4)[1:]),
+        computed(lambda a, b: a @ b.view(4, 4), x, x[:]),
+    ]
+    assert len(set(different)) == len(different)
+
+
+def test_progress_is_told_while_parts_are_compiled() -> None:
+    told: list[tuple[str, int, int]] = []
+    run = pieced(Layers().eval())
+    run.capture(lambda *now: told.append(now))
+    phase = run.runner.phase.name
+    doing = [name for name, _, _ in told]
+    assert [one for one in told if one[0] == f"compiling {phase}: parts"][-1][1:] == (7, 7)
+    assert [name for name in doing if name.startswith(f"compiling {phase}[")] == [
+        f"compiling {phase}[seqs={size}]" for size in reversed(SIZES)
+    ]
+    last = max(index for index, name in enumerate(doing) if name.startswith("compiling"))
+    assert last < min(index for index, name in enumerate(doing) if name.startswith("capturing"))
+    assert last < min(index for index, name in enumerate(doing) if name.startswith("warming"))
 
 
 def test_replays_enter_neither_the_body_nor_the_compiler(tmp_path: Path) -> None:
@@ -296,6 +362,96 @@ def test_current_and_torch_tell_compiling_from_capturing(tmp_path: Path) -> None
     run(x=torch.zeros(9, 4))
     stages = {*seen.read_text().splitlines()}
     assert stages == {"warming False", "capturing False", "replaying False", "eager False"}
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable", "tc_piecewise"])
+def test_compiling_and_capturing_are_two_questions_with_right_answers_in_every_stage(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of our own `current()` and of torch: (stage, is a trace looking, is a capture going on)."""
+    monkeypatch.setattr(capturing, "_ask_driver", lambda: False)  # a CPU has no driver that knows
+    monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+    seen = tmp_path / "seen"  # Python values that trial runs change are put back
+
+    def note(where: str) -> None:
+        answers = torch.compiler.is_compiling(), torch.cuda.is_current_stream_capturing()
+        with seen.open("a") as file:
+            file.write(f"{where} {current().stage.value} {answers[0]} {answers[1]}\n")
+
+    def recorded(q: torch.Tensor) -> torch.Tensor:
+        note("recorded")
+        return q + 0
+
+    @graph_break(fake=like)
+    def gap(q: torch.Tensor) -> torch.Tensor:
+        note("gap")
+        return q + 0
+
+    kernel = opaque(recorded, fake=like)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            assert current().stage is Stage.COMPILING
+            assert not torch.cuda.is_current_stream_capturing()
+        return gap(kernel(x)) if backend != "full" else kernel(x)
+
+    run = pieced(body, facts="off", guard="off", buckets=Buckets.of(2, 4), backend=backend)
+    assert not run.capture().failures
+    run(x=torch.zeros(2, 4))
+    run(x=torch.zeros(9, 4))
+    assert run.stats.replays.total() == 1
+    found = set(seen.read_text().splitlines())
+    wanted = {
+        "recorded warming False False",  # a free run
+        "recorded warming False True",  # a rehearsal runs what a capture will
+        "recorded capturing False True",
+        "recorded eager False False",
+    }
+    gaps = {f"gap {stage} False False" for stage in ("warming", "capturing", "replaying", "eager")}
+    assert found == wanted | (gaps if backend != "full" else set())
+
+
+def test_a_compiled_body_is_recorded_by_every_backend() -> None:
+    compiled = torch.compile(lambda x: torch.relu(x) * 2, backend="eager")
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return scaled_by_sum(compiled(x)) + 1 if broken else compiled(x) + 1
+
+    for backend in ("full", "breakable", "tc_piecewise"):
+        broken = backend != "full"
+        run = pieced(body, backend=backend)
+        assert not run.capture(verify=True).failures
+        check_all(run, body)
+
+
+def test_compilers_may_put_the_random_numbers_back_where_others_may_not_set_them() -> None:
+    compiled = torch.compile(lambda x: torch.relu(x) * 2, backend="eager")
+    with said_to_capture():
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+        with pytest.raises(CaptureError, match="sets the random numbers"):
+            torch.set_rng_state(torch.get_rng_state())
+
+
+def test_a_capture_refuses_to_compile() -> None:
+    compiled = torch.compile(lambda x: torch.relu(x) * 2, backend="eager", dynamic=False)
+    compiled(torch.zeros(2))
+    with refusing_compilations():
+        compiled(torch.ones(2))
+    said = r"in the middle of a capture \(test_piecewise.py:\d+, in .*dynamic=True"
+    with pytest.raises(CaptureError, match=said), refusing_compilations():
+        compiled(torch.ones(3))
+
+    def failing() -> None:
+        compiled(torch.ones(4))
+        raise RuntimeError("what a device says when a kernel was tuned in a capture")
+
+    with pytest.raises(CaptureError, match="in the middle of a capture"), refusing_compilations():
+        failing()
+    with pytest.raises(ZeroDivisionError), refusing_compilations():
+        raise ZeroDivisionError
+    with refusing_compilations():
+        torch._dynamo.reset()
+    compiled(torch.ones(5))
 
 
 def test_grad_is_off_whatever_the_body_says() -> None:
@@ -521,7 +677,6 @@ def test_a_failed_trace_leaves_nothing_behind() -> None:
 PHASES = [KNOWN_PHASES["decode"], KNOWN_PHASES["prefill"]]
 EVERYTHING = DeviceFacts("cuda", frozenset(BACKENDS), frozenset(BACKENDS))
 PIECES = ask("prefill.backend", "tc_piecewise", origin="here", level=Level.SWITCH)
-UNTRACEABLE = "weights are multiplied from packed blocks, which torch ops can't"
 
 
 def test_inductor_is_the_default_compiler_where_the_device_takes_it() -> None:
@@ -535,15 +690,28 @@ def test_inductor_is_the_default_compiler_where_the_device_takes_it() -> None:
         resolve([ask("ignore_rules", ["device-lacks-compiler"], origin="here")], only_eager, PHASES)
 
 
-def test_a_model_that_is_known_not_to_be_traceable_is_not_compiled() -> None:
-    facts = dataclasses.replace(EVERYTHING, untraceable=UNTRACEABLE)
-    with pytest.raises(PlanError, match=f"tc-untraceable.*{UNTRACEABLE}"):
+@pytest.mark.parametrize(
+    ("rule", "field", "why"),
+    [
+        ("tc-untraceable", "untraceable", "it is a script"),
+        ("tc-architecture", "known_failure", "its router reads from the host"),
+        ("tc-packed-weights", "packed_weights", "the C\\+\\+ kernels"),
+    ],
+)
+def test_what_is_known_to_fail_is_not_compiled(rule: str, field: str, why: str) -> None:
+    given: dict[str, Any] = {field: why.replace("\\", "")}
+    facts = dataclasses.replace(EVERYTHING, **given)
+    with pytest.raises(PlanError, match=f"'{rule}'.*{why}"):
         resolve([PIECES], facts, PHASES)
-    past = ask("ignore_rules", ["tc-untraceable"], origin="here")
+    past = ask("ignore_rules", [rule], origin="here")
     plan = resolve([PIECES, past], facts, PHASES)
     assert plan["prefill.backend"].value == "tc_piecewise"
-    assert "tc-untraceable" in plan.ignored
+    assert rule in plan.ignored
+    assert any(f"rule '{rule}' is ignored" in text for text in plan.warnings)
     assert resolve([], facts, PHASES)["prefill.backend"].value == "breakable"
+    everywhere = [Measured(f"{phase.name}.backend", "tc_piecewise", "it is fastest") for phase in PHASES]
+    kept = resolve([], facts, PHASES, measured=everywhere)
+    assert {kept[f"{phase.name}.backend"].value for phase in PHASES} == {"breakable"}
 
 
 def test_a_script_is_not_compiled() -> None:
@@ -599,6 +767,11 @@ def test_names_of_torch_that_are_not_public() -> None:
     with importlib.import_module("torch.compiler.config").patch(dynamic_sources="L['batch'].num"):
         pass
     assert torch.compiler.is_dynamo_compiling() is False
+    assert isinstance(importlib.import_module("torch._dynamo.variables.torch").constant_fold_functions, dict)
+    assert callable(importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir)
+    assert isinstance(dynamo.callback_handler.start_callbacks, list)
+    assert callable(dynamo.callback_handler.register_start_callback)
+    assert callable(dynamo.callback_handler.remove_start_callback)
 
 
 def test_an_inner_module_of_a_larger_model() -> None:
@@ -665,7 +838,29 @@ def test_compiled_code_is_kept_by_version_where_the_user_names_no_folder(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
-    assert use_compile_cache("2.13.0") == Path("mine")
+    assert use_compile_cache("2.13.0", "/tmp/torchs_own") == Path("mine")
+    ours = tmp_path / "phonograph" / "compiled" / "torch-2.13.0"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert use_compile_cache("2.13.0") == tmp_path / "phonograph" / "compiled" / "torch-2.13.0"
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "phonograph" / "compiled" / "torch-2.13.0")
+    assert use_compile_cache("2.13.0", "/tmp/torchs_own") == ours
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(ours)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchs_own")
+    assert use_compile_cache("2.13.0", "/tmp/torchs_own") == ours
+
+
+def test_the_next_start_compiles_nothing(tmp_path: Path) -> None:
+    def started() -> dict[str, Any]:
+        child = Path(compiled_child.__file__)
+        variables = environment({"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})
+        variables.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        done = subprocess.run([sys.executable, child], env=variables, capture_output=True, text=True, check=True)
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    cold, warm = started(), started()
+    assert Path(cold["folder"]) == tmp_path / "phonograph" / "compiled" / f"torch-{torch.__version__}"
+    assert (cold["num_pieces"], cold["num_compiled"]) == (4, 2)
+    assert cold["misses"] >= 2
+    assert cold["worst"] < 1e-5
+    assert warm["misses"] == 0
+    assert warm["hits"] >= 2
+    assert warm["worst"] < 1e-5

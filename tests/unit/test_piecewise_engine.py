@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph import LLM, EmulatedDevice, SamplingParams, verify
+from phonograph import LLM, EmulatedDevice, PlanError, SamplingParams, Slot, graphed, verify
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.models import decoder
+from phonograph.engine.execution.sizing import plan_for
+from phonograph.engine.models import decoder, registry
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.planning.settings import ask
+from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
 
 PROMPTS = [[5, 9, 200, 3], [7], list(range(20, 61)), [11] * 9, list(range(100, 117))]
@@ -21,8 +23,10 @@ DRAWN = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, top_p=0.9, seed
 DETAILED = SamplingParams(max_tokens=6, temperature=0.7, seed=5, presence_penalty=0.5, logprobs=3, ignore_eos=True)
 
 
-def make(**backends: str) -> LLM:
-    options = EngineOptions(max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32)
+def make(cache_tokens: int | None = None, **backends: str) -> LLM:
+    options = EngineOptions(
+        max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32, cache_tokens=cache_tokens
+    )
     asked = [ask(f"{phase}.backend", backend, origin="test") for phase, backend in backends.items()]
     return LLM(RandomCheckpoint(SHAPES["tiny"]), device=EmulatedDevice(poison=True), options=options, asked=asked)
 
@@ -84,10 +88,55 @@ def test_no_piece_sees_the_cache_or_the_tables(compiled: LLM) -> None:
     assert tables.length.shape == tables.last_token.shape
 
 
+def test_no_recording_has_a_copy_of_the_cache() -> None:
+    large = make(cache_tokens=40_000, decode="tc_piecewise", prefill="tc_piecewise")
+    least = min(min(kept.keys.nbytes, kept.values.nbytes) for kept, _ in large.executor.cache.places)
+    assert least > 5e6
+    for report in large.reports:
+        assert not report.failures
+        assert all(row.num_bytes < least / 2 for row in report.rows), report
+    # What a copy would look like.
+    cache = torch.zeros(least // 4)
+    slots = [Slot("x", ("seqs", 4), torch.float32)]
+
+    def copies(x: torch.Tensor) -> torch.Tensor:
+        return x + cache.index_add(0, torch.zeros(4, dtype=torch.int64), x[0])[:4]
+
+    run = graphed(
+        copies, slots=slots, bucketed="seqs", buckets=[2], backend="tc_piecewise", device=EmulatedDevice(), guard="off"
+    )
+    assert run.capture(silent).rows[0].num_bytes >= least
+
+
+def test_prefill_of_many_requests_rejects_none(compiled: LLM, eager: LLM) -> None:
+    prompts = [[(7 * row + place) % 200 for place in range(1 + row % 13)] for row in range(40)]
+    before = {name: runner.stats.eager.total() for name, runner in compiled.executor.runners.items()}
+    found, wanted = (llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0.0)) for llm in (compiled, eager))
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    assert all(one.finish is not None and not one.error for one in found)
+    assert before == {name: runner.stats.eager.total() for name, runner in compiled.executor.runners.items()}
+
+
 def test_the_recordings_are_right(compiled: LLM) -> None:
     for runner in compiled.executor.runners.values():
         report = verify(runner, batches=1)
         assert report.ok, report
+
+
+def test_an_architecture_that_is_known_to_fail_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.UNCOMPILED, SHAPES["tiny"].architecture, "its router reads from the host")
+    device, asked = EmulatedDevice(), [ask("prefill.backend", "tc_piecewise", origin="test")]
+    with pytest.raises(PlanError, match=r"'tc-architecture'.*its router reads from the host"):
+        plan_for(device, asked, on_cpu_by_default=False, architecture=SHAPES["tiny"].architecture)
+    assert plan_for(device, asked, on_cpu_by_default=False, architecture="other").is_recorded
+    with pytest.raises(PlanError, match="'tc-architecture'"):
+        make(prefill="tc_piecewise")
+
+
+def test_kernels_that_multiply_packed_weights_are_refused_by_name() -> None:
+    asked = [ask("decode.backend", "tc_piecewise", origin="test")]
+    with pytest.raises(PlanError, match=r"'tc-packed-weights'.*torch ops can't"):
+        plan_for(EmulatedDevice(), asked, EngineOptions(kernels="cpu"), on_cpu_by_default=False)
 
 
 def test_one_program_also_where_long_steps_are_cut(eager: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def written(folder: Path, *, with_tokens: bool) -> dict[str, Any]:
     batch = Batch(np.array([1, 2]), np.array([7, 8]), torch.tensor([9]), 3, 7)
     mismatch = Mismatch(ShapeKey("decode", "seqs", 2), "the output tokens", "differs")
     files = Reproducers(folder, with_tokens=with_tokens)
-    engine = EngineState(tables, (), SHAPES["tiny"])
+    engine = EngineState(tables, (), SHAPES["tiny"], ())
     assert "Reproducer: " in files.write(mismatch, batch, ("rows", "width"), engine, torch.tensor([1, 2]))
     (path,) = folder.iterdir()
     found: dict[str, Any] = torch.load(path, weights_only=True)

@@ -18,6 +18,8 @@ from phonograph import LLM, CheckpointError, EngineOptions, VerifyError, current
 from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution import reproducer_files
+from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.reproducer import Reproducer
 from phonograph.engine.execution.rerun import Rerun, rerun
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.decoder import Decoder
@@ -46,6 +48,10 @@ def opened(backend: str = "full", shape: Any = SHAPE, buckets: tuple[int, ...] =
     asked += [ask("decode.buckets", (4,), origin="test"), ask("prefill.buckets", buckets, origin="test")]
     made = EngineOptions(**(usual | {"dtype": torch.float32, "verify": "off"} | options))
     return LLM(RandomCheckpoint(shape), device="emulated", options=made, asked=asked)
+
+
+def again(executor: Executor, path: Path) -> Rerun:
+    return rerun(executor, Reproducer.read(path))
 
 
 def generated(llm: LLM) -> list[list[int]]:
@@ -117,14 +123,14 @@ def test_the_segment_of_a_fault_is_named(
     llm = opened(backend)
     before = {name: tensor.clone() for name, tensor in llm.executor.tables._tensors.items()}
     for phase, path in files.items():
-        found = rerun(llm.executor, path)
+        found = again(llm.executor, path)
         assert found.mismatch is not None
         assert segment_of(found) == layer + 1, phase
         assert found.recorded_again == (backend == "full" or phase == "decode")
         gap = "GapAttention.attend" if phase == "prefill" else "before_attention"
-        again = f"recorded again in {NUM_LAYERS + 1} segments: " if found.recorded_again else ""
+        recorded = f"recorded again in {NUM_LAYERS + 1} segments: " if found.recorded_again else ""
         said = str(found).splitlines()[1]
-        assert said.startswith(f"{again}segment {layer + 1} of {NUM_LAYERS + 1} is the first to differ, ")
+        assert said.startswith(f"{recorded}segment {layer + 1} of {NUM_LAYERS + 1} is the first to differ, ")
         assert (f"before gap {layer + 1} ({gap}, layer={layer}, " in said) == (layer < NUM_LAYERS)
         assert (f"after gap {layer} ({gap}, layer={layer - 1}, " in said) == (layer > 0)
         assert ("gaps.py:" if phase == "prefill" else "layer_marks.py:") in said
@@ -136,14 +142,14 @@ def test_the_segment_of_a_fault_is_named(
 def test_where_nothing_differs_it_says_so(files: dict[str, Path], backend: str) -> None:
     llm = opened(backend)
     for path in files.values():
-        found = rerun(llm.executor, path)
+        found = again(llm.executor, path)
         assert (found.mismatch, found.bisected) == (None, None)
         assert str(found).startswith("replay and eager give the same bits here (on noise: ")
 
 
 def test_a_recording_of_another_size_is_named(files: dict[str, Path]) -> None:
     llm = opened(buckets=(1, 2, 3, 4, 8))
-    found = rerun(llm.executor, files["prefill"])
+    found = again(llm.executor, files["prefill"])
     assert found.mismatch is None
     assert re.search(r"the same bits here \(by prefill\[tokens=\d\]; the file is of prefill\[tokens=16\]: ", str(found))
 
@@ -160,7 +166,7 @@ def test_a_fault_of_one_recording_alone_is_told_from_one_of_the_pass(files: dict
             llm.executor.tables.last_token[1:] += 1
 
         recording.replay = spoiled
-    found = rerun(llm.executor, files["decode"])
+    found = again(llm.executor, files["decode"])
     assert found.mismatch is not None
     assert segment_of(found) is None
     assert "recorded again in 4 segments, nothing differs: the fault is in that one recording" in str(found)
@@ -198,36 +204,37 @@ def changed(path: Path, to: Path, **parts: Any) -> Path:
 def test_another_models_and_another_versions_are_refused(right: LLM, files: dict[str, Path], tmp_path: Path) -> None:
     other = opened(shape=replace(SHAPE, num_layers=2))
     with pytest.raises(VerifyError, match=r"decode-4.*of another model: num_layers is 3, here 2\. Open it with"):
-        rerun(other.executor, files["decode"])
-    for number in (0, 1, 3, None):
+        again(other.executor, files["decode"])
+    for number in (0, 1, 2, 4, None):
         path = changed(files["decode"], tmp_path / "other.pt", format=number)
-        with pytest.raises(CheckpointError, match=f"has the format {number}, and this version of phonograph reads 2"):
-            rerun(right.executor, path)
+        with pytest.raises(CheckpointError, match=f"has the format {number}, and this version of phonograph reads 3"):
+            again(right.executor, path)
 
 
 @pytest.mark.parametrize("limits", [{"page_size": 8}, {"max_len": 128}, {"max_seqs": 1, "max_tokens": 16}])
 def test_other_limits_are_refused(files: dict[str, Path], limits: dict[str, Any]) -> None:
     llm = opened(**limits)
     with pytest.raises(VerifyError, match=r"decode-4.*Open it with"):
-        rerun(llm.executor, files["decode"])
+        again(llm.executor, files["decode"])
 
 
 def test_another_dtype_is_refused(files: dict[str, Path]) -> None:
     with pytest.raises(VerifyError, match=r"a page of its cache is .*float32.*here .*float16"):
-        rerun(opened(dtype=torch.float16).executor, files["decode"])
+        again(opened(dtype=torch.float16).executor, files["decode"])
 
 
 def test_damaged_files_are_refused(right: LLM, files: dict[str, Path], tmp_path: Path) -> None:
     whole, path = files["decode"].read_bytes(), tmp_path / "damaged.pt"
     for end in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:end])
-        with pytest.raises(CheckpointError, match=r"damaged\.pt: it is no reproducer"):
-            rerun(right.executor, path)
+        what = "it is damaged, or its end is missing" if end else "it is empty"
+        with pytest.raises(CheckpointError, match=rf"damaged\.pt: {what}"):
+            again(right.executor, path)
     refused = 0
     for place in range(100, len(whole), len(whole) // 23):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
         try:
-            found = rerun(right.executor, path)
+            found = again(right.executor, path)
         except (CheckpointError, VerifyError):
             refused += 1
         else:
@@ -261,7 +268,7 @@ def test_files_whose_parts_do_not_fit_are_refused(
 ) -> None:
     path = changed(files["decode"], tmp_path / "broken.pt", **parts)
     with pytest.raises((CheckpointError, VerifyError), match=r"broken\.pt"):
-        rerun(right.executor, path)
+        again(right.executor, path)
 
 
 def test_nothing_in_a_file_is_run(right: LLM, tmp_path: Path) -> None:
@@ -271,7 +278,7 @@ def test_nothing_in_a_file_is_run(right: LLM, tmp_path: Path) -> None:
 
     torch.save({"phase": "decode", "rows": Evil(), "cache": []}, tmp_path / "evil.pt")
     with pytest.raises(CheckpointError, match=r"evil\.pt: it is no reproducer"):
-        rerun(right.executor, tmp_path / "evil.pt")
+        again(right.executor, tmp_path / "evil.pt")
     assert not (tmp_path / "ran").exists()
 
 

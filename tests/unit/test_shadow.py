@@ -11,19 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from mixed_requests import served
-from phonograph import LLM, CheckpointError, EngineOptions, PlanError
+from mixed_requests import Grammars, served
+from phonograph import LLM, CheckpointError, EngineOptions, PlanError, SamplingParams
 from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
-from phonograph.engine.execution.rerun import rerun
+from phonograph.engine.execution.reproducer import Reproducer
+from phonograph.engine.execution.rerun import Rerun, rerun
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.step import Step
+from phonograph.engine.requests.request import GrammarSpec, Request
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
 from phonograph.graphs.running.runner import Runner
+from phonograph.graphs.trust import shadow
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +39,10 @@ def opened(backend: str = "full", **options: Any) -> LLM:
     asked += [ask("decode.buckets", (4,), origin="test"), ask("prefill.buckets", (8, 16), origin="test")]
     made = EngineOptions(**(usual | {"dtype": torch.float32} | options))
     return LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=made, asked=asked)
+
+
+def again(executor: Executor, path: Path) -> Rerun:
+    return rerun(executor, Reproducer.read(path))
 
 
 def generated(llm: LLM) -> list[list[int]]:
@@ -98,6 +107,11 @@ def other_keys(executor: Executor, places: Places) -> None:
         cache.keys[1, page, position % cache.page_size] += 0.5
 
 
+def everybodys_values(executor: Executor, places: Places) -> None:
+    for cache in executor.cache.caches:
+        cache.values[:, 1:] *= 1.2
+
+
 @pytest.fixture(scope="module")
 def right() -> list[list[int]]:
     return generated(opened())
@@ -148,6 +162,36 @@ def test_a_wrong_decode_is_found_and_nobody_sees_it(right: list[list[int]]) -> N
     assert llm.executor.runners["decode"].stats.eager[Reason.MISTRUSTED] > 0
 
 
+@pytest.mark.parametrize("is_spoiled", [False, True])
+def test_who_is_not_in_a_wrong_step_is_computed_again_too(is_spoiled: bool) -> None:
+    """A wrong replay may have written anybody's pages. One with a grammar sits out steps ahead of its own tokens."""
+    llm = opened(shadow_verify=1.0)
+    core = EngineCore(Scheduler(llm.limits), llm.executor, Grammars())
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    guided = dataclasses.replace(params, grammar=GrammarSpec("regex", "even"))
+    (outside,) = core.add(Request("outside", (40, 41, 42), guided))
+    (inside,) = core.add(Request("inside", (7, 9), params))
+    hit = list[int]()
+
+    def fault(executor: Executor, places: Places) -> None:
+        if len(outside.outputs) > 4 and outside.row not in [row for row, _ in places]:
+            hit.append(outside.row)
+            everybodys_values(executor, places)
+
+    for key in llm.executor.runners["decode"].captured if is_spoiled else ():
+        spoil(llm.executor, "decode", fault, kind=(key.size, key.values))
+    while not core.is_idle:
+        core.step()
+    assert bool(hit) == is_spoiled
+    llm = opened()
+    for one in (outside, inside):
+        alone = EngineCore(Scheduler(llm.limits), llm.executor, Grammars())
+        (wanted,) = alone.add(one.request)
+        while not alone.is_idle:
+            alone.step()
+        assert one.outputs == wanted.outputs, one.request.id
+
+
 def swap_rows(runner: Runner) -> None:
     """Overwrite the input buffer of a recording, as a stray kernel may."""
     assert runner._loaded is not None
@@ -173,6 +217,78 @@ def test_a_repeat_of_spoiled_buffers_is_found(
     assert (generated(llm) == right) == (share == 1)
     assert num_repeats > 0, "a step that is checked is a repeat where it would be one without"
     assert ("(a repeat: the last batch was not loaded again)" in caplog.text) == (share == 1)
+
+
+def test_the_reproducer_of_a_repeat_is_run_as_one(tmp_path: Path) -> None:
+    repeat = Runner.repeat
+
+    def spoiled(runner: Runner) -> Any:
+        swap_rows(runner)
+        return repeat(runner)
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(Runner, "repeat", spoiled)
+        generated(opened(shadow_verify=1.0, shadow_dir=tmp_path, shadow_tokens=True))
+        kept = sorted(tmp_path.glob("decode-*.pt"))
+        assert kept
+        assert all(torch.load(one, weights_only=True)["is_repeat"] for one in kept)
+        reproduced = [again(opened().executor, one) for one in kept]
+        assert any(one.mismatch is not None and one.mismatch.is_repeat for one in reproduced), list(
+            map(str, reproduced)
+        )
+    found = again(opened().executor, kept[0])
+    assert found.mismatch is None
+    assert "(it was a repeat, of buffers that may have been overwritten" in str(found)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+@pytest.mark.parametrize("place", ["read", "run_eagerly", "parts"])
+def test_a_check_without_memory_harms_nobody_and_is_said(
+    place: str, error: type[Exception], right: list[list[int]], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    llm = opened(shadow_verify=1.0)
+    owner: Any = {"read": shadow.StatePart, "run_eagerly": shadow, "parts": Runner}[place]
+    usual, count, every = getattr(owner, place), 0, 101 if place == "read" else 7
+
+    def failing(*args: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count % every == 3:
+            raise error("planted")
+        return usual(*args, **named)
+
+    monkeypatch.setattr(owner, place, failing)
+    assert generated(llm) == right
+    assert llm.executor.shadow is not None
+    assert llm.executor.shadow.num_wrong == 0
+    replays = sum(runner.stats.replays.total() for runner in llm.executor.runners.values())
+    assert 0 < llm.executor.shadow.num_checked < replays, "what was not checked does not count"
+    assert caplog.text.count("there is no memory for a second run") == 1
+    assert "one by one" not in caplog.text
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_an_eager_run_that_raises_where_the_replay_did_not_is_a_difference(
+    share: float, right: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its sequences would be tried one by one, and replays that nobody looks at would serve them."""
+    llm, usual, count = opened(shadow_verify=share), shadow.run_eagerly, 0
+
+    def failing(*args: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise IndexError("index 77 is out of range")
+        return usual(*args, **named)
+
+    monkeypatch.setattr(shadow, "run_eagerly", failing)
+    assert generated(llm) == right
+    assert llm.executor.shadow is not None
+    assert llm.executor.shadow.num_wrong == 1
+    assert "the eager run raises IndexError" in caplog.text
+    assert "77" not in caplog.text, "a message may hold a token"
+    assert "one by one" not in caplog.text
 
 
 def test_a_step_that_is_repeated_by_mistake_is_found(right: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
@@ -242,10 +358,10 @@ def test_the_reproducer_reproduces(tmp_path: Path, phase: str, with_tokens: bool
         assert bool(content["batch"]["tokens"].any()) == with_tokens
     fresh = opened()
     tables = {name: tensor.clone() for name, tensor in fresh.executor.tables._tensors.items()}
-    assert rerun(fresh.executor, found).mismatch is None, "a fresh engine is right"
+    assert again(fresh.executor, found).mismatch is None, "a fresh engine is right"
     content_rows = content["rows"].tolist()
     spoil(fresh.executor, phase, lambda executor, _: other_keys(executor, [(row, 0) for row in content_rows]))
-    mismatch = rerun(fresh.executor, found).mismatch
+    mismatch = again(fresh.executor, found).mismatch
     assert mismatch is not None
     assert "differs by up to" in mismatch.detail
     for name, before in tables.items():
@@ -265,7 +381,7 @@ def test_what_is_no_reproducer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"no")
     for path in (tmp_path / "x.pt", tmp_path / "missing.pt"):
         with pytest.raises(CheckpointError, match=path.name):
-            rerun(opened().executor, path)
+            again(opened().executor, path)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])

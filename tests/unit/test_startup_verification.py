@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from phonograph import current
 from phonograph.cli.main import main
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.llm import LLM
+from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.interface import Hidden
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.statistics import engine_stats
 from phonograph.errors import PlanError, VerifyError
+from phonograph.graphs.phases.context import Stage
 from phonograph.graphs.progress import silent
 
 pytestmark = pytest.mark.slow
@@ -35,7 +40,7 @@ def test_a_few_recordings_of_each_phase_and_product_are_checked(llm: LLM) -> Non
     assert all(report.ok for report in llm.verified.values())
     products = {check.key.values for check in llm.verified["decode"].checks}
     assert products == {key.values for key in llm.executor.runners["decode"].captured}
-    assert {check.name for check in llm.verified["decode"].checks} == {"unpadded", "draws", "state"}
+    assert {check.name for check in llm.verified["decode"].checks} == {"same view", "unpadded", "draws", "state"}
     assert any(check.used < check.key.size for check in llm.verified["decode"].checks)
 
 
@@ -95,6 +100,55 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode[seqs=2, sampling=detailed]" in shown
     assert "FAILED" not in shown
     assert " 0 failed, in " in shown
+
+
+def test_a_verification_says_how_far_it_is_and_how_many_checks_failed() -> None:
+    llm, told = tiny("off"), list[tuple[str, int, int]]()
+    llm.executor.tables.pages[0].fill_(2)
+    found = verify_recordings(llm.executor, "all", llm.reports, lambda *step: told.append(step))
+    for name, report in found.items():
+        steps = [step for step in told if step[0].startswith(f"verifying {name}")]
+        num_recordings = len(llm.executor.runners[name].captured)
+        assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
+        assert len(steps) > num_recordings, "a batch is a step too: one that fails takes many runs"
+        assert {total for _, _, total in steps} == {num_recordings}
+        failed = f", {len(report.failures)} failed" if report.failures else ""
+        assert steps[-1] == (f"verifying {name}{failed}", num_recordings, num_recordings)
+    assert any("failed" in doing for doing, done, total in told if done < total), "before the end"
+
+
+def test_the_command_shows_progress_and_keeps_it_out_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "emulated", *FLAGS]) == 0
+    shown = capsys.readouterr()
+    for name in ("decode", "prefill", "idle"):
+        assert f"verifying {name}" in shown.err
+    assert "verifying" not in shown.out
+    assert "[####" not in shown.out
+
+
+def test_the_command_fails_where_a_pass_could_not_be_recorded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no recording has nothing to check, which is no reason to call it right."""
+    hidden = Decoder.hidden
+
+    def failing(self: Any, inputs: Any, queries: Any, *rest: Any, **named: Any) -> Hidden:
+        if current().stage is Stage.CAPTURING and current().phase == "prefill":
+            raise ZeroDivisionError("planted")
+        return hidden(self, inputs, queries, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "hidden", failing)
+    assert main(["verify", "--device", "emulated", *FLAGS]) == 1
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"^prefill: nothing is recorded, so nothing was checked: \d+ captures failed; the first: ", shown, re.M
+    )
+    assert "decode[seqs=2]" in shown
+
+
+def test_the_command_without_checks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--verify", "off", "--device", "emulated", *FLAGS]) == 2
+    assert "--verify off checks nothing" in capsys.readouterr().err
 
 
 def test_the_command_fails_where_nothing_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:

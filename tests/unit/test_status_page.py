@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from phonograph.engine.process.async_llm import Health
+from phonograph.engine.process.health import Health
 from phonograph.server.observe.history import HistoryPoint
 from phonograph.server.observe.status import Status
 from phonograph.server.observe.status_page import PUBLIC_PATHS

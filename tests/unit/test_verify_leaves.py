@@ -244,14 +244,24 @@ def test_adopted_tensors_are_left_as_they_were(device: Device) -> None:
 # -- a quick look -----------------------------------------------------------------------------------------
 
 
-def test_a_quick_look_takes_the_largest_of_each_product_whatever_it_costs(device: Device) -> None:
-    runner = make_runner(lambda batch: batch["x"] * 2, device)
+def test_a_quick_look_takes_the_largest_and_a_small_one_of_each_product_whatever_it_costs(device: Device) -> None:
+    runner = make_runner(lambda batch: batch["x"] * 2, device, sizes=(1, 2, 4, 6, 8))
     report = verify_some(runner, seconds=0.0)
     assert report
-    assert {check.key.size for check in report.checks} == {8}
-    assert {check.used for check in report.checks} == {5}, "padded as far as the bucket is"
-    assert "on 1 of 3 recordings" in report.summary
-    assert {check.key.size for check in verify_some(runner, seconds=60.0).checks} == {8, 4, 2}
+    looks = {(check.key.size, check.used, check.name) for check in report.checks}
+    assert {look for look in looks if look[2] == "same view"} == {(8, 7, "same view")}
+    assert {look[:2] for look in looks if look[2] != "same view"} == {(4, 3)}, "the smallest that is ever padded"
+    assert "on 2 of 5 recordings" in report.summary
+    assert {check.key.size for check in verify_some(runner, seconds=60.0).checks} == {8, 4}
+    exact = make_runner(lambda batch: batch["x"] * 2, device, exact=True)
+    assert {check.key.size for check in verify_some(exact, seconds=0.0).checks} == {8, 2}
+
+
+def test_a_quick_look_finds_what_a_replay_has_of_its_capture(device: Device) -> None:
+    scale = [2.0]
+    runner = make_runner(lambda batch: batch["x"] * scale[0], device, options=RunnerOptions(facts="off"))
+    scale[0] = 3.0
+    assert failed(verify_some(runner, seconds=0.0)) == {"same view", "unpadded"}
 
 
 def test_a_quick_look_finds_leaks_and_state(device: Device) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph import Device, EmulatedDevice, verify
+from phonograph import Device, EmulatedDevice, Extent, Pad, Slot, verify
 from phonograph.devices.launches import followers
 from phonograph.graphs.trust.comparison import mismatch
 from phonograph.graphs.trust.rounding import Rounding, _noise
-from runners import WIDTH, make_runner
+from runners import WIDTH, make_runner, rows, x_slot
 
 
 def large(device: Device) -> torch.Tensor:
@@ -62,6 +62,20 @@ def rounding_of(function: Any, *inputs: torch.Tensor) -> Rounding:
             return {"y": function(*inputs)}
 
     return Rounding(run)
+
+
+def test_runs_are_made_once_for_all_results() -> None:
+    num_runs = 0
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        return x * 2
+
+    rounding = rounding_of(body, torch.ones(3))
+    for name in ("y", "other", "y"):
+        list(rounding.allowed(name, torch.ones(3)))
+    assert num_runs == 17
 
 
 def test_what_rounding_moves_is_told_by_element() -> None:
@@ -211,3 +225,27 @@ def test_what_is_masked_with_infinity_is_still_judged_by_element(device: Device)
         return torch.cat([x @ weight, (x + mask).softmax(-1) * 1e-3], 1)
 
     assert verify(make_runner(body, device, sizes=(3, 8, 33)), batches=3)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_token_picked_among_near_equals_is_counted_elsewhere_and_no_write_of_padding(leaks: bool) -> None:
+    """Perturbed runs hardly ever pick the very token that the replay picks: there are too many of them."""
+    counts = torch.zeros(10, 512, dtype=torch.int32)
+    columns = torch.arange(512)
+
+    def body(batch: Any) -> torch.Tensor:
+        x, at = batch["x"], batch["rows"]
+        rounding = 1e-7 * torch.cos((columns + 1) * (x.shape[0] * 0.37))  # as another kernel for another size would
+        tokens = ((x[:, :1] * 0 + 1) * (1 + rounding)).argmax(-1)
+        counts.index_put_((at, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+        if leaks:
+            counts[1, 500:] += x.shape[0]
+        return x * 2
+
+    def sample(extent: Extent, seed: int) -> dict[str, Any]:
+        count = extent.used["seqs"]
+        return {"x": rows(EmulatedDevice(), count, seed), "rows": torch.arange(1, count + 1)}
+
+    slots = [x_slot(), Slot("rows", ("seqs",), torch.int64, pad=Pad.fill(0, null=True), valid=(0, 9))]
+    report = verify(make_runner(body, EmulatedDevice(), slots=slots, sample=sample))
+    assert report.ok is not leaks, str(report)

@@ -275,6 +275,19 @@ def scripted_function(on: torch.device) -> Subject:
 
 
 @correct()
+def keeps_a_meta_tensor(on: torch.device) -> Subject:
+    """Keeps what has a shape and no numbers, as compilers do."""
+    shapes: dict[str, Tensor] = {}
+
+    def body(x: Tensor) -> Tensor:
+        if "x" not in shapes:
+            shapes["x"] = torch.ones(WIDTH, device="meta")
+        return x * shapes["x"].shape[0]
+
+    return in_turn(calling(body), on)
+
+
+@correct()
 def vmapped_function(on: torch.device) -> Subject:
     """A function of one row, mapped over rows by torch.func.vmap."""
     matrix = rows(on, WIDTH, 5)

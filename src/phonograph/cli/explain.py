@@ -41,8 +41,14 @@ def run(args: argparse.Namespace) -> int:
     arguments = arguments_from(args)
     checkpoint, device = arguments.checkpoint(), open_device(args.device)
     config, precision = checkpoint.config, precision_for(checkpoint, arguments.options, device.torch_device)
-    on_cpu, breaks = args.device in (None, "cpu"), breaks_of(checkpoint)
-    plan = plan_for(device, arguments.asked, arguments.options, on_cpu_by_default=on_cpu, breaks=breaks)
+    plan = plan_for(
+        device,
+        arguments.asked,
+        arguments.options,
+        on_cpu_by_default=args.device in (None, "cpu"),
+        architecture=config.architecture,
+        breaks=breaks_of(checkpoint),
+    )
     refuse_unsupported(device, precision.applied_to(arguments.options), plan)
     # All that loading refuses is refused here too, but for the values of the weights, which are not read.
     eos_ids = config.eos_ids

@@ -7,9 +7,11 @@ replay does not run.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ _num_inside = 0
 # The function that all of torch's capture queries call.
 _ASKED = "_cuda_isCurrentStreamCapturing"
 _ask_driver = getattr(torch_graphs, _ASKED)
+
+QUERY = torch.cuda.is_current_stream_capturing
+"""What libraries call to ask."""
 
 
 class _Here(threading.local):
@@ -39,10 +44,15 @@ class _Unseeded:
         self._generator = generator
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SEEDS and _here.depth > 0:
+        if name in _SEEDS and _here.depth > 0 and not _is_compiler(sys._getframe(2)):
             problem = f"{_SEEDS[name]} sets the random numbers, and a replay draws its own"
             raise CaptureError(problem, _SEED_OUTSIDE, op=_SEEDS[name], frame=user_frame())
         return getattr(self._generator, name)
+
+
+def _is_compiler(caller: FrameType | None) -> bool:
+    """Whether Dynamo sets the numbers: after every compilation it puts back those that it has found."""
+    return caller is not None and caller.f_globals.get("__name__", "").startswith("torch._dynamo.")
 
 
 _SEEDS = {"manual_seed": "torch.manual_seed", "seed": "torch.seed", "set_state": "torch.set_rng_state"}

@@ -17,7 +17,8 @@ from phonograph.engine.requests.sequence import Sequence, TokenLogprob
 from phonograph.engine.requests.step import Sampled, ScheduledStep, TokenDetails, Update
 from phonograph.engine.scheduling.admission import refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
-from phonograph.errors import RequestError
+from phonograph.errors import CoverageError, RequestError
+from phonograph.graphs.phases.decisions import Reason
 
 log = logging.getLogger("phonograph")
 
@@ -185,12 +186,29 @@ class EngineCore(Generic[E]):
         except MistrustedStepError:
             raise
         except Exception as error:
+            if isinstance(error, CoverageError) and error.reason == Reason.MISTRUSTED.value:
+                return self._refused(step, error)
             log.warning(
                 "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
             )
         # Among them are pages of sequences that take no part, and whose turn may come when all of these have failed.
         self.scheduler.rows.tell_again(step.page_updates)
         return self._execute_singly(step)
+
+    def _refused(self, step: ScheduledStep, error: CoverageError) -> Sampled:
+        """Fail all sequences of a step whose recording was found wrong, where no step may be eager.
+
+        One by one they might fit other recordings: as many passes as there are sequences, at every step from here on,
+        which whoever asks for graphs alone would not hear of.
+        """
+        log.error("step %d fails: %s", step.number, error)
+        self.scheduler.rows.tell_again(step.page_updates)
+        while self._in_flight:
+            self._commit(*self._in_flight[0])
+            self._in_flight.popleft()
+        for sequence in step.sequences:
+            self._news += self.scheduler.fail(sequence, f"{CoverageError.__name__}: {error}")
+        return _joined([None] * len(step.sampling))
 
     def _launch(self, step: ScheduledStep, *, collects: bool = False) -> Any:
         """What the executor gives for a step, or with `collects` what it sampled; one that raises is given up."""

@@ -41,8 +41,10 @@ from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokeni
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CheckpointError, RequestError
+from phonograph.graphs.planning.resolve import Plan
 from phonograph.graphs.planning.settings import Ask, Asked
 from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.running.runner_options import RunnerOptions
 
 log = logging.getLogger("phonograph")
 
@@ -131,10 +133,7 @@ class LLM:
         options = self.options = self.precision.applied_to(options)
         self.sampling = self.checkpoint.sampling if options.sampling == "model" else SamplingParams()
         """What holds for a value that a request leaves open."""
-        on_cpu, breaks = device in (None, "cpu"), breaks_of(self.checkpoint)
-        self.plan = plan_for(self.device, asked, options, on_cpu_by_default=on_cpu, breaks=breaks)
-        for warning in self.plan.warnings:
-            log.warning("%s", warning)
+        self.plan = self._planned(asked, on_cpu_by_default=device in (None, "cpu"))
         shadowing = shadowing_for(options)
         attention = select_attention(self.device, options, self.plan, progress)
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
@@ -158,7 +157,9 @@ class LLM:
             self.device,
             self.plan,
             self.limits,
-            eager_copies=options.eager_copies,
+            options=RunnerOptions(
+                eager_copies=options.eager_copies, facts="off" if options.verify == "off" else "verify"
+            ),
             shadow=shadowing,
         )
         self.reports = self.executor.capture(progress)
@@ -175,6 +176,20 @@ class LLM:
         self._turn = threading.Lock()
         self._submitted: list[str] = []
         """Requests of the caller whose turn it is, each noted before the core knows it."""
+
+    def _planned(self, asked: Asked | Many[Ask], *, on_cpu_by_default: bool) -> Plan:
+        """The plan for the model, its warnings logged."""
+        plan = plan_for(
+            self.device,
+            asked,
+            self.options,
+            on_cpu_by_default=on_cpu_by_default,
+            architecture=self.checkpoint.config.architecture,
+            breaks=breaks_of(self.checkpoint),
+        )
+        for warning in plan.warnings:
+            log.warning("%s", warning)
+        return plan
 
     def _model(self, attention: Attention, max_len: int, progress: Progress) -> Model:
         """The model with its weights, in the precision that was found."""

@@ -67,11 +67,12 @@ class Executor:
         limits: Limits,
         *,
         passes: Sequence[PassDeclaration] = PASSES,
-        eager_copies: bool = False,
+        options: RunnerOptions = RunnerOptions(facts="verify"),
         largest_only: bool = False,
         shadow: Shadowing | None = None,
     ) -> None:
-        """With `largest_only`, just the largest recording of each kind is made: to see how much memory they take."""
+        """Of the `options`, copies in eager steps and facts are taken; the plan has the others. With `largest_only`,
+        just the largest recording of each kind is made: to see how much memory they take."""
         self.device = device
         self.limits = limits
         self.model = model
@@ -105,14 +106,14 @@ class Executor:
         self.num_recordings = sum(_num_recordings(phases[name], plans[name]) for name in phases)
         if largest_only:
             plans = {name: _largest(plans[name], phases[name].bucketed) for name in plans}
-        self.runners = self._new_runners(phases, plans, _options(plan, eager_copies, is_trial=largest_only))
+        self.runners = self._new_runners(phases, plans, _planned(options, plan, is_trial=largest_only))
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
             self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
         self._order = StepOrder()
-        self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config)
+        self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config, model.weights)
         if shadow is not None:
             expect_exact(self.runners)
         self.shadow = Shadow(shadow, self.state) if shadow is not None else None
@@ -124,8 +125,8 @@ class Executor:
         self, phases: Mapping[str, Phase], plans: Mapping[str, PhasePlan], options: RunnerOptions
     ) -> dict[str, Runner]:
         pool, memory = BufferPool(self.device), self.device.new_pool()
-        # What nobody's request is in is no batch that must have a graph.
-        lenient = replace(options, strict=False)
+        # What nobody's request is in is no batch that must have a graph, or that gives anybody a wrong token.
+        lenient = replace(options, strict=False, facts="off")
         by_name = {name: options if one.declared.serves else lenient for name, one in self.passes.items()}
         return {
             name: Runner(phase, self.device, plans[name], pool=pool, memory=memory, options=by_name[name])
@@ -237,15 +238,15 @@ class Executor:
 _NO_REQUESTS = Step(0, HEARTBEAT.name)
 
 
-def _options(plan: Plan, eager_copies: bool, *, is_trial: bool) -> RunnerOptions:
+def _planned(options: RunnerOptions, plan: Plan, *, is_trial: bool) -> RunnerOptions:
     return replace(
         options_of(plan),
         outputs="view",
         strict=plan.graphs == "strict",
-        eager_copies=eager_copies,
+        eager_copies=options.eager_copies,
         guard="off" if is_trial else plan.guard,
         guarded="ends",
-        facts="verify",
+        facts="off" if is_trial else options.facts,
     )
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from phonograph.engine.execution.fingerprint import difference, fingerprint
 from phonograph.engine.execution.reproducer_files import FORMAT, EngineState, described_model
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.ops.queries import Span
@@ -22,9 +23,11 @@ from phonograph.graphs.running.runner import Runner
 _KINDS: Mapping[str, type] = {
     "format": int,
     "model": dict,
+    "weights": dict,
     "phase": str,
     "size": int,
     "axes": list,
+    "is_repeat": bool,
     "batch": dict,
     "rows": torch.Tensor,
     "columns": dict,
@@ -49,13 +52,13 @@ class Reproducer:
         except OSError as error:
             raise CheckpointError(f"reading {path}: {error.strerror}. Give a file that --shadow-dir got.") from None
         with file:
+            _refuse_damaged(path, file)
             try:
                 found = torch.load(file, map_location="cpu", weights_only=True)
-                damaged = zipfile.ZipFile(file).testzip()  # torch itself does not look at the sums
             except Exception as error:
-                raise CheckpointError(f"reading {path}: it is no reproducer ({type(error).__name__}).") from error
-        if damaged is not None:
-            raise CheckpointError(f"reading {path}: it is damaged ({damaged} has another sum). Copy it again.")
+                raise CheckpointError(
+                    f"reading {path}: it is no reproducer ({type(error).__name__}). Give a file that --shadow-dir got."
+                ) from error
         if not isinstance(found, dict) or not {"phase", "rows", "cache"} <= found.keys():
             raise CheckpointError(f"reading {path}: it is no reproducer. Give a file that --shadow-dir got.")
         if found.get("format") != FORMAT:
@@ -76,6 +79,11 @@ class Reproducer:
         """Whether keys and values were left out, since token ids were not allowed: the batch runs on noise then."""
         return bool(len(self.content["pages"])) and not any(one.shape[1] for one in self.content["cache"])
 
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the wrong replay was of buffers as they were, which are not in the file."""
+        return bool(self.content["is_repeat"])
+
     def check_model(self, config: ModelConfig) -> None:
         """Refuse another model's."""
         theirs, ours = self.content["model"], described_model(config)
@@ -86,12 +94,20 @@ class Reproducer:
                     "Open it with the model that was served."
                 )
 
+    def other_weights(self, engine: EngineState) -> str:
+        """In words, how the weights that are loaded differ from those of the engine that wrote it; empty if they do
+        not, as far as a sample shows."""
+        return difference(self.content["weights"], fingerprint(engine.weights))
+
     def batch(self, runner: Runner) -> Any:
         """The batch, for a runner of its phase."""
         sizes = runner.phase.padded(int(self.content["size"]))
         keys = [key for key in runner.captured if _spelled(key.values) == self.content["axes"]]
         if not keys:
-            raise VerifyError(f"{self.source}: nothing is captured for {self.content['axes']} of {self.phase}.")
+            raise VerifyError(
+                f"{self.source}: nothing is captured for {self.content['axes']} of {self.phase}. "
+                "Use --device emulated, or a GPU, and record that pass."
+            )
         sample = runner.phase.sample_for(keys[0], Extent(sizes, sizes), 0).batch
         names = {field.name for field in dataclasses.fields(sample)}
         fields = {name: value for name, value in self.content["batch"].items() if name in names}
@@ -159,6 +175,25 @@ class Reproducer:
             )
 
 
+def _refuse_damaged(path: Path, file: BinaryIO) -> None:
+    """Refuse what is no archive, or is one that lost or changed bytes on its way; torch does not look at the sums."""
+    begins = file.read(2)
+    file.seek(0)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except Exception as error:
+        if begins == b"PK":
+            raise CheckpointError(
+                f"reading {path}: it is damaged, or its end is missing ({error}). Copy it again."
+            ) from error
+        what = "it is empty" if not begins else "it is no reproducer"
+        raise CheckpointError(f"reading {path}: {what}. Give a file that --shadow-dir got.") from error
+    if damaged is not None:
+        raise CheckpointError(f"reading {path}: it is damaged ({damaged} has another sum). Copy it again.")
+    file.seek(0)
+
+
 def _fits_itself(content: Mapping[str, Any]) -> bool:
     """Whether the parts of a file have the shapes that they must have together."""
     rows, pages, cache, columns = (content[name] for name in ("rows", "pages", "cache", "columns"))
@@ -171,6 +206,7 @@ def _fits_itself(content: Mapping[str, Any]) -> bool:
         and all(isinstance(one, torch.Tensor) and one.dim() > 1 for one in cache)
         and {one.shape[1] for one in cache} in (set(), {0}, {len(pages)})
         and all(isinstance(one, torch.Tensor) and one.shape[:1] == rows.shape for one in columns.values())
+        and all(isinstance(text, str) for pair in content["weights"].items() for text in pair)
     )
 
 

@@ -15,16 +15,19 @@ import numpy as np
 import torch
 
 from phonograph.engine.cache.groups import CacheGroup
+from phonograph.engine.execution.fingerprint import Fingerprint, fingerprint
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.state.tables import RequestTables
 from phonograph.graphs.trust.shadow import Mismatch
 
-FORMAT = 2
+FORMAT = 3
 """Of the files; one of another number is refused."""
 _MAX_FILES = 8
 _MAX_BYTES = 1 << 30
 _OVERHEAD = 1 << 16
-"""Bytes that a file has besides its tensors, at most."""
+"""Bytes that a file has besides its tensors and what is told of weights, at most."""
+_ENTRY = 32
+"""Bytes that a pair of texts takes besides its characters, at most."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class EngineState:
     tables: RequestTables
     caches: Sequence[CacheGroup]
     config: ModelConfig
+    weights: object
+    """Of the model: tensors in dataclasses and tuples."""
 
 
 def described_model(config: ModelConfig) -> dict[str, str]:
@@ -75,12 +80,14 @@ class Reproducers:
                 return f" No reproducer: {self._folder} has {len(held)} already."
             pages = engine.tables.pages[rows].long()
             pages = torch.unique(pages[pages > 0])
-            size = _num_bytes(batch, engine, len(rows), len(pages) if self._with_tokens else 0)
+            weights = fingerprint(engine.weights)
+            size = _num_bytes(batch, engine, len(rows), len(pages) if self._with_tokens else 0) + _text_size(weights)
             if sum(held) + size > _MAX_BYTES:
                 return f" No reproducer: it would take {size:,} bytes, and {self._folder} may hold {_MAX_BYTES:,}."
             path = self._folder / f"{mismatch.key.phase}-{mismatch.key.size}-{time.time_ns()}.pt"
             partial = path.with_suffix(".part")
             content = self._content(mismatch, self._shown(_plain_fields(batch), public), engine, rows, pages)
+            content["weights"] = weights
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 torch.save(content, file)
             os.replace(partial, path)
@@ -110,6 +117,7 @@ class Reproducers:
             "size": mismatch.key.size,
             "axes": [list(pair) for pair in mismatch.key.values],
             "detail": told(mismatch, with_tokens=self._with_tokens),
+            "is_repeat": mismatch.is_repeat,
             "with_tokens": self._with_tokens,
             "batch": batch,
             "rows": rows.cpu(),
@@ -134,6 +142,10 @@ def _num_bytes(batch: Any, engine: EngineState, num_rows: int, num_pages: int) -
     by_page = (tensor[:, 0] for group in engine.caches for tensor in group.tensors)
     total = num_rows * sum(map(_size, by_row)) + num_pages * sum(map(_size, by_page))
     return total + sum(map(_size, _tensors(_plain_fields(batch)))) + _OVERHEAD
+
+
+def _text_size(weights: Fingerprint) -> int:
+    return sum(len(name) + len(described) + _ENTRY for name, described in weights.items())
 
 
 def _size(tensor: torch.Tensor) -> int:

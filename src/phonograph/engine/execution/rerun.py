@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from phonograph.graphs.phases.decisions import Replay, ShapeKey
 from phonograph.graphs.progress import silent
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.bisection import Bisected, bisect
-from phonograph.graphs.trust.shadow import Mismatch, shadowed
+from phonograph.graphs.trust.shadow import Mismatch, StatePart, shadowed
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,46 @@ class Rerun:
     served_by: str = ""
     """The recording that serves the batch here, where it is not of the size that was wrong, and what to do; and whether
     the batch ran on noise, since the file has no keys and values."""
+    other_weights: str = ""
+    """How the weights here differ from those that were served; empty where they don't."""
+
+    @property
+    def is_verdict(self) -> bool:
+        """Whether it tells about the file: that other weights give no fault says nothing of those that did."""
+        return self.mismatch is not None or not self.other_weights
 
     def __str__(self) -> str:
+        return "\n".join([*self._on_weights(), *self._on_batch()])
+
+    def _on_weights(self) -> Iterator[str]:
+        if self.other_weights:
+            yield (
+                f"the weights here are not those that were served: {self.other_weights}. Open it with the model that "
+                "was; if this is that one, its weights were changed while it served"
+            )
+
+    def _on_batch(self) -> Iterator[str]:
         if self.mismatch is None:
-            return f"replay and eager give the same bits here{self.served_by}"
-        said = f"reproduced: {self.mismatch}{self.served_by}"
+            end = "" if self.is_verdict else ", which on other weights tells nothing"
+            yield f"replay and eager give the same bits here{self.served_by}{end}"
+            return
+        yield f"reproduced: {self.mismatch}{self.served_by}"
         if self.bisected is None:
-            return said
+            return
         if not self.recorded_again:
-            return f"{said}\n{self.bisected}"
+            yield str(self.bisected)
+            return
         again = f"recorded again in {self.bisected.num_segments} segments"
         if self.bisected.boundary is None:
-            return f"{said}\n{again}, nothing differs: the fault is in that one recording, or in what runs in gaps now"
-        return f"{said}\n{again}: {self.bisected}"
+            yield f"{again}, nothing differs: the fault is in that one recording, or in what runs in gaps now"
+        else:
+            yield f"{again}: {self.bisected}"
 
 
 @torch.inference_mode()
-def rerun(executor: Executor, path: Path) -> Rerun:
+def rerun(executor: Executor, found: Reproducer) -> Rerun:
     """Run the batch of a reproducer again; afterwards tables and cache are what they were."""
-    found = Reproducer.read(path)
+    path = found.source
     found.check_model(executor.model.config)
     runner, chosen = executor.runners.get(found.phase), executor.passes.get(found.phase)
     if runner is None or chosen is None or chosen.written is None:
@@ -59,19 +81,31 @@ def rerun(executor: Executor, path: Path) -> Rerun:
     decision = runner.decide(batch)
     if not isinstance(decision, Replay):
         raise VerifyError(f"{path}: no recording serves its batch here ({decision}). Capture it.")
-    shadow, served_by = Shadow(Shadowing(0), executor.state), _served_by(found, decision.key) + _on_noise(found)
     with found.placed(executor.state):
-        state = shadow.state(*chosen.written(batch))
-        mismatch = shadowed(runner, batch, state)[1]
-        if mismatch is None:
-            return Rerun(None, served_by=served_by)
-        if runner.recording(decision.key).gaps:
-            return Rerun(mismatch, bisect(runner, batch, state), served_by=served_by)
-        marked = _in_segments(executor, runner, decision.key.size)
-        again = found.batch(marked) if marked.captured else None
-        if again is None or not isinstance(marked.decide(again), Replay):
-            return Rerun(mismatch, served_by=served_by)
-        return Rerun(mismatch, bisect(marked, again, state), recorded_again=True, served_by=served_by)
+        state = Shadow(Shadowing(0), executor.state).state(*chosen.written(batch))
+        ran = _ran(executor, found, runner, batch, decision.key, state)
+    if ran.mismatch is None and found.is_repeat and runner.can_repeat:
+        with found.placed(executor.state):
+            ran = Rerun(shadowed(runner, batch, state, repeats=True)[1])
+    served_by = _served_by(found, decision.key) + _on_noise(found)
+    if found.is_repeat and ran.mismatch is None:
+        served_by += " (it was a repeat, of buffers that may have been overwritten: what they held is not in the file)"
+    return replace(ran, served_by=served_by, other_weights=found.other_weights(executor.state))
+
+
+def _ran(
+    executor: Executor, found: Reproducer, runner: Runner, batch: Any, key: ShapeKey, state: Sequence[StatePart]
+) -> Rerun:
+    mismatch = shadowed(runner, batch, state)[1]
+    if mismatch is None:
+        return Rerun(None)
+    if runner.recording(key).gaps:
+        return Rerun(mismatch, bisect(runner, batch, state))
+    marked = _in_segments(executor, runner, key.size)
+    again = found.batch(marked) if marked.captured else None
+    if again is None or not isinstance(marked.decide(again), Replay):
+        return Rerun(mismatch)
+    return Rerun(mismatch, bisect(marked, again, state), recorded_again=True)
 
 
 def _served_by(found: Reproducer, key: ShapeKey) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from phonograph.engine.state.column import Writer
 from phonograph.errors import PlanError, VerifyError
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.running.runner import Runner
-from phonograph.graphs.trust.shadow import StatePart, shadowed
+from phonograph.graphs.trust.shadow import StatePart, UncheckedError, shadowed
+
+log = logging.getLogger("phonograph")
 
 
 class MistrustedStepError(VerifyError):
@@ -92,6 +95,7 @@ class Shadow:
 
     def __init__(self, asked: Shadowing, engine: EngineState) -> None:
         self.num_checked = self.num_wrong = 0
+        self._was_unchecked = False
         self._asked = asked
         self._engine = engine
         self._numbers = random.Random(asked.seed)
@@ -109,7 +113,13 @@ class Shadow:
         assert chosen.written is not None
         rows, positions = chosen.written(batch)
         state = self.state(rows, positions)
-        outputs, mismatch = shadowed(runner, batch, state, repeats=repeats)
+        try:
+            outputs, mismatch = shadowed(runner, batch, state, repeats=repeats)
+        except UncheckedError as error:
+            if not self._was_unchecked:
+                log.warning("%s It is served as it is, and so are others like it.", error)
+            self._was_unchecked = True
+            return error.result
         self.num_checked += isinstance(runner.last, Replay)
         if mismatch is None:
             return outputs
@@ -118,9 +128,10 @@ class Shadow:
         if self._files is not None:
             kept = self._files.write(mismatch, batch, chosen.public, self._engine, torch.unique(rows))
         why = told(mismatch, with_tokens=self._asked.with_tokens)
-        runner.mistrust(mismatch.key, why)
+        runner.mistrust(mismatch.key, f"{why}.{kept}".rstrip("."))
+        since = "fail (--graphs strict)" if runner.options.strict else "run eagerly"
         raise MistrustedStepError(
-            f"{mismatch.key}: {why}. The recording is given back, and such batches run eagerly.{kept}"
+            f"{mismatch.key}: {why}. The recording is given back, and such batches {since}.{kept}"
         )
 
     def state(self, rows: torch.Tensor, positions: torch.Tensor) -> list[StatePart]:

@@ -12,6 +12,7 @@ from phonograph.devices import Device
 from phonograph.engine.cache.groups import page_bytes
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.interface import Model
+from phonograph.engine.models.registry import UNCOMPILED
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.registry import PASSES, PHASES, kept_by
 from phonograph.engine.requests.limits import Limits
@@ -52,9 +53,10 @@ def plan_for(
     options: EngineOptions = EngineOptions(),
     *,
     on_cpu_by_default: bool,
+    architecture: str = "",
     breaks: Sequence[str] = (),
 ) -> Plan:
-    """The plan; on the CPU nothing is recorded unless the emulated device was asked for.
+    """The plan for a model; on the CPU nothing is recorded unless the emulated device was asked for.
 
     `breaks` are modules of the model that run between two graphs.
     """
@@ -74,7 +76,9 @@ def plan_for(
     if device.torch_device.type == "cpu" and on_cpu_by_default:
         reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
         measured = [Measured(f"{phase.name}.backend", "disabled", reason) for phase in PHASES]
-    return resolve(asked, facts_of(device), PHASES, measured=measured)
+    packed = "the C++ kernels" if options.kernels == "cpu" else ""
+    facts = replace(facts_of(device), known_failure=UNCOMPILED.get(architecture, ""), packed_weights=packed)
+    return resolve(asked, facts, PHASES, measured=measured)
 
 
 def _step_size(device: Device) -> _StepSize:

@@ -12,7 +12,6 @@ from phonograph.engine.options import VerifyMode
 from phonograph.errors import VerifyError
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.capture_report import CaptureReport
-from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.verify import VerifyReport, verify, verify_some
 
 _SHARE = 0.03
@@ -32,16 +31,15 @@ def verify_recordings(
     seconds, begun = _SHARE * sum(report.seconds for report in reports), time.perf_counter()
     found: dict[str, VerifyReport] = {}
     for index, (name, runner) in enumerate(recorded.items()):
-        progress(f"verifying {name}", index, len(recorded))
-        left = seconds - (time.perf_counter() - begun)
-        found[name] = _verified(runner, mode, left / (len(recorded) - index))
+        if mode == "all":
+            found[name] = verify(runner, progress=progress)
+        else:
+            progress(f"verifying {name}", index, len(recorded))
+            left = seconds - (time.perf_counter() - begun)
+            found[name] = verify_some(runner, seconds=max(0.0, left / (len(recorded) - index)))
+            progress(f"verifying {name}", index + 1, len(recorded))
         runner.verified = found[name].verified
-        progress(f"verifying {name}", index + 1, len(recorded))
     return found
-
-
-def _verified(runner: Runner, mode: VerifyMode, seconds: float) -> VerifyReport:
-    return verify(runner) if mode == "all" else verify_some(runner, seconds=max(0.0, seconds))
 
 
 def refuse_failures(found: Mapping[str, VerifyReport]) -> None:

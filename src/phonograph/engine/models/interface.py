@@ -34,6 +34,10 @@ class Model(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
+    def weights(self) -> object:
+        """All of them: tensors in dataclasses and tuples."""
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the weights, and of what layers keep."""
 

@@ -32,6 +32,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 """By the class name in `transformers`."""
 
 
+UNCOMPILED: dict[str, str] = {}
+"""By the same names, of models in any implementation: why torch.compile is known to fail on one. The plan keeps these
+from `tc_piecewise`."""
+
+
 def family_of(config: ModelConfig) -> Family:
     """The family that a configuration was read by."""
     return ARCHITECTURES[config.architecture].family

@@ -10,8 +10,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -20,6 +18,7 @@ from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.client import CoreClient, Restarts
 from phonograph.engine.process.front_text import FrontText
 from phonograph.engine.process.generation import Delta, Generation
+from phonograph.engine.process.health import Health, health_in_service
 from phonograph.engine.process.messages import Add, Cancel, CheckIntegrity, Finish, IntegrityReport, Ready, StepOutput
 from phonograph.engine.process.observer import Observer, Observers
 from phonograph.engine.process.statistics import EngineStats
@@ -34,14 +33,6 @@ _CHOICE_SIZE = 16
 """What it takes to begin a choice, in tokens."""
 _LONGEST_WAIT = 60.0
 """The longest Retry-After, in seconds."""
-
-
-@dataclass(frozen=True)
-class Health:
-    """Whether requests are taken, and if not, why."""
-
-    state: Literal["starting", "ready", "draining", "down", "stopped"]
-    reason: str = ""
 
 
 class AsyncLLM:
@@ -68,7 +59,7 @@ class AsyncLLM:
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         self.text = FrontText(self.checkpoint.source, self.tokenizer, self._opened_template(chat_template))
         self.observer = Observers(observers)
-        self.health = Health("starting")
+        self._health = Health("starting")
         self.stats: EngineStats | None = None
         """The newest stats of the core that runs now."""
         self.incarnation = -1
@@ -96,7 +87,7 @@ class AsyncLLM:
 
     async def drain(self, seconds: float) -> bool:
         """Take no more requests, and wait until those that run have ended; False if some did not in that time."""
-        self.health = Health("draining", "the server is shutting down")
+        self._health = Health("draining", "the server is shutting down")
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -105,7 +96,7 @@ class AsyncLLM:
 
     async def stop(self) -> None:
         """End the core; what still runs gets an error."""
-        self.health = Health("stopped", "the server was shut down")
+        self._health = Health("stopped", "the server was shut down")
         try:
             self._fail_all(CoreError("the server was shut down while the request ran"))
         finally:
@@ -115,7 +106,7 @@ class AsyncLLM:
     async def lost(self) -> str:
         """Wait until the core is down for good, and say why."""
         await self._lost.wait()
-        return self.health.reason
+        return self._health.reason
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -123,6 +114,11 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+    @property
+    def health(self) -> Health:
+        """Whether requests are taken, and whether all of them are served as they should be."""
+        return health_in_service(self.stats) if self._health.state == "ready" else self._health
 
     @property
     def about(self) -> Ready:
@@ -142,9 +138,9 @@ class AsyncLLM:
 
     async def check(self) -> IntegrityReport:
         """Raise if the core has lost a row, a page or a sequence."""
-        if self.health.state not in ("ready", "draining"):
+        if self._health.state not in ("ready", "draining"):
             raise CoreError(
-                f"checking the engine core: {self.health.reason or 'it is starting'}. Wait until it is ready."
+                f"checking the engine core: {self._health.reason or 'it is starting'}. Wait until it is ready."
             )
         report: asyncio.Future[IntegrityReport] = asyncio.get_running_loop().create_future()
         self._checks.append(report)
@@ -279,11 +275,11 @@ class AsyncLLM:
 
     def refuse_unless_ready(self) -> None:
         """Raise UnavailableError while no request is taken."""
-        if self.health.state != "ready":
-            self.observer.rejected(self.health.state)
-            draining = self.health.state in ("draining", "stopped")
+        if self._health.state != "ready":
+            self.observer.rejected(self._health.state)
+            draining = self._health.state in ("draining", "stopped")
             raise UnavailableError(
-                f"no request is taken now: {self.health.reason or 'the engine core is starting'}. Try again later.",
+                f"no request is taken now: {self._health.reason or 'the engine core is starting'}. Try again later.",
                 "draining" if draining else "down",
                 retry_after=5.0,
             )
@@ -324,8 +320,8 @@ class AsyncLLM:
     def ready(self, found: Ready) -> None:
         self._ready, self.stats = found, None
         self.incarnation += 1
-        if self.health.state in ("starting", "down"):
-            self.health = Health("ready")
+        if self._health.state in ("starting", "down"):
+            self._health = Health("ready")
 
     def stepped(self, output: StepOutput) -> None:
         now = time.monotonic()
@@ -349,9 +345,9 @@ class AsyncLLM:
             report.set_result(found)
 
     def down(self, reason: str, *, final: bool) -> None:
-        if self.health.state in ("starting", "ready", "down"):
+        if self._health.state in ("starting", "ready", "down"):
             hope = "it is not started again" if final else "it is being started again"
-            self.health = Health("down", f"the engine core is down ({reason}); {hope}")
+            self._health = Health("down", f"the engine core is down ({reason}); {hope}")
             if final:
                 self._lost.set()
         error = CoreError(f"the engine core went down while the request ran: {reason}. Send the request again.")

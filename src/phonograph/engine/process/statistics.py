@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.scheduling.counts import Counts
-from phonograph.graphs.phases.decisions import ShapeKey, Stats
+from phonograph.graphs.phases.decisions import Reason, ShapeKey, Stats
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.coverage import Coverage
 
@@ -29,6 +30,13 @@ class RecordingStats(msgspec.Struct, frozen=True):
     used_rows: int
     error: str = ""
     """Why the capture failed; batches of this bucket then run eagerly."""
+    mistrusted: str = ""
+    """How a replay differed from the eager path, and where the reproducer is; such a recording is given back."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be replayed."""
+        return not self.error and not self.mistrusted
 
     @property
     def padded_rows(self) -> int:
@@ -58,7 +66,11 @@ class CoverageStats(msgspec.Struct, frozen=True):
     """The size whose replay computes the largest share of padding; 0 where nothing is replayed."""
     worst_padded: int
     gaps: tuple[str, ...]
-    """The sizes of a product that run eagerly, why, and what a batch of them takes, where that was measured."""
+    """The sizes of a product that run eagerly or are refused, why, and what a batch of them takes, where measured."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.covered == self.batches
 
 
 class PhaseStats(msgspec.Struct, frozen=True):
@@ -116,6 +128,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Steps that ran a second time, eagerly."""
     shadow_mismatches: int = 0
     """Those whose replay gave other bits."""
+    is_strict: bool = False
+    """Whether a step without a graph fails its requests."""
 
     @property
     def kv_use(self) -> float:
@@ -137,6 +151,7 @@ def engine_stats(core: EngineCore[Executor]) -> EngineStats:
         ),
         shadow_checks=shadow.num_checked if shadow is not None else 0,
         shadow_mismatches=shadow.num_wrong if shadow is not None else 0,
+        is_strict=any(runner.options.strict for runner in executor.runners.values()),
         **_counted(counts),
     )
 
@@ -169,11 +184,14 @@ def phase_stats(
     recordings = []
     for key in shown:
         row = rows.get(key)
+        made = _recording_stats(key, stats, row.num_bytes if row else 0)
         if key in captured:
-            num_graphs, error = len(runner.recording(key).graphs), ""
+            made = replace(made, num_graphs=len(runner.recording(key).graphs))
+        elif (refusal := runner.refused.get(key)) is not None and refusal.reason is Reason.MISTRUSTED:
+            made = replace(made, num_bytes=0, mistrusted=refusal.detail)
         else:
-            num_graphs, error = 0, str(row.error) if row is not None and row.error is not None else "released"
-        recordings.append(_recording_stats(key, stats, num_graphs, row.num_bytes if row else 0, error))
+            made = replace(made, error=str(row.error) if row is not None else "")
+        recordings.append(made)
     eager = tuple(EagerStats(r.value, calls, stats.details[r]) for r, calls in stats.eager.most_common())
     seconds = {path: value for (phase, path), value in timed.items() if phase == name}
     left_out = tuple(map(str, runner.selection.left_out)) if runner.selection is not None else ()
@@ -208,6 +226,6 @@ def _coverage_stats(covered: Coverage) -> CoverageStats:
     )
 
 
-def _recording_stats(key: ShapeKey, stats: Stats, num_graphs: int, num_bytes: int, error: str) -> RecordingStats:
+def _recording_stats(key: ShapeKey, stats: Stats, num_bytes: int) -> RecordingStats:
     replays, used = stats.replays[key], stats.used_rows[key]
-    return RecordingStats(str(key), key.size, key.axes, num_graphs, num_bytes, replays, used, error)
+    return RecordingStats(str(key), key.size, key.axes, 0, num_bytes, replays, used)

@@ -279,22 +279,22 @@ class Scheduler:
     def drop(self, step: ScheduledStep) -> None:
         """Take back a step whose results are not to be believed; there must be no other in flight.
 
-        Its sequences wait again, and are computed anew from their prompts and committed tokens. No prefix is kept: who
-        knows which pages the same recording has written before.
+        All that run wait again, and are computed anew from their prompts and committed tokens, whether they are in the
+        step or not, and no prefix is kept: who knows which pages the same recording has written, now and before.
         """
         self._check_order(step)
         if len(self._in_flight) > 1:
             raise PhonographError(f"dropping step {step.number}: others were launched after it. Commit one at a time.")
         self._in_flight.popleft()
         self._committed = step.number
-        for sequence in step.sequences:
+        for sequence in dict.fromkeys((*step.sequences, *self._decodes, *self._prefills)):
             if sequence.state is State.RUNNING:
                 self._preemptions += 1
                 sequence.state = State.WAITING
                 self.rows.forget(sequence)
                 self._waiting.push(sequence)
         self._decodes.drop_idle()
-        self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
+        self._prefills.clear()
         self._waiting_again(self.rows.retire(self._committed))
         self.rows.reservations.prefixes.clear()
 

@@ -27,7 +27,11 @@ class DeviceFacts:
     deterministic: bool = False
     """Whether torch is asked for deterministic algorithms."""
     untraceable: str = ""
-    """Why torch.compile can't trace the model, or why compiling it gives nothing; empty where nothing is known."""
+    """Why torch.compile can't trace what is to be recorded; empty where nothing is known."""
+    known_failure: str = ""
+    """Why models of this architecture are known to fail when they are compiled; empty for all others."""
+    packed_weights: str = ""
+    """Which kernels multiply weights from packed blocks, as no torch op does; empty where torch ops can."""
 
     def can(self, backend: str) -> bool:
         """Whether a phase can have this backend here; `disabled` records nothing, so it always can."""
@@ -106,6 +110,17 @@ def _untraceable(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]
         yield Change(name, _as_written(facts), facts.untraceable)
 
 
+def _known_to_fail(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for name in _traced_phases(values) if facts.known_failure else ():
+        yield Change(name, _as_written(facts), facts.known_failure)
+
+
+def _packed_weights(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
+    for name in _traced_phases(values) if facts.packed_weights else ():
+        because = f"{facts.packed_weights} multiply weights from packed blocks, and torch ops can't"
+        yield Change(name, _as_written(facts), because)
+
+
 def _debug_runs_the_body(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
     for name in _traced_phases(values) if values["debug"].value else ():
         because = f"{stated('debug', values)} runs the body itself in the place of every replay"
@@ -172,7 +187,9 @@ RULES: tuple[Rule, ...] = (
         _device_lacks_compiler,
         ignorable=False,
     ),
-    Rule("tc-untraceable", "a model that torch.compile can't trace is not compiled", _untraceable),
+    Rule("tc-untraceable", "code that torch.compile can't trace is not compiled", _untraceable),
+    Rule("tc-architecture", "an architecture that is known to fail when compiled is not compiled", _known_to_fail),
+    Rule("tc-packed-weights", "layers that torch ops can't compute are not compiled", _packed_weights),
     Rule("tc-debug", "debug compiles nothing", _debug_runs_the_body),
     Rule("tc-deterministic", "deterministic mode takes the compiler that changes no op", _deterministic),
     Rule("graphs-off", "without graphs every phase's backend is disabled", _graphs_off),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phonograph.graphs.planning.settings import Level
 
-PIECEWISE_RULES = ("tc-debug", "tc-deterministic", "tc-untraceable")
+PIECEWISE_RULES = ("tc-architecture", "tc-debug", "tc-deterministic", "tc-packed-weights", "tc-untraceable")
 """What SGLang's flag goes past: rules that keep a phase from tc_piecewise where it could be tried."""
 
 

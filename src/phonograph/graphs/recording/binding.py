@@ -17,6 +17,7 @@ from phonograph.graphs.phases.context import Current, Stage
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.live_arguments import hidden
 from phonograph.graphs.phases.phase import Phase, Sample
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends import Backend, Bind, Body, BodyView, SizedAxis
 from phonograph.graphs.recording.bound import Bound
 from phonograph.graphs.recording.guarding import Drawn, drawn_for
@@ -41,7 +42,12 @@ class Binder:
     _views: list[View] = field(default_factory=list)
     _varying: Mapping[ShapeKey, frozenset[str]] = field(default_factory=dict)
 
-    def prepare(self, keys: Sequence[ShapeKey], kept: Callable[[ShapeKey], AbstractContextManager[None]]) -> None:
+    def prepare(
+        self,
+        keys: Sequence[ShapeKey],
+        kept: Callable[[ShapeKey], AbstractContextManager[None]],
+        progress: Progress = silent,
+    ) -> None:
         """From here on, the backend's own form of the body is bound; `kept` makes Python values those of a key."""
         self._varying = {key: self._dims_that_vary(key, keys) for key in keys}
 
@@ -51,7 +57,7 @@ class Binder:
                 drawn = drawn_for(self.phase, key, CAPTURE_SEED)
                 yield self._body_view(key, self.load(drawn.sample, drawn.extent))
 
-        self._bind = self.backend.prepare(self.phase.forward, {key: partial(loaded, key) for key in keys})
+        self._bind = self.backend.prepare(self.phase.forward, {key: partial(loaded, key) for key in keys}, progress)
 
     def bound(
         self,

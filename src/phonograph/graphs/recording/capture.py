@@ -26,6 +26,7 @@ from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.captured import Captured
 from phonograph.graphs.recording.carried import FieldReads, carried_by
+from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder
 from phonograph.graphs.recording.garbage import gc_frozen
 from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
@@ -150,7 +151,7 @@ class Capture:
             for key in keys:
                 if key.size in (keys[0].size, keys[-1].size):
                     self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
-        self._binder.prepare([key for key in keys if key not in self._errors], self._kept)
+        self._binder.prepare([key for key in keys if key not in self._errors], self._kept, self.progress)
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
             self.progress(f"warming {key}", index + 1, len(keys))
@@ -379,7 +380,7 @@ class Capture:
             reads, as_written = self._reads.get(key) or FieldReads(), self.backend.records_body
             noting = reads.noting if as_written and not self.phase.compares_others else None
             bound = self._binder.bound(key, Stage.CAPTURING, as_written=as_written, noting=noting)
-            with entering(bound.now), self._preserved(bound.batch):
+            with entering(bound.now), self._preserved(bound.batch), refusing_compilations():
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
             self._carried[key] = carried_by(self.phase, key, Sample(bound.batch, bound.kwargs), reads)
         recording.holds = self._settled.get(key, Settled()).holds

@@ -269,6 +269,8 @@ def unchanged(then: Any, now: Any) -> bool:
 
 def address_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Where a tensor's memory begins, its shape and dtype; None for one without memory of its own."""
+    if tensor.is_meta:
+        return None
     try:
         return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
     except RuntimeError:

@@ -147,7 +147,7 @@ class SavedState:
     # -- saving -------------------------------------------------------------------------------------------
 
     def _suspect(self, tensor: torch.Tensor, run: MemoryRun) -> None:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_meta:
             return
         storage = tensor.untyped_storage()
         if 0 < storage.nbytes() <= min(_MAX_SUSPECT_BYTES, self._room) and storage._cdata not in self._seen:

@@ -25,7 +25,7 @@ def explained(runner: Runner) -> str:
         lines.append(f"  {row.key} stays eager: {row.error}")
     lines += [f"  recorded all the same: {one}" for one in (report.reported if report else ())]
     mistrusted = (one.detail for one in runner.refused.values() if one.reason is Reason.MISTRUSTED)
-    lines += [f"  eager since then: {detail}" for detail in mistrusted]
+    lines += [f"  {'refused' if runner.options.strict else 'eager'} since then: {detail}" for detail in mistrusted]
     lines += [f"  verified: {runner.verified.summary}"] if runner.verified else []
     lines += [f"  left out: {one}" for one in (runner.selection.left_out if runner.selection else ())]
     lines += [f"  {key} is served by {other}" for key, other in runner.standing_in.items()]

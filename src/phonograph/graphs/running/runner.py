@@ -365,7 +365,8 @@ class Runner:
 
     def _eager(self, decision: RunEagerly, batch: Any, kwargs: Mapping[str, Any], used: dict[str, int]) -> Any:
         if self.options.strict:
-            raise CoverageError(f"strict: {self.phase.name} has no graph for this batch: {decision.detail}.")
+            problem = f"strict: {self.phase.name} has no graph for this batch: {decision.detail}."
+            raise CoverageError(problem, reason=decision.reason.value)
         self._loaded = None
         result = eager_pass(self.phase, self.registry, batch, kwargs, used, self._eager_options)
         self.stats.count_eager(decision, self.phase.name)

@@ -56,13 +56,16 @@ class Gap:
     detail: str
     """Of the last of these sizes."""
     cost: Cost | None = None
+    is_refused: bool = False
+    """Whether a batch of them is an error (strict) and does not run."""
 
     def __str__(self) -> str:
         product, absent = self.group
         whose = ", ".join([described(product), *(f"no {name}" for name in sorted(absent))])
         sizes = f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
         cost = f"; {self.cost}" if self.cost is not None else ""
-        return f"{sizes} of {whose} run eagerly, {self.reason.value}: {self.detail}{cost}"
+        become = "are refused" if self.is_refused else "run eagerly"
+        return f"{sizes} of {whose} {become}, {self.reason.value}: {self.detail}{cost}"
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def coverage(runner: Runner, sizes: range, *, measured: bool = False) -> Coverag
                 if worst is None or used * worst[1].size < worst[0] * decision.key.size:
                     worst = used, decision.key
             else:
-                _add(gaps, group, used, decision)
+                _add(gaps, group, used, decision, is_refused=runner.options.strict)
     if measured:
         gaps = [replace(gap, cost=_cost(runner, gap)) for gap in gaps]
     return Coverage(
@@ -145,14 +148,14 @@ def _unless_unfilled(runner: Runner, decision: Decision) -> Decision:
     return decision
 
 
-def _add(gaps: list[Gap], group: RecordingGroup, used: int, decision: RunEagerly) -> None:
+def _add(gaps: list[Gap], group: RecordingGroup, used: int, decision: RunEagerly, *, is_refused: bool) -> None:
     """One more size without a graph: of the last gap, if that ends just below it for the same reason."""
     last = gaps[-1] if gaps else None
     follows = last is not None and (last.group, last.last, last.reason) == (group, used - 1, decision.reason)
     first = last.first if last is not None and follows else used
     if follows:
         gaps.pop()
-    gaps.append(Gap(group, first, used, decision.reason, decision.detail))
+    gaps.append(Gap(group, first, used, decision.reason, decision.detail, is_refused=is_refused))
 
 
 def _cost(runner: Runner, gap: Gap) -> Cost | None:

@@ -33,7 +33,7 @@ class PaddingWrites:
         self._places: dict[str, torch.Tensor] = {}
 
     def note(self, name: str, places: torch.Tensor) -> None:
-        """Padding alone writes these elements of a tensor."""
+        """The replay alone writes these elements of a tensor."""
         if bool(places.any()):
             self._places[name] = places
 
@@ -42,10 +42,18 @@ class PaddingWrites:
         left = self._places
         if left and self._null_slots:
             left = self._less_null(left)
+        left = _some({name: self._less_moved(name, places) for name, places in left.items()})
         if left:
             left = self._less_scratch(left)
         left = _some({name: less_rounded(name, places) for name, places in left.items()})
         return [self._told(name, places) for name, places in left.items()]
+
+    def _less_moved(self, name: str, places: torch.Tensor) -> torch.Tensor:
+        """None, if the replay leaves as many elements alone that it should have written: the writes went elsewhere,
+        as when rounding picks another token. Whether it may is judged where they should have gone."""
+        start = self._eager.start[name]
+        left_alone = same_bits(self._replayed.state[name], start) & ~same_bits(self._eager.state[name], start)
+        return places & (places.sum() > left_alone.sum())
 
     @property
     def _null_slots(self) -> list[str]:
@@ -67,8 +75,18 @@ class PaddingWrites:
             is_null = ~same_bits(null.state[name], null.start[name])
             if not self._uses_null():
                 is_null &= same_bits(self._eager.state[name], self._eager.start[name])
-            masks[name] = places & ~is_null
+            masks[name] = self._less_null_moved(name, places & ~is_null, is_null)
         return _some(masks)
+
+    def _less_null_moved(self, name: str, places: torch.Tensor, is_null: torch.Tensor) -> torch.Tensor:
+        """Without the places that a batch of padding writes once it fills the bucket, for as many that it then leaves
+        alone: it is rounded otherwise, and so may be the token that it picks."""
+        left_alone = is_null & same_bits(self._replayed.state[name], self._eager.start[name])
+        if not bool(places.any()) or not bool(left_alone.any()):
+            return places
+        full = self._trial.result_of(self._trial.null_sample(full=True))
+        moved = places & ~same_bits(full.state[name], full.start[name])
+        return places & ~moved if int(moved.sum()) <= int(left_alone.sum()) else places
 
     def _uses_null(self) -> bool:
         """Whether the sample itself has rows that are null, as a bucket of more rows than there are requests may."""

@@ -50,8 +50,10 @@ def near_of(dtype: torch.dtype) -> float:
 class Rounding:
     """What rounding may move each result of one run by; found when it is first asked for."""
 
-    def __init__(self, run: Callable[[AbstractContextManager[None]], Values]) -> None:
+    def __init__(self, run: Callable[[AbstractContextManager[None]], Values], *, is_thorough: bool = True) -> None:
+        """With `is_thorough`, what looks wrong after few runs gets many."""
         self._run = run
+        self._looks = _NUM_RUNS if is_thorough else _NUM_RUNS[:1]
         self._wanted: Values | None = None
         self._moves: dict[Any, torch.Tensor] = {}
         self._num_runs = 0
@@ -62,12 +64,14 @@ class Rounding:
 
         An integer that some run has changed (a token picked among near equals) may be any other.
         """
-        for num_runs in _NUM_RUNS:
+        for num_runs in self._looks:
             self._run_until(num_runs)
             moved = self._moves.get(name)
             yield moved * _SHARE if moved is not None and moved.shape == wanted.shape else None
 
     def _run_until(self, num_runs: int) -> None:
+        if num_runs <= self._num_runs:
+            return
         try:
             if self._wanted is None:
                 self._wanted = self._run(_unchanged())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from phonograph.errors import VerifyError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import expose, fetch
 from phonograph.graphs.inputs.tree import TreePath
@@ -16,6 +18,10 @@ from phonograph.graphs.phases.decisions import Replay, ShapeKey
 from phonograph.graphs.phases.live_arguments import shown
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.comparison import described, mismatch, same_bits
+
+_NO_ROOM = (torch.OutOfMemoryError, MemoryError)
+_Difference = tuple[str, str, bool]
+"""Of a Mismatch: where, words, and whether of integers."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,16 @@ class StatePart:
     def write(self, values: torch.Tensor) -> None:
         """Put values there."""
         self.tensor.index_copy_(self.dim, self.index, values)
+
+
+class UncheckedError(VerifyError):
+    """There was no memory for a check; what the replay gave is in `result`."""
+
+    def __init__(self, key: ShapeKey, result: Any) -> None:
+        self.result = result
+        super().__init__(
+            f"checking {key}: there is no memory for a second run. Leave more room (--memory, --max-seqs)."
+        )
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,9 @@ def shadowed(
     hold. Where the two differ, in an output or in the state afterwards, the state is put back to what it was before. A
     batch that no recording serves is served eagerly, and compared with nothing. Buffers are left as the replay had
     them, so that steps after this one may be repeats as ever.
+
+    An eager run that raises is a difference too: the replay did not. Where there is no memory for the check,
+    UncheckedError has the replay's results, and the state is what the replay left.
     """
     decision = runner.decide(batch)
     if repeats and decision != runner.last:
@@ -81,21 +100,53 @@ def shadowed(
         return None, Mismatch(runner.last.key, "the batch", words, is_repeat=True)
     if not isinstance(decision, Replay):
         return runner.run(batch), None
-    before = [part.read() for part in state]
-    result = runner.repeat() if repeats else runner.run(batch)
-    found, found_state = runner.parts(result), [part.read() for part in state]
-    for part, values in zip(state, before, strict=True):
-        part.write(values)
-    gaps = LiveGaps() if runner.recording(decision.key).has_gaps else None
-    with runner.registry.kept():
-        wanted = runner.parts(run_eagerly(runner, decision.key, batch, gaps))
-    wanted_state = [part.read() for part in state]
-    difference = _difference(found, wanted) or _state_difference(state, found_state, wanted_state)
+    served = runner.repeat if repeats else partial(runner.run, batch)
+    try:
+        before = [part.read() for part in state]
+    except _NO_ROOM as error:
+        raise UncheckedError(decision.key, served()) from error
+    result = served()
+    try:
+        found, found_state = runner.parts(result), [part.read() for part in state]
+    except _NO_ROOM as error:
+        raise UncheckedError(decision.key, result) from error
+    _write(state, before)
+    try:
+        difference = _against_eager(runner, decision.key, batch, state, found, found_state)
+    except _NO_ROOM as error:
+        _write(state, found_state)
+        raise UncheckedError(decision.key, result) from error
     if difference is None:
         return result, None
-    for part, values in zip(state, before, strict=True):
-        part.write(values)
+    _write(state, before)
     return None, Mismatch(decision.key, *difference, is_repeat=repeats)
+
+
+def _write(state: Sequence[StatePart], values: Sequence[torch.Tensor]) -> None:
+    for part, one in zip(state, values, strict=True):
+        part.write(one)
+
+
+def _against_eager(
+    runner: Runner,
+    key: ShapeKey,
+    batch: Any,
+    state: Sequence[StatePart],
+    found: Mapping[TreePath, Any],
+    found_state: Sequence[torch.Tensor],
+) -> _Difference | None:
+    """Run the batch eagerly, and compare: what a replay gave, and what it left."""
+    gaps = LiveGaps() if runner.recording(key).has_gaps else None
+    try:
+        with runner.registry.kept():
+            wanted = runner.parts(run_eagerly(runner, key, batch, gaps))
+    except _NO_ROOM:
+        raise
+    except Exception as error:
+        what = (str(error).strip().splitlines() or ["no message"])[0]
+        return "the eager run", f"raises {type(error).__name__} ({what}), and the replay did not", False
+    wanted_state = [part.read() for part in state]
+    return _difference(found, wanted) or _state_difference(state, found_state, wanted_state)
 
 
 def run_eagerly(runner: Runner, key: ShapeKey, batch: Any, breaker: Breaker | None, *, with_tail: bool = True) -> Any:
@@ -127,9 +178,6 @@ class LiveGaps:
         given, named = shown((args, kwargs))
         with unbroken():
             return function(*given, **named)
-
-
-_Difference = tuple[str, str, bool]
 
 
 def _difference(found: Mapping[TreePath, Any], wanted: Mapping[TreePath, Any]) -> _Difference | None:

@@ -121,11 +121,11 @@ class Trial:
         """A run of its own with something around the body."""
         return self._ran(way, watching=watching)
 
-    def null_sample(self) -> Sample:
-        """The smallest batch, with what padding has in every slot."""
+    def null_sample(self, *, full: bool = False) -> Sample:
+        """The smallest batch, or one that fills the bucket, with what padding has in every slot."""
         phase = self.runner.phase
-        smallest = phase.padded(phase.smallest)
-        sample = phase.sample_for(self.served, Extent(smallest, smallest), self.seed)
+        size = self.extent.padded if full else phase.padded(phase.smallest)
+        sample = phase.sample_for(self.served, Extent(size, size), self.seed)
         sizes = self.runner.registry.measure(sample.batch, sample.kwargs)
         values: dict[Any, Any] = {}
         for slot in phase.slots:

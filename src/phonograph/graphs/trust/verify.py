@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 
 import torch
 
@@ -15,6 +14,7 @@ from phonograph.errors import DeclarationError, InputWriteError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.phases.axes import weaker_products
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.python_state import PythonState
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.checks import Checks, told
@@ -36,6 +36,7 @@ def verify(
     seed: int = 0,
     tolerance: float | None = None,
     state: Sequence[torch.Tensor] = (),
+    progress: Progress = silent,
 ) -> VerifyReport:
     """Check every recording of a runner on random valid batches.
 
@@ -65,22 +66,25 @@ def verify(
     if not runner.captured:
         return trials.report(checks, 0.0)
     with torch.no_grad(), runner.pool.using(f"verifying {runner.phase.name}"), untouched(runner):
-        for key in runner.captured:
+        for done, key in enumerate(runner.captured, 1):
             found: list[Check] = []
             for index, sizes in enumerate(_sizes_to_try(runner, key, batches)):
+                progress(_doing(runner, [*checks, *found]), done - 1, len(runner.captured))
                 found += trials.checks(key, sizes, index)
             if all(check.passed for check in found):
                 found += trials.further(key, _used_sizes(runner, key, batches))
             checks += found
+            progress(_doing(runner, checks), done, len(runner.captured))
     checks += _stale(runner)
     return trials.report(checks, time.perf_counter() - begun)
 
 
 def verify_some(runner: Runner, *, seconds: float, seed: int = 0) -> VerifyReport:
-    """A quick look, at start-up: a padded replay against eager without padding, in outputs and state.
+    """A quick look, at start-up.
 
-    The largest recording of every product of axes is checked in any case; then the smallest, then one between, as long
-    as `seconds` last.
+    Of every product of axes, the largest recording is replayed against eager on the same padded view, and a small one
+    against eager without padding, where few tokens can be picked otherwise by rounding. As long as `seconds` last, one
+    between and the largest are tried without padding too.
     """
     begun = time.perf_counter()
     trials = _Trials(runner, seed + _FIRST_SEED, None, ())
@@ -88,14 +92,18 @@ def verify_some(runner: Runner, *, seconds: float, seed: int = 0) -> VerifyRepor
     if not runner.captured:
         return trials.report(checks, 0.0)
     with torch.no_grad(), runner.pool.using(f"verifying {runner.phase.name}"), untouched(runner):
-        for done, (key, is_first) in enumerate(_some_keys(runner), 1):
+        for done, (key, look, is_needed) in enumerate(_quick_looks(runner), 1):
             passed = time.perf_counter() - begun
-            if not is_first and passed * done / max(1, done - 1) > seconds:
+            if not is_needed and passed * done / max(1, done - 1) > seconds:
                 break
-            checks += trials.quick_checks(key, runner.phase.padded(min(_used_sizes(runner, key, 2))))
+            checks += trials.quick_checks(key, runner.phase.padded(min(_used_sizes(runner, key, 2))), look)
     return trials.report(checks, time.perf_counter() - begun)
 
 
+_Look = Callable[[Checks], list[Check]]
+
+_MANY_FAILURES = 3
+"""After so many, rounding gets only a short look: what is wrong everywhere is told within minutes."""
 _MAX_BETWEEN = 3
 """So many sizes between the largest and the smallest of a bucket are tried."""
 
@@ -113,6 +121,7 @@ class _Trials:
         phase = self.runner.phase
         self._python = PythonState(phase.code) if phase.preserve is None and self.runner.captured else None
         self._notes = dict.fromkeys(_notes(self.runner))
+        self._num_failed = 0
 
     def checks(self, key: ShapeKey, sizes: Mapping[str, int], index: int) -> list[Check]:
         """All checks of a recording on one batch, and on batches of what it stands in for."""
@@ -122,12 +131,16 @@ class _Trials:
         if not trial.is_served:
             self._note_unserved(trial)
             return []
-        found = Checks(trial, self.tolerance).all()
+        found = self._checks(trial).all()
         self._note(trial)
         for weaker in weaker_products(self.runner.phase.axes, key.values):
             other = self._trial(key, sizes, self.seed + index, replace(key, values=weaker))
-            found.append(other if isinstance(other, Check) else Checks(other, self.tolerance).stand_in())
+            found.append(other if isinstance(other, Check) else self._checks(other).stand_in())
+        self._num_failed += sum(not check.passed for check in found)
         return found
+
+    def _checks(self, trial: Trial) -> Checks:
+        return Checks(trial, self.tolerance, is_thorough=self._num_failed < _MANY_FAILURES)
 
     def further(self, key: ShapeKey, tried: Sequence[int]) -> list[Check]:
         """What else is tried of a recording without a failure, and told where it fails.
@@ -154,13 +167,13 @@ class _Trials:
         trial = self._trial(key, sizes, self.seed, served)
         if isinstance(trial, Check):
             return [trial]
-        return [check(Checks(trial, self.tolerance))] if trial.is_served else []
+        return [check(self._checks(trial))] if trial.is_served else []
 
-    def quick_checks(self, key: ShapeKey, sizes: Mapping[str, int]) -> list[Check]:
+    def quick_checks(self, key: ShapeKey, sizes: Mapping[str, int], look: _Look) -> list[Check]:
         trial = self._trial(key, sizes, self.seed)
         if isinstance(trial, Check):
             return [trial]
-        return Checks(trial, self.tolerance, poisons=False).quick() if trial.is_served else []
+        return look(Checks(trial, self.tolerance, poisons=False)) if trial.is_served else []
 
     def report(self, checks: Sequence[Check], seconds: float) -> VerifyReport:
         return VerifyReport(tuple(checks), tuple(self._notes), len(self.runner.captured), seconds)
@@ -184,6 +197,12 @@ class _Trials:
                 "that live rows may read"
             )
             self._notes[note] = None
+
+
+def _doing(runner: Runner, checks: Sequence[Check]) -> str:
+    """What is being done, and how it goes: a failing check takes many runs."""
+    num_failed = sum(not check.passed for check in checks)
+    return f"verifying {runner.phase.name}{f', {num_failed} failed' if num_failed else ''}"
 
 
 def _stale(runner: Runner) -> Iterator[Check]:
@@ -230,15 +249,23 @@ def _sizes_to_try(runner: Runner, key: ShapeKey, batches: int) -> Iterator[dict[
         yield from (runner.phase.padded(key.size) | {name: min(tried[name])} for name in limits if tried.get(name))
 
 
-def _some_keys(runner: Runner) -> Iterator[tuple[ShapeKey, bool]]:
-    """Of every product the largest recording, then the smallest, then one between; and whether it is a product's
-    first."""
+def _quick_looks(runner: Runner) -> Iterator[tuple[ShapeKey, _Look, bool]]:
+    """Which recordings of every product are looked at, how, and whether in any case."""
     groups: dict[object, list[ShapeKey]] = {}
     for key in sorted(runner.captured, key=lambda key: -key.size):
         groups.setdefault(key.group, []).append(key)
-    picked = [list(dict.fromkeys((of[0], of[-1], of[len(of) // 2]))) for of in groups.values()]
-    for turn, keys in enumerate(zip_longest(*picked)):
-        yield from ((key, turn == 0) for key in keys if key is not None)
+    small = {key: _smallest_padded(runner, keys) for key, keys in groups.items()}
+    yield from ((keys[0], Checks.quick_same_view, True) for keys in groups.values())
+    yield from ((key, Checks.quick_unpadded, True) for key in small.values())
+    for group, keys in groups.items():
+        further = dict.fromkeys((keys[len(keys) // 2], keys[0]))
+        yield from ((key, Checks.quick_unpadded, False) for key in further if key != small[group])
+
+
+def _smallest_padded(runner: Runner, keys: Sequence[ShapeKey]) -> ShapeKey:
+    """Of recordings from the largest on, the smallest that some batch is padded for; the smallest, if there is none."""
+    padded = [key for key in keys if min(_used_sizes(runner, key, 2)) < key.size]
+    return (padded or keys)[-1]
 
 
 def _same_memory(runner: Runner, key: ShapeKey) -> Iterator[str]:

@@ -45,6 +45,10 @@ class HfModel:
     notes: tuple[str, ...] = ()
     """What start-up found."""
 
+    @cached_property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        return tuple(one.detach() for one in self.whole.parameters())
+
     @property
     def keeps(self) -> tuple[Paged, ...]:
         return tuple(layer.kept for layer in self.outline.layers)

@@ -105,7 +105,7 @@ class Exposition:
             ((phase.name, str(made.size), made.axes), made)
             for phase in phases
             for made in phase.recordings
-            if made.replays or not made.error
+            if made.replays or made.is_there
         ]
         by_bucket = ["phase", "bucket", "axes"]
         replays = [(labels, made.replays) for labels, made in each]
@@ -116,10 +116,13 @@ class Exposition:
         yield self._counter(
             "graph_used_rows", "Rows of sequences that replays computed, without padding.", by_bucket, used
         )
-        recorded = [((p.name, p.backend), sum(not made.error for made in p.recordings)) for p in phases]
+        recorded = [((p.name, p.backend), sum(made.is_there for made in p.recordings)) for p in phases]
         yield self._gauge("graph_recordings", "Recordings that can be replayed.", ["phase", "backend"], recorded)
         failed = [((p.name,), sum(bool(made.error) for made in p.recordings)) for p in phases]
         yield self._gauge("graph_capture_failures", "Buckets whose capture failed.", ["phase"], failed)
+        wrong = [((p.name,), sum(bool(made.mistrusted) for made in p.recordings)) for p in phases]
+        text = "Recordings given back, since a replay differed from the eager path."
+        yield self._gauge("graph_recordings_mistrusted", text, ["phase"], wrong)
         left_out = [((p.name,), len(p.left_out)) for p in phases]
         yield self._gauge("graph_products_left_out", "Products with sizes left out by a bound.", ["phase"], left_out)
         stated = [(p.name, p.coverage) for p in phases if p.coverage is not None]

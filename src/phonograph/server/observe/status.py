@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from phonograph.engine.process.async_llm import Health
+from phonograph.engine.process.health import Health
 from phonograph.engine.process.statistics import EngineStats, PhaseStats
 from phonograph.server.observe.history import History, HistoryPoints, LatencyQuantiles
 from phonograph.server.observe.incidents import Incident, Incidents
@@ -64,6 +64,10 @@ class Totals(msgspec.Struct, frozen=True):
     steps: int
     preemptions: int
     core_restarts: int
+    shadow_checks: int
+    """Steps that ran a second time, eagerly."""
+    shadow_mismatches: int
+    """Those whose replay gave other bits."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -137,6 +141,8 @@ class StatusKeeper:
             steps=stats.steps if stats else 0,
             preemptions=stats.preemptions if stats else 0,
             core_restarts=metrics.core_stats.restarts,
+            shadow_checks=stats.shadow_checks if stats else 0,
+            shadow_mismatches=stats.shadow_mismatches if stats else 0,
         )
 
 

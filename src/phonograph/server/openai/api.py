@@ -265,12 +265,13 @@ class Api:
         return _json(self._model(self._checked_model(request.path_params["model"])))
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are taken, and if not, why."""
+        """Whether requests are taken, and if not, or if some of them fail, why."""
         health = self._llm.health
         if health.state == "ready":
-            return _json(HealthResponse(health.state))
+            return _json(HealthResponse(health.state, health.reason))
         reason = health.reason or "the engine core is starting"
-        error = Error(f"no request is taken now: {reason}.", SERVER, None, health.state)
+        what = "some requests fail" if health.is_serving else "no request is taken now"
+        error = Error(f"{what}: {reason}.", SERVER, None, health.state)
         return _json(HealthResponse(health.state, reason, error), 503)
 
     def _model(self, name: str) -> ModelCard:

@@ -212,4 +212,4 @@ class HealthResponse(msgspec.Struct, frozen=True):
     status: str
     reason: str = ""
     error: Error | UnsetType = UNSET
-    """Where no request is taken."""
+    """Where no request is taken, or some fail."""

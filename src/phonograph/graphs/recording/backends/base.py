@@ -15,6 +15,7 @@ from phonograph.devices import DeviceGraph
 from phonograph.errors import Frame
 from phonograph.graphs.inputs.fields import Path
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.weight_caches import weights_uncached
 
 Body = Callable[[], Any]
@@ -150,7 +151,7 @@ class Backend(Protocol):
         """Sentences on what it made of the body, for `explain`."""
         ...
 
-    def prepare(self, body: ViewBody, views: Views) -> Bind:
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         """Once per phase, after free runs of the body itself: make of it what rehearsals and captures run.
 
         What can't be made for a view is raised when that is bound.

@@ -16,6 +16,7 @@ from phonograph.graphs.inputs.tree import Marker, Noted, TreePath, leaves, map_l
 from phonograph.graphs.phases.context import current, entering, unbroken
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.live_arguments import shown
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends.arguments import Args, Arguments, Kwargs, argument_tensors, note_objects
 from phonograph.graphs.recording.backends.base import (
     BackendOptions,
@@ -225,7 +226,7 @@ class BreakableBackend:
         self._pool = pool
         self._gaps: dict[ShapeKey, list[_GapSpec]] = {}
 
-    def prepare(self, body: ViewBody, views: Views) -> Bind:
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         return as_it_is(body)
 
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends.base import (
     Backend,
     Bind,
@@ -32,7 +33,7 @@ class DebugBackend:
     def notes(self) -> Sequence[str]:
         return self._inner.notes
 
-    def prepare(self, body: ViewBody, views: Views) -> Bind:
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         return as_it_is(body)
 
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from phonograph.devices import Device, MemoryPool
 from phonograph.errors import CaptureError
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends.base import (
     BackendOptions,
     Bind,
@@ -31,7 +32,7 @@ class DisabledBackend:
     def __init__(self, device: Device, pool: MemoryPool, options: BackendOptions = BackendOptions()) -> None:
         pass
 
-    def prepare(self, body: ViewBody, views: Views) -> Bind:
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         return as_it_is(body)
 
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:

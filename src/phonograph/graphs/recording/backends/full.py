@@ -7,6 +7,7 @@ from typing import Any
 
 from phonograph.devices import Device, MemoryPool
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends.base import (
     BackendOptions,
     Bind,
@@ -31,7 +32,7 @@ class FullBackend:
         self._device = device
         self._pool = pool
 
-    def prepare(self, body: ViewBody, views: Views) -> Bind:
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         return as_it_is(body)
 
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from phonograph.errors import BreakError, CaptureError
 from phonograph.graphs.phases.breaks import GraphBreak
 from phonograph.graphs.phases.marks import Mark, marked, traced_call
-from phonograph.graphs.recording.backends.compilers import Compile
+from phonograph.graphs.recording.backends.compilers import Compile, CompileOnce
 from phonograph.graphs.recording.backends.traced import TracedGraph
 
 Owners = Mapping[int, Any]
@@ -51,6 +51,8 @@ class Program:
     parts: Sequence[Piece | MarkedCall]
     last_uses: Mapping[int, Sequence[fx.Node]]
     """By part, the values that nothing after it reads."""
+    num_compiled: int = 0
+    """Pieces that differ: layers that compute the same share what was compiled."""
 
     @property
     def pieces(self) -> list[Piece]:
@@ -104,8 +106,14 @@ class Program:
             )
 
 
-def program_of(graph: TracedGraph, break_ops: Collection[str], owners: Owners, compile_piece: Compile) -> Program:
-    """Cut a graph at marked calls and named ops, and compile what is between."""
+def program_of(
+    graph: TracedGraph,
+    break_ops: Collection[str],
+    owners: Owners,
+    compile_piece: Compile,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Program:
+    """Cut a graph at marked calls and named ops, and compile what is between; `progress` is told how much is done."""
     runs: list[list[fx.Node] | MarkedCall] = []
     broken: set[fx.Node] = set()
     for node in graph.nodes:
@@ -120,8 +128,11 @@ def program_of(graph: TracedGraph, break_ops: Collection[str], owners: Owners, c
         else:
             runs.append([node])
     _check_named(graph, break_ops)
-    parts = [run if isinstance(run, MarkedCall) else _piece(graph.module, run, compile_piece) for run in runs]
-    return Program(graph, parts, _last_uses(graph, parts))
+    compile_once, parts = CompileOnce(compile_piece), list[Piece | MarkedCall]()
+    for index, run in enumerate(runs):
+        parts.append(run if isinstance(run, MarkedCall) else _piece(graph.module, run, compile_once))
+        progress(index + 1, len(runs))
+    return Program(graph, parts, _last_uses(graph, parts), compile_once.num_compiled)
 
 
 def name_of_op(target: Any) -> str:

@@ -19,6 +19,7 @@ from phonograph.errors import CaptureError, DeclarationError
 from phonograph.graphs.inputs.tree import TreePath, map_leaves
 from phonograph.graphs.phases.context import Current, Stage, current, entering, tracing
 from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends.base import (
     BackendOptions,
     Bind,
@@ -128,7 +129,11 @@ class TcPiecewiseBackend:
         self._fallen_back: dict[ShapeKey, CaptureError] = {}
         self._ran: set[ShapeKey] = set()
         """Shapes whose pieces have run."""
-        self._seconds = 0.0
+        self._progress: Progress = silent
+        self.seconds = 0.0
+        """What preparing took."""
+        self.compile_seconds = 0.0
+        """What compilers took of it; the rest is the trace."""
 
     @property
     def is_exact(self) -> bool:
@@ -151,14 +156,17 @@ class TcPiecewiseBackend:
         programs = self.programs
         pieces, breaks = sum(len(one.pieces) for one in programs), sum(one.num_breaks for one in programs)
         made = f"{len(programs)} programs of {pieces} pieces, cut at {breaks} breaks"
-        said = [f"compiled by {self._options.compiler} in {self._seconds:.2f} s: {made}"]
+        different = sum(one.num_compiled for one in programs)
+        took = f"in {self.seconds:.2f} s ({self.seconds - self.compile_seconds:.2f} s of these to trace)"
+        said = [f"compiled by {self._options.compiler} {took}: {made}; {different} pieces differ"]
         said += [f"a program of its own for {text}" for group in self._programs.values() for text in group.misfits]
         return said + [f"{key} is recorded as breakable does: {error}" for key, error in self._fallen_back.items()]
 
-    def prepare(self, body: ViewBody, views: Views) -> Bind:
+    def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         start, self._programs, plain = time.perf_counter(), {}, as_it_is(body)
         self._errors, self._fallen_back, self._ran = {}, {}, set()
-        for key, loaded in views.items():
+        self._progress, self.compile_seconds = progress, 0.0
+        for index, (key, loaded) in enumerate(views.items()):
             try:
                 with loaded() as view:
                     self._group(body, key).call(view, self._now(view), may_add=True)
@@ -166,7 +174,8 @@ class TcPiecewiseBackend:
                 (self._fallen_back if self._options.fallback else self._errors)[key] = error
                 if self._options.fallback:
                     log.warning("%s is recorded as breakable does: %s", key, error)
-        self._seconds = time.perf_counter() - start
+            progress(f"compiling {key}", index + 1, len(views))
+        self.seconds = time.perf_counter() - start
 
         def bind(view: BodyView) -> Body:
             if view.key in self._errors:
@@ -219,7 +228,14 @@ class TcPiecewiseBackend:
         return self._programs[key.group]
 
     def _made(self, graph: TracedGraph) -> Program:
-        return program_of(graph, self._options.break_ops, self._owners, COMPILERS[self._options.compiler])
+        def tell(done: int, total: int) -> None:
+            self._progress(f"compiling {current().phase}: parts", done, total)
+
+        start, compile_piece = time.perf_counter(), COMPILERS[self._options.compiler]
+        try:
+            return program_of(graph, self._options.break_ops, self._owners, compile_piece, tell)
+        finally:
+            self.compile_seconds += time.perf_counter() - start
 
     def _now(self, view: BodyView) -> Current:
         return Current(view.key.phase, self.name, Stage.COMPILING, view.batch)

@@ -11,12 +11,14 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
+from phonograph.devices.capturing import QUERY
 from phonograph.devices.trace import is_users
 from phonograph.errors import CaptureError, Frame
 from phonograph.graphs.inputs.fields import Path, fetch
@@ -32,6 +34,31 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
+class _Term:
+    """A number that the trace knows of an argument: its value, or the size or stride of an axis."""
+
+    kind: Literal["value", "size", "stride"]
+    axis: int
+    said: Any
+    """The number, or an expression of symbols."""
+
+    def of(self, argument: Any) -> int | None:
+        """What it is for an argument; None where it means nothing, as the stride of one row."""
+        if self.kind == "value":
+            return int(argument)
+        if not isinstance(argument, torch.Tensor):
+            return None
+        size = argument.shape[self.axis]
+        if self.kind == "size":
+            return size
+        return argument.stride(self.axis) if size > 1 and argument.numel() > 1 else None
+
+    def wanted(self, sizes: Mapping[Any, int]) -> int:
+        """What the trace says that it is, for these sizes."""
+        return self.said if isinstance(self.said, int) else int(self.said.xreplace(sizes))
+
+
+@dataclass(frozen=True)
 class TracedGraph:
     """One graph of a body."""
 
@@ -39,21 +66,21 @@ class TracedGraph:
     dims: dict[str, str] = field(default_factory=dict)
     """By symbol, the dim whose size it is."""
 
-    @property
+    @cached_property
     def nodes(self) -> list[fx.Node]:
         return list(self.module.graph.nodes)
 
-    @property
+    @cached_property
     def placeholders(self) -> list[fx.Node]:
         return [node for node in self.nodes if node.op == "placeholder"]
 
-    @property
+    @cached_property
     def constants(self) -> dict[fx.Node, Any]:
         """Tensors that the trace holds itself."""
         nodes = [node for node in self.nodes if node.op == "get_attr"]
         return {node: operator.attrgetter(str(node.target))(self.module) for node in nodes}
 
-    @property
+    @cached_property
     def outputs(self) -> list[Any]:
         """What it returns: nodes, and plain values."""
         (found,) = (node.args[0] for node in self.nodes if node.op == "output")
@@ -63,24 +90,25 @@ class TracedGraph:
     def sizes(self, flat: Sequence[Any]) -> dict[Any, int]:
         """By symbol, its value in these arguments."""
         found: dict[Any, int] = {}
-        for node, value in zip(self.placeholders, flat, strict=True):
-            for said, is_now in _pairs(node.meta.get("example_value"), value):
-                if said.is_Symbol:
-                    found.setdefault(said, is_now)
+        for index in self._symbolic:
+            for term in self._terms[index]:
+                is_now = None if isinstance(term.said, int) or not term.said.is_Symbol else term.of(flat[index])
+                if is_now is not None:
+                    found.setdefault(term.said, is_now)
         return found
 
     def misfit(self, flat: Sequence[Any]) -> str:
         """What these arguments are that the graph was not made for, or nothing."""
         sizes = self.sizes(flat)
-        for node, value in zip(self.placeholders, flat, strict=True):
-            for said, is_now in _pairs(node.meta.get("example_value"), value):
-                if said.xreplace(sizes) != is_now:
-                    return f"{self._named(said)} is {is_now}"
-        env = self._shape_env()
-        for guard in env.guards if env is not None else ():
-            condition = env.replace(guard.expr)
+        for terms, value in zip(self._terms, flat, strict=True):
+            for term in terms:
+                is_now = term.of(value)
+                if is_now is not None and term.wanted(sizes) != is_now:
+                    return f"{self._named(term.said)} is {is_now}"
+        for condition, guard in self._conditions:
             if condition.xreplace(sizes) == False:  # noqa: E712 - a value of sympy
                 return f"{self._named(condition)} is not so{_line_of(guard)}"
+        env = self._shape_env
         for symbol, size in sizes.items():
             bounds = env.var_to_range.get(symbol) if env is not None else None
             if bounds is not None and not (bounds.lower <= size and size <= bounds.upper):  # noqa: PLR1716 - of sympy
@@ -97,7 +125,7 @@ class TracedGraph:
         value = node.meta.get("example_value")
         if not isinstance(value, torch.Tensor):
             return None
-        return tuple(int(_expr(size).xreplace(dict(sizes))) for size in value.shape)
+        return tuple(one if isinstance(one, int) else int(one.xreplace(sizes)) for one in map(_expr, value.shape))
 
     def name_dims(self, flat: Sequence[Any], view: BodyView) -> None:
         """Note which symbol is the size of which dim."""
@@ -106,6 +134,26 @@ class TracedGraph:
                 if value is sized.tensor:
                     self.dims.setdefault(str(_expr(node.meta["example_value"].shape[sized.axis])), sized.dim)
 
+    @cached_property
+    def _terms(self) -> list[list[_Term]]:
+        """For each argument, what is compared."""
+        return [_terms_of(node.meta.get("example_value")) for node in self.placeholders]
+
+    @cached_property
+    def _symbolic(self) -> list[int]:
+        """The arguments that are, or have, a size that differs between views."""
+        return [index for index, terms in enumerate(self._terms) if any(not isinstance(one.said, int) for one in terms)]
+
+    @cached_property
+    def _conditions(self) -> list[tuple[Any, Any]]:
+        """What the trace, and the compilers of its pieces, took for granted of sizes; each once, with a line."""
+        env = self._shape_env
+        found: dict[Any, Any] = {}
+        for guard in env.guards if env is not None else ():
+            found.setdefault(env.replace(guard.expr), guard)
+        return list(found.items())
+
+    @cached_property
     def _shape_env(self) -> Any:
         for node in self.placeholders:
             mode = getattr(node.meta.get("example_value"), "fake_mode", None)
@@ -229,7 +277,22 @@ def _tracing_options(dynamic: str) -> Iterator[None]:
         stack.enter_context(compiler.patch(dynamic_sources=dynamic))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("default"))
+        stack.enter_context(_answered_by_the_trace())
         yield
+
+
+@contextmanager
+def _answered_by_the_trace() -> Iterator[None]:
+    """Inside, code that is traced may ask whether a capture is going on: none is."""
+    folded = importlib.import_module("torch._dynamo.variables.torch").constant_fold_functions
+    if QUERY in folded:
+        yield
+        return
+    folded[QUERY] = None
+    try:
+        yield
+    finally:
+        del folded[QUERY]
 
 
 def _size_sources(view: BodyView) -> str:
@@ -259,20 +322,21 @@ def _stand_in(graph: TracedGraph, output: Any, sizes: Mapping[Any, int]) -> Any:
     return torch.empty(0) if is_tensor else graph.value_of(output, sizes)
 
 
-def _pairs(said: Any, value: Any) -> Iterator[tuple[Any, int]]:
-    """What the trace says of an argument's sizes and strides, as expressions, and what they are."""
+def _terms_of(said: Any) -> list[_Term]:
     if isinstance(said, torch.SymInt):
-        yield said.node.expr, int(value)
-    elif isinstance(said, torch.Tensor) and isinstance(value, torch.Tensor):
-        yield from zip(map(_expr, said.shape), value.shape, strict=True)
-        if value.layout is torch.strided and value.numel() > 1:
-            axes = [axis for axis, size in enumerate(value.shape) if size > 1]  # the stride of one row means nothing
-            yield from ((_expr(said.stride(axis)), value.stride(axis)) for axis in axes)
+        return [_Term("value", 0, _expr(said))]
+    if not isinstance(said, torch.Tensor):
+        return []
+    found = [_Term("size", axis, _expr(size)) for axis, size in enumerate(said.shape)]
+    if said.layout is torch.strided:
+        found += [_Term("stride", axis, _expr(stride)) for axis, stride in enumerate(said.stride())]
+    return found
 
 
 def _expr(size: Any) -> Any:
-    sympy = importlib.import_module("sympy")
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+    """A number, or where buckets change it an expression."""
+    found = size.node.expr if isinstance(size, torch.SymInt) else size
+    return int(found) if isinstance(found, int) or found.is_Integer else found
 
 
 def _line_of(guard: Any) -> str:

@@ -309,7 +309,7 @@ class PhaseCard {
     const all = phase.recordings;
     const busiest = [...all].sort((one, other) => other.replays - one.replays).slice(0, FEW);
     const chosen = new Set(busiest.filter((made) => made.replays));
-    const shown = all.filter((made) => this.all || made.error || chosen.has(made));
+    const shown = all.filter((made) => this.all || isGone(made) || chosen.has(made));
     this.tableHolder.hidden = !shown.length;
     this.tableHolder.classList.toggle("no-axes", all.every((made) => !made.axes));
     this.toggle.hidden = !all.length || (!this.all && shown.length === all.length);
@@ -319,8 +319,9 @@ class PhaseCard {
     this.noBuckets.hidden = all.length > 0;
     const most = Math.max(1, ...all.map((made) => made.replays));
     sync(this.body, shown, (made) => made.label, bucketRow, (row, made) => fillBucket(row, made, most));
-    const failed = all.filter((made) => made.error);
-    sync(this.failures, failed, (made) => made.label, () => make("li"), (item, made) => write(item, `stays eager: ${made.error}`));
+    const failed = all.filter(isGone);
+    const why = (made) => (made.error ? `stays eager: ${made.error}` : `given back: ${made.mistrusted}`);
+    sync(this.failures, failed, (made) => made.label, () => make("li"), (item, made) => write(item, why(made)));
   }
 
   showReasons(phase) {
@@ -367,12 +368,15 @@ function bucketRow() {
   return row;
 }
 
+/** Whether it can't be replayed: its capture failed, or a check in service found it wrong. */
+const isGone = (made) => Boolean(made.error || made.mistrusted);
+
 function fillBucket(row, made, most) {
   write(row.cells[0], whole.format(made.size));
   write(row.cells[1], made.axes || "–");
-  row.classList.toggle("failed", Boolean(made.error));
-  write(row.cells[2], made.error ? "–" : whole.format(made.num_graphs));
-  write(row.cells[3], made.error ? "–" : bytes(made.num_bytes));
+  row.classList.toggle("failed", isGone(made));
+  write(row.cells[2], isGone(made) ? "–" : whole.format(made.num_graphs));
+  write(row.cells[3], isGone(made) ? "–" : bytes(made.num_bytes));
   const [text, meter] = row.cells[4].children;
   write(text, count(made.replays));
   meter.firstChild.style.width = `${(100 * made.replays) / most}%`;
@@ -404,6 +408,7 @@ function showTotals({ totals }) {
     ["steps", totals.steps],
     ["preemptions", totals.preemptions],
     ["core restarts", totals.core_restarts],
+    ...(totals.shadow_checks ? [["steps checked", totals.shadow_checks], ["wrong replays", totals.shadow_mismatches]] : []),
   ];
   sync($("totals"), rows, ([name]) => name, ([name]) => {
     const pair = make("div");
