@@ -19,20 +19,7 @@ if TYPE_CHECKING:
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Which model, where, and how large; then all flags of the graph plan."""
     parser.add_argument("--model", help="a checkpoint folder or GGUF file; default: the embedded SmolLM2-135M-Instruct")
-    parser.add_argument(
-        "--model-impl",
-        choices=("auto", "native", "hf"),
-        default="auto",
-        help="whose layers the model has: ours, those of transformers (hf), or ours where there are some (auto)",
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that the checkpoint's folder brings, for a model that transformers does not have",
-    )
-    parser.add_argument(
-        "--hf-layers", metavar="MODULE", help="the module that has the layers of a transformers model; default: it says"
-    )
+    _add_model_flags(parser)
     parser.add_argument("--shape", help="random weights of a named shape instead of a model, e.g. qwen3-8b")
     parser.add_argument("--device", help="cuda, cpu or emulated; default: the accelerator present, else the CPU")
     parser.add_argument("--max-seqs", type=int, help="sequences that run at the same time; default: by memory")
@@ -70,6 +57,24 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
     graph_flags.add_flags(parser, PHASES)
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Whose layers a model has."""
+    parser.add_argument(
+        "--model-impl",
+        choices=("auto", "native", "hf"),
+        default="auto",
+        help="whose layers the model has: ours, those of transformers (hf), or ours where there are some (auto)",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that the checkpoint's folder brings, for a model that transformers does not have",
+    )
+    parser.add_argument(
+        "--hf-layers", metavar="MODULE", help="the module that has the layers of a transformers model; default: it says"
+    )
 
 
 def _add_trust_flags(parser: argparse.ArgumentParser) -> None:

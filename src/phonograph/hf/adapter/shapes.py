@@ -1,4 +1,4 @@
-"""Shapes of models that we have no layers for: what transformers makes them from. For benchmarks."""
+"""HF_SHAPES: models that we have no layers for, as transformers makes them. For benchmarks."""
 
 from __future__ import annotations
 
