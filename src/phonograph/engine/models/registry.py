@@ -86,5 +86,5 @@ def _hf_architecture(fields: Fields) -> str:
     found = named[0] or fields.text("model_type", "missing")
     raise CheckpointError(
         f"reading {fields.source}: architectures is {found!r}; supported are {', '.join(ARCHITECTURES)}. "
-        "Use a model of one of these."
+        "Use a model of one of these, or the layers of transformers: --model-impl hf."
     )
