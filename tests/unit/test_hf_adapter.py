@@ -32,7 +32,7 @@ from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import CheckpointError, DeclarationError, PlanError
 from phonograph.hf.adapter import attention
-from phonograph.hf.adapter.experts import implementation
+from phonograph.hf.adapter.experts import implementation, reading_module
 from phonograph.hf.adapter.head import head_of, logits_of
 from phonograph.hf.adapter.model import HfModel
 from phonograph.hf.adapter.outline import outline_of
@@ -69,6 +69,11 @@ class TestOutline:
     def test_experts_that_the_host_routes_are_named(self) -> None:
         outline = outline_of(ALSO_SERVED["DBRX"].config(), "dbrx")
         assert outline.breaks == ("transformer.blocks.0.ffn.experts", "transformer.blocks.1.ffn.experts")
+
+    def test_other_errors_are_no_experts(self) -> None:
+        model = made(ALSO_SERVED["DBRX"])
+        for error in (ValueError("meta"), RuntimeError("shapes differ"), NotImplementedError("nonzero")):
+            assert reading_module(model, error) is None  # raised outside of every module
 
     def test_phases_of_such_a_model_have_gaps_by_default(self) -> None:
         plan = plan_for(open_device("emulated"), (), on_cpu_by_default=False, breaks=("experts",))

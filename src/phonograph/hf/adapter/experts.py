@@ -24,7 +24,12 @@ def implementation(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def reading_module(model: Any, error: BaseException) -> str | None:
-    """The innermost module that was at work when an error was raised, if it is one that routes to experts."""
+    """The innermost module with experts that was at work when a value was to be read; None for any other error.
+
+    The run is over tensors without storage, which say so when their values are asked for.
+    """
+    if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
+        return None
     at_work = list[Any]()
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
@@ -35,7 +40,7 @@ def reading_module(model: Any, error: BaseException) -> str | None:
     names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
     for module in reversed(at_work):
         name = names.get(id(module), "")
-        if any(word in f"{name} {type(module).__name__}".lower() for word in ("expert", "moe", "ffn", "mlp")):
+        if any(word in name.rpartition(".")[2] for word in ("expert", "moe", "ffn", "mlp", "feed_forward")):
             return name
     return None
 
