@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import operator
@@ -17,34 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from phonograph import Graphed, Reason, Replay, RunEagerly, Slot, graphed
+from fact_bodies import SLOTS, Make, X, made, of
+from phonograph import Reason, Replay, RunEagerly, graphed
 from phonograph.graphs.progress import silent
-
-X = torch.ones(3, 4)
-SLOTS = [Slot("x", ("rows", 4), torch.float32)]
-
-
-def made(body: Callable[..., Any]) -> Graphed:
-    run = graphed(body, slots=SLOTS, bucketed="rows", buckets=[4, 8], device="emulated")
-    assert not run.capture(silent).failures
-    return run
-
-
-Make = Callable[[], tuple[Callable[..., Any], Callable[[], object]]]
-"""A body, and what changes what it reads."""
-
-
-def of(held: Any, body: Callable[[Any, torch.Tensor], Any], change: Callable[[Any], object]) -> Make:
-    def make() -> tuple[Callable[..., Any], Callable[[], object]]:
-        mine = copy.deepcopy(held)
-
-        def step(x: torch.Tensor) -> Any:
-            return body(mine, x)
-
-        return step, lambda: change(mine)
-
-    return make
-
 
 # -- what modules hold, by their methods ----------------------------------------------------------------------
 

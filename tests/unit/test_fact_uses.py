@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import operator
 import types
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,11 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph import Graphed, Slot, graphed
-from phonograph.graphs.progress import silent
+from fact_bodies import Make, X, made, of
 from phonograph.graphs.recording.rebinding import rebound
 
-X = torch.ones(3, 4)
 log = logging.getLogger("test")
 
 
@@ -76,29 +73,6 @@ _config = Config()
 
 def current_config() -> Config:
     return _config
-
-
-def made(body: Callable[..., Any]) -> Graphed:
-    slots = [Slot("x", ("rows", 4), torch.float32)]
-    run = graphed(body, slots=slots, bucketed="rows", buckets=[4, 8], device="emulated")
-    assert not run.capture(silent).failures
-    return run
-
-
-Make = Callable[[], tuple[Callable[..., Any], Callable[[], object]]]
-"""A body, and what changes it."""
-
-
-def of(held: Any, body: Callable[[Any, torch.Tensor], Any], change: Callable[[Any], object]) -> Make:
-    def make() -> tuple[Callable[..., Any], Callable[[], object]]:
-        mine = copy.deepcopy(held)
-
-        def step(x: torch.Tensor) -> Any:
-            return body(mine, x)
-
-        return step, lambda: change(mine)
-
-    return make
 
 
 SEEN: dict[str, Make] = {
