@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from torch.nn.modules.container import ModuleDict, ModuleList, Sequential
-
 from phonograph.errors import Frame
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.recording.contents import tensors_in
@@ -36,7 +34,7 @@ from phonograph.graphs.recording.fact_check import FactCheck
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.modes import mode_facts
 from phonograph.graphs.recording.places import ABSENT
-from phonograph.graphs.recording.reads import Reads, is_installed
+from phonograph.graphs.recording.reads import CONTAINERS_OF_MODULES, Reads, is_installed
 from phonograph.graphs.recording.tracing import TracingUnavailableError
 
 AroundGap = Callable[[], AbstractContextManager[None]]
@@ -187,7 +185,7 @@ class FactRecorder:
                     yield from (_fact("tensor", f"{name}.{key}", InDict(held, key), frame) for key in held)
                 else:  # of a scripted module, whose tensors lie in C++
                     yield from (_fact("address", f"{name}.{key}", AddressOf(one), frame) for key, one in held.items())
-            if isinstance(module, ModuleList | Sequential | ModuleDict):
+            if isinstance(module, CONTAINERS_OF_MODULES):
                 yield _fact("items", name, AllItems(module._modules), frame)
 
     def _name_by_paths(self) -> None:
