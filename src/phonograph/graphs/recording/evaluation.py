@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from phonograph.graphs.recording.bytecode import Read
+from phonograph.graphs.recording.fact import OfTensor
 from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
 from phonograph.graphs.recording.places import ABSENT, PLAIN
 
@@ -138,6 +139,8 @@ def attribute_of(base: Any, name: str) -> Any:
         return UNKNOWN if held is None else held
     if type(base) in _TENSORS and name in _OF_TENSORS:
         return getattr(base, name) if not torch._C._len_torch_function_stack() else UNKNOWN
+    if type(base) in _TENSORS and name == "grad":
+        return OfTensor(base, name).get()
     if name == "__class__":
         return type(base)
     if isinstance(base, tuple) and isinstance(getter := getattr(type(base), name, None), _FIELD):

@@ -19,6 +19,8 @@ FactKind = Literal[
     "mode", "global", "closure", "attribute", "item", "items", "default", "hooks", "class", "tensor", "address"
 ]
 
+TENSOR_PARTS = ("_version", "requires_grad", "grad")
+
 
 class Source(Protocol):
     """Where a fact's value lies now. Reading it runs nobody's code."""
@@ -156,6 +158,26 @@ class AddressOf:
 
     def get(self) -> Any:
         return address_of(self.holder)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfTensor:
+    """What Python keeps about a tensor, besides its memory."""
+
+    holder: torch.Tensor
+    part: str
+    """One of `TENSOR_PARTS`."""
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (self.part, id(self.holder))
+
+    def get(self) -> Any:
+        try:
+            with torch._C.DisableTorchFunction():
+                return getattr(self.holder, self.part)
+        except RuntimeError:  # one that was made in inference mode has no version
+            return ABSENT
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,6 +34,7 @@ from phonograph.graphs.recording.fact import (
     InList,
     InSlot,
     OfFunction,
+    OfTensor,
     unchanged,
 )
 from phonograph.graphs.recording.function_memory import pointers_of
@@ -126,7 +127,7 @@ class FactCheck:
         num_slow = 0
         for fact in self.facts:
             source = fact.source
-            if isinstance(source, AddressOf | OfFunction | ClassOf):
+            if isinstance(source, AddressOf | OfFunction | ClassOf | OfTensor):
                 rotating.append(fact)
             elif isinstance(source, HooksOf):
                 if self.uses_versions:
@@ -326,5 +327,6 @@ _PLACES = {
     HasKey: "({key} in {holder})",
     ClassOf: "type({holder})",
     OfFunction: "{holder}.{part}",
+    OfTensor: "{holder}.{part}",
 }
 """By type of a source, the code that reads it."""

@@ -23,7 +23,20 @@ from phonograph.errors import Frame
 from phonograph.graphs.recording.bytecode import Read, reads_of
 from phonograph.graphs.recording.contents import InThread
 from phonograph.graphs.recording.evaluation import UNKNOWN, Scene, attribute_of, callee_of, keys_of, value_of
-from phonograph.graphs.recording.fact import AllItems, ClassOf, Fact, FactKind, InCell, InDict, InList, InSlot, Source
+from phonograph.graphs.recording.fact import (
+    TENSOR_PARTS,
+    AllItems,
+    ClassOf,
+    Computed,
+    Fact,
+    FactKind,
+    InCell,
+    InDict,
+    InList,
+    InSlot,
+    OfTensor,
+    Source,
+)
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.library_objects import library_reads
 from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
@@ -133,7 +146,7 @@ class Reads:
             if read.kind == "call" and read.parts:
                 self._note_by_name(read, scene)
             for name, source in uses_of(read, scene, self._looks_into):
-                self._note("item" if isinstance(source, InDict | InList) else "items", name, source, read, frame)
+                self._note(_kind_of(source), name, source, read, frame)
 
     def _note_called(self, function: Any, frame: FrameType) -> None:
         """Functions of one code may have defaults of their own."""
@@ -167,6 +180,8 @@ class Reads:
     def _note_inside(self, read: Read, owner: Any, name: str, frame: FrameType) -> None:
         if isinstance(owner, threading.local):
             self._note("attribute", f"local.{name}", InThread(owner, name), read, frame)
+        elif type(owner) in (torch.Tensor, torch.nn.Parameter) and name in TENSOR_PARTS:
+            self._note("attribute", f"{read.base}.{name}", OfTensor(owner, name), read, frame)
         elif is_of_library(owner):
             for told, source in library_reads(owner, name):
                 self._note("attribute", f"{read.base}.{told}", source, read, frame)
@@ -214,6 +229,12 @@ class Reads:
                 self._note("attribute", f"{name}.{key}", InDict(vars(module), key), read, frame)
         if isinstance(module._modules, dict):  # of scripted modules they lie in C++
             self._note("items", name, AllItems(module._modules), read, frame)
+
+
+def _kind_of(source: Source) -> FactKind:
+    if isinstance(source, Computed):
+        return "mode"
+    return "item" if isinstance(source, InDict | InList) else "items"
 
 
 def _source(held: Held) -> Source | None:

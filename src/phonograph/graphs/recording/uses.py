@@ -11,13 +11,14 @@ import operator
 import os
 import types
 from collections import ChainMap, UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from phonograph.graphs.recording import modes
 from phonograph.graphs.recording.bytecode import Read
 from phonograph.graphs.recording.contents import (
     AllContents,
@@ -40,7 +41,7 @@ from phonograph.graphs.recording.evaluation import (
     unwrapped,
     value_of,
 )
-from phonograph.graphs.recording.fact import AllItems, InDict, InList, Source
+from phonograph.graphs.recording.fact import AllItems, Computed, InDict, InList, Source
 
 Use = tuple[str, Source]
 """What it is called, and where it lies."""
@@ -92,17 +93,24 @@ def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
         yield f"the context variable {owner.name}", InContext(owner)
     elif callee.name in _LOOKS_UP and arguments and isinstance(owner, _MAPPINGS):
         yield from _item(name, owner, arguments[0] if is_key(arguments[0]) else UNKNOWN)
-    elif _is_getenv(callee.function) and arguments:
-        yield from _item(name, callee.function.__globals__["environ"], arguments[0])
     elif isinstance(owner, torch.nn.Module):
         yield from _walk(owner, callee)
-    elif is_container(unwrapped(owner)):
-        if callee.name not in _WRITES:
-            yield from _whole(name, owner)
-    elif type(callee.function) is operator.itemgetter and len(arguments) == 1:
-        for key in keys_of(callee.function):
-            yield from _item(str(read.parts[0]) if read.parts else name, arguments[0], key if is_key(key) else UNKNOWN)
-    elif _is_closed(callee, looks_into) or (callee.function is UNKNOWN and _is_made_by_closed(read, scene, looks_into)):
+    elif not is_container(unwrapped(owner)):
+        yield from _of_function(read, callee, arguments, scene, looks_into)
+    elif callee.name not in _WRITES:
+        yield from _whole(name, owner)
+
+
+def _of_function(read: Read, callee: Callee, arguments: Sequence[Any], scene: Scene, looks_into: Any) -> Iterator[Use]:
+    function = callee.function
+    if any(function is one for one in modes.QUESTIONS) and not arguments:
+        yield f"{read.base}()", Computed(f"{read.base}()", function)
+    elif _is_getenv(function) and arguments:
+        yield from _item("environ", function.__globals__["environ"], arguments[0])
+    elif type(function) is operator.itemgetter and len(arguments) == 1:
+        for key in keys_of(function):
+            yield from _item(str(read.parts[0] if read.parts else read), arguments[0], key if is_key(key) else UNKNOWN)
+    elif _is_closed(callee, looks_into) or (function is UNKNOWN and _is_made_by_closed(read, scene, looks_into)):
         for part in read.parts:
             yield from _passed(part, value_of(part, scene), scene)
 
