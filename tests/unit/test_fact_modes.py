@@ -86,6 +86,19 @@ def test_a_weight_may_be_written_where_nobody_asks_for_its_version() -> None:
     assert isinstance(run.runner.last, Replay)
 
 
+def test_the_order_of_attention_kernels_is_a_fact() -> None:
+    kinds = [torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+    run = made(lambda x: x * 2)
+    assert not run.facts().notes
+    before = torch._C._get_sdp_priority_order()
+    with torch.nn.attention.sdpa_kernel(kinds, set_priority=True):
+        assert torch._C._get_sdp_priority_order() != before
+        run(X)
+        assert isinstance(run.runner.last, RunEagerly)
+    run(X)
+    assert isinstance(run.runner.last, Replay)
+
+
 class Doubled(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import operator
 import types
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -216,6 +217,62 @@ def test_an_object_that_is_read_in_two_places_is_not_given_up() -> None:
     run(X)
     config.scale = 5.0
     torch.testing.assert_close(run(X), X * 10)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.config = Config()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x) * self.config.scale
+
+
+def replace_linear(model: Any) -> None:
+    model.linear = torch.nn.Linear(4, 4)
+
+
+COPIES: dict[str, Callable[[Any], object]] = {
+    "its own value": lambda model: setattr(model, "config", Config(5.0)),
+    "a value below": lambda model: setattr(model.config, "scale", 5.0),
+    "a module that both have": replace_linear,
+    "a parameter": lambda model: setattr(model.linear, "weight", torch.nn.Parameter(torch.ones(4, 4))),
+    "a hook": lambda model: model.register_forward_hook(lambda one, given, out: out * 3),
+    "its forward": lambda model: setattr(model, "forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
+def test_a_shallow_copy_of_a_module_is_no_alarm_and_is_watched_from_then_on(change: Callable[[Any], object]) -> None:
+    held = {"model": Scaled()}
+
+    def body(x: torch.Tensor) -> Any:
+        return held["model"](x)
+
+    run = made(body)
+    for _ in range(3):
+        held["model"] = copy.copy(held["model"])
+        run(X)
+    assert not run.stats.eager
+    change(held["model"])
+    with torch.no_grad():
+        torch.testing.assert_close(run(X), body(X))
+    assert run.stats.eager.total() == 1
+
+
+def test_a_shallow_copy_of_a_module_with_another_value_is_stale() -> None:
+    held = {"model": Scaled()}
+
+    def body(x: torch.Tensor) -> Any:
+        return held["model"](x)
+
+    run = made(body)
+    held["model"] = copy.copy(held["model"])
+    held["model"].config = Config(5.0)
+    with torch.no_grad():
+        torch.testing.assert_close(run(X), body(X))
+    assert run.stats.eager.total() == 1
 
 
 def test_a_copy_of_a_module_is_another_module() -> None:

@@ -209,7 +209,8 @@ class Computed:
         return ("mode", self.name)
 
     def get(self) -> Any:
-        return self.ask()
+        found = self.ask()
+        return tuple(found) if isinstance(found, list) else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

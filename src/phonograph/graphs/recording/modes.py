@@ -65,12 +65,13 @@ def fast_questions(facts: list[Fact], *, guarded: bool) -> list[tuple[Callable[[
         is_guarded = fact.name.startswith("autocast") or _FLAGS.get(fact.name, "").startswith(_BY_STATE_GUARD)
         is_told = fact.name in _STACKS and not fact.value  # by how many there are
         if fact.name != "default device" and not is_told and not (guarded and is_guarded):
-            questions.append((fact.source.ask, fact.value))
+            questions.append((fact.source.ask, fact.source.ask()))
     return questions
 
 
 def _fact(name: str, ask: Callable[[], Any]) -> Fact:
-    return Fact("mode", name, Computed(name, ask), ask())
+    source = Computed(name, ask)
+    return Fact("mode", name, source, source.get())
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
