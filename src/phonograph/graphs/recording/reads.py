@@ -121,7 +121,7 @@ class Reads:
             self.modules[id(module)] = module, _line(frame)
             self._note_attribute(Read("attribute", "forward", Read("local", "self")), module, frame)
             if isinstance(module, CONTAINERS_OF_MODULES):
-                for child in module._modules.values():
+                for child in vars(module).get("_modules", {}).values():  # none while it is being made
                     self._learn(child, frame)
 
     def _read(self, frame: FrameType, read: Read) -> None:
