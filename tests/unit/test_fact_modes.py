@@ -161,3 +161,18 @@ def test_the_fast_path_of_attention_is_a_fact_where_the_body_asks_for_it() -> No
         torch.backends.mha.set_fastpath_enabled(True)
     assert isinstance(run.runner.last, RunEagerly)
     assert isinstance(other.runner.last, Replay)
+
+
+def test_a_mode_that_torch_no_longer_tells_is_another() -> None:
+    run = made(lambda x: x * 2)
+    mkldnn: Any = torch.backends.mkldnn
+    matmul = mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        run(X)
+        last = run.runner.last
+    finally:
+        matmul.fp32_precision = before
+    assert isinstance(last, RunEagerly)
+    assert "matmul_precision" in last.detail

@@ -209,7 +209,10 @@ class Computed:
         return ("mode", self.name)
 
     def get(self) -> Any:
-        found = self.ask()
+        try:
+            found = self.ask()
+        except RuntimeError:  # old and new settings of precision were mixed: torch won't tell
+            return ABSENT
         return tuple(found) if isinstance(found, list) else found
 
 

@@ -291,7 +291,12 @@ class _Generated:
         holder, is_same, then = self.name(source.holder), self.name(operator.is_), fact.value
         if isinstance(source.holder, dict):
             keys, then = tuple(key for key, _ in fact.value), tuple(value for _, value in fact.value)
-            same = f"all(map({is_same}, {holder}, {self.name(keys)}))"
+            are_names = all(type(key) is str for key in keys)
+            same = (
+                f"(*{holder},) == {self.name(keys)}"
+                if are_names
+                else f"all(map({is_same}, {holder}, {self.name(keys)}))"
+            )
             same += f" and all(map({is_same}, {holder}.values(), {self.name(then)}))"
         else:
             same = f"all(map({is_same}, {holder}, {self.name(then)}))"
