@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -105,3 +107,16 @@ def test_dicts_that_come_and_go_leave_nothing(watcher: DictWatcher) -> None:
     del one, flag
     gc.collect()
     assert len(watcher._flags) == before
+
+
+_LEFT_AT_EXIT = """
+import sys
+from phonograph.graphs.recording.dict_watcher import dict_watcher
+kept = [vars(one) for one in list(sys.modules.values()) if type(vars(one)) is dict]
+sys.flag_of_a_test = dict_watcher().watch(kept)
+"""
+
+
+def test_python_may_end_while_dicts_are_watched(watcher: DictWatcher) -> None:
+    ended = subprocess.run([sys.executable, "-c", _LEFT_AT_EXIT], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,34 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from phonograph import Graphed, Reason, Replay, RunEagerly, Slot, graphed
+from fact_bodies import SLOTS, Make, X, made, of
+from phonograph import Reason, Replay, RunEagerly, graphed
 from phonograph.graphs.progress import silent
-
-X = torch.ones(3, 4)
-SLOTS = [Slot("x", ("rows", 4), torch.float32)]
-
-
-def made(body: Callable[..., Any]) -> Graphed:
-    run = graphed(body, slots=SLOTS, bucketed="rows", buckets=[4, 8], device="emulated")
-    assert not run.capture(silent).failures
-    return run
-
-
-Make = Callable[[], tuple[Callable[..., Any], Callable[[], object]]]
-"""A body, and what changes what it reads."""
-
-
-def of(held: Any, body: Callable[[Any, torch.Tensor], Any], change: Callable[[Any], object]) -> Make:
-    def make() -> tuple[Callable[..., Any], Callable[[], object]]:
-        mine = copy.deepcopy(held)
-
-        def step(x: torch.Tensor) -> Any:
-            return body(mine, x)
-
-        return step, lambda: change(mine)
-
-    return make
-
+from phonograph.graphs.recording import facts as recorded_facts
 
 # -- what modules hold, by their methods ----------------------------------------------------------------------
 
@@ -345,3 +321,91 @@ def test_children_may_change_their_own_weights_where_only_modules_are_asked_for(
     replace_weight(model)
     run(X)
     assert isinstance(run.runner.last, Replay)
+
+
+# -- one shape of several ---------------------------------------------------------------------------------------
+
+
+def by_size(caches: dict[int, Any], x: torch.Tensor) -> torch.Tensor:
+    return x * caches[x.shape[0]].scale
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_what_one_size_alone_reads_is_a_fact(size: int) -> None:
+    caches = {one: Held() for one in (1, 2, 4, 8)}
+    run = made(functools.partial(by_size, caches), buckets=[1, 2, 4, 8])
+    x = torch.ones(size, 4)
+    run(x)
+    assert isinstance(run.runner.last, Replay)
+    caches[size] = Held()  # an equal one
+    run(x)
+    assert isinstance(run.runner.last, Replay)
+    caches[size].scale = 9.0
+    assert torch.equal(run(x), x * 9)
+    assert isinstance(run.runner.last, RunEagerly)
+
+
+def test_a_size_that_makes_its_own_entry_is_no_alarm_in_another() -> None:
+    caches: dict[int, torch.Tensor] = {}
+
+    def body(x: torch.Tensor) -> Any:
+        size = x.shape[0]
+        if size not in caches:
+            caches[size] = torch.ones(size, 1)
+        return x * caches[size]
+
+    run = made(body, buckets=[1, 2, 4, 8])
+    for size in (1, 2, 4, 8, 3, 20, 2):
+        run(torch.ones(size, 4))
+        assert size == 20 or isinstance(run.runner.last, Replay)
+    caches[2] = torch.full((2, 1), 9.0)
+    assert torch.equal(run(torch.ones(2, 4)), torch.full((2, 4), 9.0))
+
+
+def test_shapes_that_take_too_long_to_look_at_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_facts, "MAX_SECONDS", 0.0)
+    caches = {one: Held() for one in (1, 2, 4, 8)}
+    run = made(functools.partial(by_size, caches), buckets=[1, 2, 4, 8])
+    assert any("[rows=2]" in note and "[rows=4]" in note for note in run.facts().notes)
+    for size in (1, 8):
+        caches[size].scale = 9.0
+        assert torch.equal(run(torch.ones(size, 4)), torch.full((size, 4), 9.0))
+        caches[size].scale = 2.0
+
+
+@contextmanager
+def preserved(batch: Any) -> Iterator[None]:
+    yield
+
+
+def raising(x: torch.Tensor) -> None:
+    raise ValueError("a size that it can't take")
+
+
+def reading(x: torch.Tensor) -> None:
+    """Fails in a rehearsal, and not in a free run."""
+    x.sum().item()
+
+
+@pytest.mark.parametrize("declared", [{}, {"preserve": preserved}], ids=["searched", "preserve"])
+@pytest.mark.parametrize("fails", [{8}, {8, 4}, {8, 1}], ids=str)
+@pytest.mark.parametrize("fail", [raising, reading])
+def test_with_facts_verify_the_next_shape_that_runs_is_looked_at(
+    fail: Callable[[torch.Tensor], None], fails: set[int], declared: dict[str, Any]
+) -> None:
+    held = {"scale": 2.0}
+
+    def body(x: torch.Tensor) -> Any:
+        if x.shape[0] in fails:
+            fail(x)
+        return x * held["scale"]
+
+    buckets = [1, 2, 4, 8]
+    run = graphed(body, slots=SLOTS, bucketed="rows", buckets=buckets, device="emulated", facts="verify", **declared)
+    assert len(run.capture(silent).failures) == len(fails)
+    assert any(fact.name == "held['scale']" for fact in run.facts())
+    assert run.runner.stale.find() is None
+    held["scale"] = 9.0
+    found = run.runner.stale.find()
+    assert found is not None
+    assert found.name == "held['scale']"

@@ -18,11 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph import Graphed, Slot, graphed
-from phonograph.graphs.progress import silent
+from fact_bodies import Make, X, made, of
 from phonograph.graphs.recording.rebinding import rebound
 
-X = torch.ones(3, 4)
 log = logging.getLogger("test")
 
 
@@ -76,29 +74,6 @@ _config = Config()
 
 def current_config() -> Config:
     return _config
-
-
-def made(body: Callable[..., Any]) -> Graphed:
-    slots = [Slot("x", ("rows", 4), torch.float32)]
-    run = graphed(body, slots=slots, bucketed="rows", buckets=[4, 8], device="emulated")
-    assert not run.capture(silent).failures
-    return run
-
-
-Make = Callable[[], tuple[Callable[..., Any], Callable[[], object]]]
-"""A body, and what changes it."""
-
-
-def of(held: Any, body: Callable[[Any, torch.Tensor], Any], change: Callable[[Any], object]) -> Make:
-    def make() -> tuple[Callable[..., Any], Callable[[], object]]:
-        mine = copy.deepcopy(held)
-
-        def step(x: torch.Tensor) -> Any:
-            return body(mine, x)
-
-        return step, lambda: change(mine)
-
-    return make
 
 
 SEEN: dict[str, Make] = {
@@ -242,6 +217,62 @@ def test_an_object_that_is_read_in_two_places_is_not_given_up() -> None:
     run(X)
     config.scale = 5.0
     torch.testing.assert_close(run(X), X * 10)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.config = Config()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x) * self.config.scale
+
+
+def replace_linear(model: Any) -> None:
+    model.linear = torch.nn.Linear(4, 4)
+
+
+COPIES: dict[str, Callable[[Any], object]] = {
+    "its own value": lambda model: setattr(model, "config", Config(5.0)),
+    "a value below": lambda model: setattr(model.config, "scale", 5.0),
+    "a module that both have": replace_linear,
+    "a parameter": lambda model: setattr(model.linear, "weight", torch.nn.Parameter(torch.ones(4, 4))),
+    "a hook": lambda model: model.register_forward_hook(lambda one, given, out: out * 3),
+    "its forward": lambda model: setattr(model, "forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
+def test_a_shallow_copy_of_a_module_is_no_alarm_and_is_watched_from_then_on(change: Callable[[Any], object]) -> None:
+    held = {"model": Scaled()}
+
+    def body(x: torch.Tensor) -> Any:
+        return held["model"](x)
+
+    run = made(body)
+    for _ in range(3):
+        held["model"] = copy.copy(held["model"])
+        run(X)
+    assert not run.stats.eager
+    change(held["model"])
+    with torch.no_grad():
+        torch.testing.assert_close(run(X), body(X))
+    assert run.stats.eager.total() == 1
+
+
+def test_a_shallow_copy_of_a_module_with_another_value_is_stale() -> None:
+    held = {"model": Scaled()}
+
+    def body(x: torch.Tensor) -> Any:
+        return held["model"](x)
+
+    run = made(body)
+    held["model"] = copy.copy(held["model"])
+    held["model"].config = Config(5.0)
+    with torch.no_grad():
+        torch.testing.assert_close(run(X), body(X))
+    assert run.stats.eager.total() == 1
 
 
 def test_a_copy_of_a_module_is_another_module() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zoo.addresses
 import zoo.correct
+import zoo.correct_facts
 import zoo.correct_layers
 import zoo.correct_python
 import zoo.correct_surroundings
@@ -11,6 +12,7 @@ import zoo.first_runs
 import zoo.gaps
 import zoo.host_reads
 import zoo.host_values
+import zoo.kept_values
 import zoo.modes
 import zoo.on_gpu
 import zoo.padding

@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,6 +28,9 @@ aten = torch.ops.aten
 
 _TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
 _OWN_DIR = str(Path(__file__).parent.parent) + os.sep
+_LIBRARY_DIRS = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")})
+_PACKAGE_DIRS = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")})
+"""Installed packages, which may lie in a folder of the library."""
 _BREAK = "mark the function @graph_break and use backend='breakable'"
 _SLOT_OR_BREAK = f"Put the value in a slot, or {_BREAK}"
 _FIXED_SHAPE = f"Use a fixed-size form (torch.where, a mask, nonzero_static), or {_BREAK}"
@@ -50,7 +54,7 @@ _MASKED_WRITES = {aten.index_put.default, aten.index_put_.default, aten._index_p
 
 
 def user_frame(start: FrameType | None = None) -> Frame | None:
-    """The innermost line of the stack that is neither torch's nor ours."""
+    """The innermost line of the stack that is a user's."""
     frame = start if start is not None else sys._getframe(1)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
@@ -60,7 +64,7 @@ def user_frame(start: FrameType | None = None) -> Frame | None:
 
 
 def raising_frame(traceback: TracebackType | None) -> Frame | None:
-    """The innermost line of a traceback that is neither torch's nor ours."""
+    """The innermost line of a traceback that is a user's."""
     found = None
     while traceback is not None:
         code = traceback.tb_frame.f_code
@@ -71,8 +75,25 @@ def raising_frame(traceback: TracebackType | None) -> Frame | None:
 
 
 def is_users(file: str) -> bool:
+    """Whether a source file is neither torch's, nor ours, nor the standard library's."""
+    return is_outside(file) and not is_library(file)
+
+
+def is_outside(file: str) -> bool:
     """Whether a source file is neither torch's nor ours."""
-    return not file.startswith((_TORCH_DIR, _OWN_DIR, "<frozen", "<eval_with_key>")) and "contextlib" not in file
+    return not file.startswith((_TORCH_DIR, _OWN_DIR, "<frozen", "<eval_with_key>"))
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file is the standard library's."""
+    return file.startswith(_LIBRARY_DIRS) and not file.startswith(_PACKAGE_DIRS)
+
+
+def is_asked_by_user(frame: FrameType | None) -> bool:
+    """Whether users' code has called this frame's function, be it through the standard library."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

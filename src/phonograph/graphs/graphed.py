@@ -23,7 +23,7 @@ from phonograph.graphs.inputs.slot import Slot
 from phonograph.graphs.phases.buckets import Buckets
 from phonograph.graphs.phases.decisions import Decision, Stats
 from phonograph.graphs.phases.live_arguments import Live
-from phonograph.graphs.phases.phase import Admission, Phase, Preserve, SampleFunction, sample_from
+from phonograph.graphs.phases.phase import Admission, Phase, Preserve, SampleFunction
 from phonograph.graphs.planning.kinds import GuardMode, unknown
 from phonograph.graphs.planning.resolve import Plan, resolve
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Ask, ask
@@ -31,7 +31,7 @@ from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.modules import ModuleCall
-from phonograph.graphs.running.other_arguments import OtherArguments, unchanged_hooks
+from phonograph.graphs.running.other_arguments import OtherArguments, sample_of_slots, unchanged_hooks
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.running.runner_options import FactsOption, Outputs, facts_of, options_of
 from phonograph.graphs.trust.verify import VerifyReport, verify
@@ -258,7 +258,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
         slots=tuple(slots),
         bucketed=bucketed,
         body=lambda batch: call(**batch),
-        sample=sample if sample is not None else sample_from(slots, on.torch_device),
+        sample=sample if sample is not None else sample_of_slots(signature, slots, on, _name_of(function)),
         dims=(dims,) if isinstance(dims, Dim) else tuple(dims),
         smallest=smallest,
         tail=tail,

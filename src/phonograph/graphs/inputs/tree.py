@@ -48,11 +48,15 @@ class TreePath(tuple[str | Item, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        steps = (f"[{step.key!r}]" if isinstance(step, Item) else f".{step}" for step in self)
+        steps = (f"[{_key_shown(step.key)}]" if isinstance(step, Item) else f".{step}" for step in self)
         return "".join(steps).removeprefix(".")
 
     def to(self, step: str | Item) -> TreePath:
         return TreePath((*self, step))
+
+
+def _key_shown(key: object) -> str:
+    return "a tensor" if isinstance(key, torch.Tensor) else repr(key)
 
 
 Parts = list[tuple[str | Item, Any]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phonograph.devices.trace import is_users, user_frame
+from phonograph.devices.trace import is_asked_by_user, user_frame
 from phonograph.errors import BreakError, CaptureError
 from phonograph.graphs.inputs.fields import Path, expose, fetch, path_of
 from phonograph.graphs.inputs.tree import Marker, map_values, reachable
@@ -54,23 +54,23 @@ class LiveArgument(Marker):
         return f"<live argument {value_of(self).field!r}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and not is_users(sys._getframe(1).f_code.co_filename):
+        if name.startswith("__") and not is_asked_by_user(sys._getframe(1)):
             raise AttributeError(name)
         raise _read(self)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance() asks
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_asked_by_user(sys._getframe(1)):
             raise _read(self)
         return LiveArgument
 
     def __eq__(self, other: object) -> bool:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_asked_by_user(sys._getframe(1)):
             raise _read(self)
         return self is other
 
     def __hash__(self) -> int:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_asked_by_user(sys._getframe(1)):
             raise _read(self)
         return id(self)
 

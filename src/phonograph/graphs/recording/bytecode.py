@@ -173,8 +173,10 @@ class _Reading:
     def _attribute(self, instruction: dis.Instruction, *, with_null: bool) -> None:
         base = self._pop()
         found = None
-        if base is not None and base.kind != "constant":
-            found = self._note(instruction, Read("attribute", instruction.argval, base))
+        if base is not None:
+            found = Read("attribute", instruction.argval, base)
+            if base.kind != "constant":
+                found = self._note(instruction, found)
         self._push_callable(found, with_null=with_null)
 
     def _item(self, instruction: dis.Instruction) -> None:

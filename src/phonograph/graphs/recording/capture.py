@@ -104,7 +104,8 @@ class Capture:
         report = CaptureReport(tuple(rows), self._warm_seconds, seconds, findings=tuple(self._findings))
         for row in report.failures:
             log.warning("%s", row.error)
-        facts = self.facts.settled(self.device.torch_device.type) if self.facts is not None and recordings else None
+        kind, watched = self.device.torch_device.type, self.facts if recordings else None
+        facts = watched.settled(kind, recordings) if watched is not None else None
         return Captured(recordings, self._carried, self._trims, report, facts)
 
     @contextmanager
@@ -243,6 +244,8 @@ class Capture:
     def _rehearse(self, key: ShapeKey) -> None:
         try:
             self._run_warm_up(key, WarmUp.REHEARSAL)
+            if self.facts is not None and self.facts.lacks(key) and self.barrier is None:
+                self._run_warm_up(key, WarmUp.REHEARSAL)  # what only one run reads may be a temporary
         except Exception as error:
             if self.barrier is not None:
                 raise  # one run more than the other ranks have would wait for them for ever

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import types
 from collections import deque
@@ -16,8 +17,9 @@ import torch
 from phonograph.graphs.recording.lookup import instance_dict
 from phonograph.graphs.recording.places import ABSENT, PLAIN
 
-CONTAINERS = (list, dict, set, deque, bytearray, np.ndarray)
-_MAX_DEPTH = 6
+CONTAINERS = (list, dict, set, deque, bytearray, array.array, np.ndarray)
+_DEPTHS = (32, 6, 3)
+"""How many levels are looked at: the most whose values are not too many."""
 _MAX_LEAVES = 512
 _MAX_ARRAY_BYTES = 1 << 14
 
@@ -43,6 +45,13 @@ class AllContents:
     """What a container holds, and what the containers and records in it hold."""
 
     holder: Any
+    depth: int
+
+    @staticmethod
+    def of(holder: Any) -> AllContents:
+        """With as many levels as can be compared at calls."""
+        found = (one for depth in _DEPTHS if (one := AllContents(holder, depth)).get() is not ABSENT)
+        return next(found, AllContents(holder, _DEPTHS[0]))
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -50,7 +59,7 @@ class AllContents:
 
     def get(self) -> Any:
         try:
-            return _frozen(self.holder, _MAX_DEPTH, [_MAX_LEAVES])
+            return _frozen(self.holder, self.depth, [_MAX_LEAVES])
         except (TooLargeError, RuntimeError):  # it may grow, or change while it is read
             return ABSENT
 
@@ -163,17 +172,28 @@ def _frozen(value: Any, depth: int, left: list[int]) -> Any:
         left[0] -= len(value)
         return type(value), frozenset(value)
     if isinstance(value, np.ndarray):
-        if value.nbytes > _MAX_ARRAY_BYTES or value.dtype.hasobject:
-            raise TooLargeError
-        return (
-            np.ndarray,
-            value.shape,
-            str(value.dtype),
-            value.tobytes() if value.size > _MAX_LEAVES else (*value.flat,),
-        )
+        return _frozen_array(value, depth, left)
+    if isinstance(value, bytearray | array.array):
+        return _frozen_bytes(value)
+    return _frozen_record(value, depth, left) if is_record(value) else value
+
+
+def _frozen_array(value: Any, depth: int, left: list[int]) -> Any:
+    if value.nbytes > _MAX_ARRAY_BYTES:
+        raise TooLargeError
+    if value.dtype.hasobject or (value.dtype.names is not None and value.size <= _MAX_LEAVES):
+        held = _frozen(value.tolist(), depth, left)  # the items of an array with fields are no copies
+    else:
+        held = (*value.flat,) if value.size <= _MAX_LEAVES else value.tobytes()
+    return np.ndarray, value.shape, str(value.dtype), held
+
+
+def _frozen_bytes(value: Any) -> Any:
     if isinstance(value, bytearray):
         return bytes(value)
-    return _frozen_record(value, depth, left) if is_record(value) else value
+    if value.itemsize * len(value) > _MAX_ARRAY_BYTES:
+        raise TooLargeError
+    return array.array, value.typecode, tuple(value) if len(value) <= _MAX_LEAVES else value.tobytes()
 
 
 def _frozen_record(value: Any, depth: int, left: list[int]) -> Any:

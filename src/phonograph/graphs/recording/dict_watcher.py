@@ -6,6 +6,7 @@ touch a dict while it is stored into.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import sys
@@ -40,6 +41,8 @@ class DictWatcher:
         add = ctypes.pythonapi.PyDict_AddWatcher
         add.argtypes, add.restype = (_Callback,), ctypes.c_int
         self._number = add(self._callback)
+        self._is_over = False
+        atexit.register(self._end)  # what is stored while Python takes itself apart can't be told any more
 
     def watch(self, dicts: Sequence[dict[Any, Any]]) -> Unchanged:
         """A flag for these dicts; while it is there, they are."""
@@ -55,6 +58,10 @@ class DictWatcher:
         """How often a dict was stored into while it was watched."""
         return self._num_stores.get(id(one), 0)
 
+    def _end(self) -> None:
+        self._is_over = True
+        ctypes.pythonapi.PyDict_ClearWatcher(self._number)
+
     def _forget(self, reference: weakref.ref[Unchanged], dicts: Iterable[dict[Any, Any]]) -> None:
         for one in dicts:
             left = [other for other in self._flags.get(id(one), ()) if other is not reference]
@@ -62,7 +69,8 @@ class DictWatcher:
                 self._flags[id(one)] = left
             else:
                 self._flags.pop(id(one), None)
-                ctypes.pythonapi.PyDict_Unwatch(self._number, ctypes.py_object(one))
+                if not self._is_over:
+                    ctypes.pythonapi.PyDict_Unwatch(self._number, ctypes.py_object(one))
 
     def _told(self, event: int, address: int, key: int | None, value: int | None) -> int:
         if event == _DEALLOCATED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import importlib
 import importlib.util
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 from phonograph.graphs.recording.bytecode import Read
+from phonograph.graphs.recording.fact import OfTensor
 from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
 from phonograph.graphs.recording.places import ABSENT, PLAIN
 
@@ -38,8 +41,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "BUILD_STRING": lambda *parts: "".join(parts),
     "BUILD_TUPLE": lambda *parts: parts,
 }
-_PURE = (str, int, float, bool, min, max, abs, round)
-"""Builtins that give for plain values what they would give in the body."""
+_PURE = (str, int, float, bool, min, max, abs, round, operator.itemgetter, operator.attrgetter, operator.methodcaller)
+"""Functions that give for plain values what they would give in the body."""
+_FINDERS = (weakref.ref, operator.itemgetter, operator.attrgetter)
+_METHODS = (types.BuiltinMethodType, types.MethodWrapperType, types.MethodType)
 _LONG = 10_000
 
 
@@ -134,6 +139,8 @@ def attribute_of(base: Any, name: str) -> Any:
         return UNKNOWN if held is None else held
     if type(base) in _TENSORS and name in _OF_TENSORS:
         return getattr(base, name) if not torch._C._len_torch_function_stack() else UNKNOWN
+    if type(base) in _TENSORS and name == "grad":
+        return OfTensor(base, name).get()
     if name == "__class__":
         return type(base)
     if isinstance(base, tuple) and isinstance(getter := getattr(type(base), name, None), _FIELD):
@@ -159,9 +166,12 @@ def item_of(base: Any, key: Any) -> Any:
     try:
         if isinstance(base, dict):
             return dict.get(base, key, UNKNOWN)
+        if isinstance(base, enum.EnumMeta):
+            return vars(base)["_member_map_"].get(key, UNKNOWN)
         is_tuple = isinstance(base, tuple) and type(base).__getitem__ is tuple.__getitem__  # also one with names
-        return base[key] if is_tuple or type(base) in (list, torch.Size) else UNKNOWN
-    except (IndexError, TypeError):
+        is_of_objects = type(base) is np.ndarray and base.dtype.hasobject
+        return base[key] if is_tuple or is_of_objects or type(base) in (list, torch.Size) else UNKNOWN
+    except (IndexError, TypeError, ValueError):
         return UNKNOWN
 
 
@@ -175,12 +185,41 @@ def plain_value(found: list[Held]) -> Any:
 
 
 def callee_of(read: Read | None, scene: Scene) -> Callee:
-    """What a call calls. A method is told by its owner and name."""
+    """What a call calls. A method is told by its owner and name, also one that was kept (`get = table.get`)."""
     if read is None or read.kind != "attribute":
-        return Callee(value_of(read, scene))
+        return method_of(value_of(read, scene)) or Callee(value_of(read, scene))
     owner = value_of(read.base, scene)
     found = lookup(owner, read.key) if owner is not UNKNOWN else []
-    return Callee(found[-1].value if found else UNKNOWN, owner, read.key)
+    function = found[-1].value if found else UNKNOWN
+    return method_of(function) or Callee(function, owner, read.key)
+
+
+def method_of(function: Any) -> Callee | None:
+    """A bound method by its owner; None for everything else."""
+    owner = getattr(function, "__self__", None) if isinstance(function, _METHODS) else None
+    if owner is None or isinstance(owner, types.ModuleType | type):
+        return None
+    return Callee(function, owner, str(getattr(function, "__name__", "")))
+
+
+def keys_of(getter: Any) -> tuple[Any, ...]:
+    """The keys of an `itemgetter`, the paths of an `attrgetter`."""
+    found: tuple[Any, ...] = getter.__reduce__()[1]
+    return found
+
+
+def _got(getter: Any, owner: Any) -> Any:
+    """What an `itemgetter` or `attrgetter` gets of an object."""
+    found = []
+    for key in keys_of(getter):
+        value = owner
+        if isinstance(getter, operator.itemgetter):
+            value = item_of(owner, key if is_key(key) else UNKNOWN)
+        else:
+            for name in key.split("."):
+                value = attribute_of(value, name) if value is not UNKNOWN else UNKNOWN
+        found.append(value)
+    return UNKNOWN if any(one is UNKNOWN for one in found) else found[0] if len(found) == 1 else tuple(found)
 
 
 def _computed(read: Read, scene: Scene) -> Any:
@@ -209,7 +248,7 @@ def _called(read: Read, scene: Scene) -> Any:
         return _parent(arguments, scene.frame) if function is super else scene.frame.f_globals
     if any(function is one for one in (vars, type, getattr)) and arguments and arguments[0] is not UNKNOWN:
         return _of_object(function, *arguments)
-    if type(function) is weakref.ref or function is importlib.import_module:
+    if type(function) in _FINDERS or isinstance(function, enum.EnumMeta) or function is importlib.import_module:
         return _elsewhere(function, arguments, scene.frame)
     if isinstance(owner, dict) and callee.name == "get" and arguments and is_key(arguments[0]):
         return dict.get(owner, arguments[0], arguments[1] if len(arguments) > 1 else None)
@@ -224,12 +263,18 @@ def _called(read: Read, scene: Scene) -> Any:
 
 
 def _elsewhere(function: Any, arguments: list[Any], frame: FrameType) -> Any:
-    """What a weak reference refers to, and a module by its name."""
-    if function is not importlib.import_module:
+    """What a weak reference refers to, a module by its name, what a getter gets, a member of an enum by its value."""
+    if type(function) is weakref.ref:
         found = function()
         return UNKNOWN if found is None else found
-    is_known = len(arguments) == 1 and isinstance(arguments[0], str) and not arguments[0].startswith(".")
-    return _imported(arguments[0], 0, frame) if is_known else UNKNOWN
+    if len(arguments) != 1 or arguments[0] is UNKNOWN:
+        return UNKNOWN
+    if type(function) in _FINDERS:
+        return _got(function, arguments[0])
+    if isinstance(function, enum.EnumMeta):
+        return vars(function)["_value2member_map_"].get(arguments[0], UNKNOWN) if is_key(arguments[0]) else UNKNOWN
+    is_name = isinstance(arguments[0], str) and not arguments[0].startswith(".")
+    return _imported(arguments[0], 0, frame) if is_name else UNKNOWN
 
 
 def _of_object(function: Any, owner: Any, *arguments: Any) -> Any:

@@ -19,6 +19,8 @@ FactKind = Literal[
     "mode", "global", "closure", "attribute", "item", "items", "default", "hooks", "class", "tensor", "address"
 ]
 
+TENSOR_PARTS = ("_version", "requires_grad", "grad")
+
 
 class Source(Protocol):
     """Where a fact's value lies now. Reading it runs nobody's code."""
@@ -159,6 +161,26 @@ class AddressOf:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OfTensor:
+    """What Python keeps about a tensor, besides its memory."""
+
+    holder: torch.Tensor
+    part: str
+    """One of `TENSOR_PARTS`."""
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (self.part, id(self.holder))
+
+    def get(self) -> Any:
+        try:
+            with torch._C.DisableTorchFunction():
+                return getattr(self.holder, self.part)
+        except RuntimeError:  # one that was made in inference mode has no version
+            return ABSENT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HooksOf:
     """The hooks around a module's forward pass: the numbers that torch gave them."""
 
@@ -187,7 +209,11 @@ class Computed:
         return ("mode", self.name)
 
     def get(self) -> Any:
-        return self.ask()
+        try:
+            found = self.ask()
+        except RuntimeError:  # old and new settings of precision were mixed: torch won't tell
+            return ABSENT
+        return tuple(found) if isinstance(found, list) else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phonograph.graphs.recording import dict_versions, modes
 from phonograph.graphs.recording.contents import AllContents, HasKey, InContext, IsTrue, KeptEntries
+from phonograph.graphs.recording.dict_watcher import Unchanged
 from phonograph.graphs.recording.fact import (
     AddressOf,
     AllItems,
@@ -33,8 +34,10 @@ from phonograph.graphs.recording.fact import (
     InList,
     InSlot,
     OfFunction,
+    OfTensor,
     unchanged,
 )
+from phonograph.graphs.recording.function_memory import pointers_of
 from phonograph.graphs.recording.places import ABSENT, PLAIN
 from phonograph.graphs.recording.rebinding import rebound
 
@@ -124,7 +127,7 @@ class FactCheck:
         num_slow = 0
         for fact in self.facts:
             source = fact.source
-            if isinstance(source, AddressOf | OfFunction | ClassOf):
+            if isinstance(source, AddressOf | OfFunction | ClassOf | OfTensor):
                 rotating.append(fact)
             elif isinstance(source, HooksOf):
                 if self.uses_versions:
@@ -171,7 +174,8 @@ class FactCheck:
             handles, given = code.name(RemovableHandle), code.name(self._num_handles)
             code.terms.append(f"({handles}.next_id == {given}[0] or {code.name(same)}())")
         if self._dicts:
-            code.call(dict_versions.unchanged_check(self._dicts))
+            check = dict_versions.unchanged_check(self._dicts)
+            code.terms.append(f"{code.name(check)}.holds" if isinstance(check, Unchanged) else f"{code.name(check)}()")
         for fact in looked_at:
             code.add(fact)
         turns = list(_turns(rotating))
@@ -235,6 +239,8 @@ class _Generated:
         self.terms: list[str] = []
         self._names: dict[str, Any] = {"unchanged": unchanged, "ABSENT": ABSENT}
         self._known: dict[int, str] = {}
+        self._functions: dict[int, int] = {}
+        """By identity of a function, the term that is about it."""
 
     def name(self, value: Any) -> str:
         """A name for a value in the code."""
@@ -259,7 +265,9 @@ class _Generated:
             self.terms.append(f"{self.name(source.holder)} == {self.name(source.holder.copy())}")
             return
         place, then = _place(source, self), self.name(value)
-        if place is None:
+        if isinstance(source, OfFunction) and place is not None and (held := pointers_of(source.holder)) is not None:
+            self._add_function(source.holder, held, f"({place} is {then} or unchanged({then}, {place}))")
+        elif place is None:
             self.terms.append(f"not {self.name(fact)}.differs")
         elif value is not ABSENT:
             self.terms.append(f"({place} is {then} or unchanged({then}, {place}))")
@@ -268,12 +276,27 @@ class _Generated:
         else:
             self.terms.append(f"not {self.name(fact)}.differs")
 
+    def _add_function(self, function: Any, held: Any, same: str) -> None:
+        """The same pointers to code and defaults, or else what Python's own way shows; once for both."""
+        known = self._functions.get(id(function))
+        if known is None:
+            self.name(function)  # kept alive
+            self._functions[id(function)] = len(self.terms)
+            self.terms.append(f"({self.name(held)}.raw == {self.name(held.raw)} or {same})")
+        else:
+            self.terms[known] = f"{self.terms[known][:-1]} and {same})"
+
     def _add_items(self, fact: Fact, source: AllItems) -> None:
         """The same objects in the same order, told without comparing them by their own code."""
         holder, is_same, then = self.name(source.holder), self.name(operator.is_), fact.value
         if isinstance(source.holder, dict):
             keys, then = tuple(key for key, _ in fact.value), tuple(value for _, value in fact.value)
-            same = f"all(map({is_same}, {holder}, {self.name(keys)}))"
+            are_names = all(type(key) is str for key in keys)
+            same = (
+                f"(*{holder},) == {self.name(keys)}"
+                if are_names
+                else f"all(map({is_same}, {holder}, {self.name(keys)}))"
+            )
             same += f" and all(map({is_same}, {holder}.values(), {self.name(then)}))"
         else:
             same = f"all(map({is_same}, {holder}, {self.name(then)}))"
@@ -309,5 +332,6 @@ _PLACES = {
     HasKey: "({key} in {holder})",
     ClassOf: "type({holder})",
     OfFunction: "{holder}.{part}",
+    OfTensor: "{holder}.{part}",
 }
 """By type of a source, the code that reads it."""

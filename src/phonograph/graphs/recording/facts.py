@@ -1,19 +1,18 @@
 """Facts: what the recordings of a phase took for granted besides their slots, found by watching two free warm-ups.
 
 A value is a fact if both runs of a shape read it in one place: what only one run has is a temporary of that run. The
-facts of the largest shape that runs, and of the smallest, hold for all.
+facts of all shapes together hold for all of them.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-from torch.nn.modules.container import ModuleDict, ModuleList, Sequential
 
 from phonograph.errors import Frame
 from phonograph.graphs.phases.decisions import ShapeKey
@@ -36,11 +35,15 @@ from phonograph.graphs.recording.fact_check import FactCheck
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.modes import mode_facts
 from phonograph.graphs.recording.places import ABSENT
-from phonograph.graphs.recording.reads import Reads, is_installed
+from phonograph.graphs.recording.reads import CONTAINERS_OF_MODULES, Reads, is_installed
 from phonograph.graphs.recording.tracing import TracingUnavailableError
 
 AroundGap = Callable[[], AbstractContextManager[None]]
 _MAX_FACTS_SHOWN = 40
+_MAX_LEFT_OUT = 4
+MAX_SECONDS = 20.0
+"""After so long, shapes between the largest and the smallest are no longer watched: a watched run takes fifty times
+as long as another."""
 _PARTS: tuple[Literal["__code__", "__defaults__", "__kwdefaults__"], ...] = (
     "__code__",
     "__defaults__",
@@ -88,24 +91,26 @@ class FactRecorder:
 
     roots: Sequence[Any]
     keys: Sequence[ShapeKey]
-    """Of these shapes the largest and the smallest of each group are watched."""
+    """The shapes that are watched."""
     ignored: Sequence[str] = ()
+    alone: bool = False
+    """Whether the first of them that runs twice speaks for all."""
     problem: str = ""
     """Why reads can't be recorded, or nothing."""
     _functions: Functions = field(default_factory=Functions)
     _first: dict[ShapeKey, Reads] = field(default_factory=dict)
     _read: dict[ShapeKey, Reads] = field(default_factory=dict)
     """What both runs of a shape read, as the second found it."""
-    _failed: set[ShapeKey] = field(default_factory=set)
+    _seconds: float = 0.0
+    """How long the runs that were watched took."""
+    _left_out: set[ShapeKey] = field(default_factory=set)
     _paths: dict[int, str] = field(default_factory=dict)
     """By identity of a module, or of a dict of one, the path to it."""
 
     @contextmanager
     def watching(self, key: ShapeKey, around_gap: AroundGap = nullcontext) -> Iterator[AroundGap]:
         """Note what is read in here; comes out with what must be entered around every gap."""
-        sizes = [one.size for one in self.keys if one.group == key.group and one not in self._failed]
-        is_asked = bool(sizes) and key.size in (max(sizes), min(sizes)) and key not in self._read
-        if not is_asked or self.problem or not self._can_record():
+        if not self._is_asked(key) or self.problem or not self._can_record():
             yield around_gap
             return
         for root in self.roots:
@@ -117,6 +122,7 @@ class FactRecorder:
             with reads.paused(), around_gap():
                 yield
 
+        begin = time.perf_counter()
         with ExitStack() as stack:
             try:
                 stack.enter_context(reads.recording())
@@ -125,21 +131,40 @@ class FactRecorder:
             try:
                 yield around
             except BaseException:
-                self._failed.add(key)  # the next smaller shape is the largest
+                self._first.pop(key, None)  # where one shape speaks for all, it is the next that runs
                 raise
+            finally:
+                self._seconds += time.perf_counter() - begin
         if key not in self._first:
             self._first[key] = reads
         else:
             reads.keep_what_is_in(self._first.pop(key))  # temporaries may hold device memory
             self._read[key] = reads
 
+    def lacks(self, key: ShapeKey) -> bool:
+        """Whether a shape that is watched has run only once."""
+        return key in self._first
+
+    def _is_asked(self, key: ShapeKey) -> bool:
+        if key in self._read or key not in self.keys:
+            return False
+        if self.alone:
+            return not self._read and (not self._first or key in self._first)
+        sizes = [one.size for one in self.keys if one.group == key.group]
+        if key.size in (max(sizes), min(sizes)) or key in self._first or self._seconds < MAX_SECONDS:
+            return True
+        self._left_out.add(key)
+        return False
+
     def _can_record(self) -> bool:
         if not records_reads():
             self.problem = "on this Python the recorder does not find the reads of a function that is known"
         return not self.problem
 
-    def settled(self, device: str) -> Settlement:
-        """What was found and holds now, with its check."""
+    def settled(self, device: str, recorded: Collection[ShapeKey]) -> Settlement:
+        """What was found and holds now, with its check. Where shapes that are recorded were watched, theirs alone."""
+        if not self._read.keys().isdisjoint(recorded):
+            self._read = {key: reads for key, reads in self._read.items() if key in recorded}
         found: dict[tuple[Any, ...], Fact] = {}
         read, unsteady = self._of_values()
         self._name_by_paths()
@@ -156,6 +181,10 @@ class FactRecorder:
         notes = [f"no values that the body reads: {self.problem}"] if self.problem else []
         if unsteady:
             notes.append(f"not watched, since warm-ups of other shapes change them: {', '.join(sorted(set(unsteady)))}")
+        if self._left_out:
+            some = ", ".join(map(str, sorted(self._left_out, key=str)[:_MAX_LEFT_OUT]))
+            more = f" and {len(self._left_out) - _MAX_LEFT_OUT} more" if len(self._left_out) > _MAX_LEFT_OUT else ""
+            notes.append(f"not looked at, after {self._seconds:.0f} s for other shapes: what only {some}{more} read")
         if self.ignored:
             notes.append(f"ignored: {', '.join(self.ignored)}")
         check = FactCheck([fact for fact in kept if not fact.differs], self._stored_into())
@@ -187,7 +216,7 @@ class FactRecorder:
                     yield from (_fact("tensor", f"{name}.{key}", InDict(held, key), frame) for key in held)
                 else:  # of a scripted module, whose tensors lie in C++
                     yield from (_fact("address", f"{name}.{key}", AddressOf(one), frame) for key, one in held.items())
-            if isinstance(module, ModuleList | Sequential | ModuleDict):
+            if isinstance(module, CONTAINERS_OF_MODULES):
                 yield _fact("items", name, AllItems(module._modules), frame)
 
     def _name_by_paths(self) -> None:

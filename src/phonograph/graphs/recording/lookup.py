@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import threading
@@ -35,12 +36,15 @@ def lookup(owner: Any, name: str) -> list[Held]:
     if isinstance(owner, super):
         return list(_in_classes(_after(owner), name))
     if isinstance(owner, type):
-        return list(_in_classes(owner.__mro__, name))
+        members = vars(owner)["_member_map_"] if isinstance(owner, enum.EnumMeta) else {}
+        return [Held(None, name, members[name])] if name in members else list(_in_classes(owner.__mro__, name))
     found = list(_in_classes(type(owner).__mro__, name))
     by_class = found[-1].value if found else ABSENT
     if isinstance(by_class, types.MemberDescriptorType):
         return [Held(owner, by_class, _slot_value(owner, by_class), is_slot=True)]
     held = instance_dict(owner)
+    if isinstance(owner, enum.Enum) and any(by_class is one for one in _OF_ENUMS):
+        name, by_class = f"_{name}_", ABSENT
     if held is None or (by_class is not ABSENT and hasattr(type(by_class), "__set__")):
         return found  # a property: its own code is what reads
     if name not in held:
@@ -52,6 +56,9 @@ def lookup(owner: Any, name: str) -> list[Held]:
             kinds = (held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))
             held = next((one for one in kinds if name in one), held)
     return _in(held, name)
+
+
+_OF_ENUMS = (vars(enum.Enum)["value"], vars(enum.Enum)["name"])
 
 
 def _after(parent: Any) -> Sequence[type]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import queue
 import random
@@ -235,7 +236,7 @@ class Data:
 
 
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-STATEFUL = (set, bytearray, np.ndarray, ContextVar, queue.SimpleQueue, *_RANDOM)
+STATEFUL = (set, bytearray, array.array, np.ndarray, ContextVar, queue.SimpleQueue, *_RANDOM)
 """Types without keys whose content is copied whole."""
 
 
@@ -301,6 +302,9 @@ def _put_state(holder: Any, state: Any) -> None:
     elif isinstance(holder, set):
         set.clear(holder)
         set.update(holder, state)
+    elif isinstance(holder, array.array):
+        del holder[:]
+        holder.frombytes(state)
     else:
         holder[:] = state
 

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-from phonograph.devices.trace import is_users
+from phonograph.devices.trace import is_outside, is_users
 from phonograph.errors import CaptureError, Frame
 from phonograph.graphs.recording.places import same
 from phonograph.graphs.recording.reachable import Snapshot, StateChange, is_importing
 
-_LIBRARY = (sysconfig.get_paths()["stdlib"] + "/", sysconfig.get_paths()["platstdlib"] + "/")
 _PACKAGES = (sysconfig.get_paths()["purelib"] + "/", sysconfig.get_paths()["platlib"] + "/")
 
 
@@ -93,7 +92,7 @@ class PythonState:
         if file.startswith(_PACKAGES):
             package = str(namespace.get("__name__", "")).partition(".")[0]
             return package in self.now.packages and is_users(file) and not is_importing(namespace)
-        return not file.startswith(_LIBRARY) and is_users(file) and not is_importing(namespace)
+        return is_users(file) and not is_importing(namespace)
 
 
 class Moves:
@@ -132,7 +131,7 @@ def _callers_line(frame: FrameType, outside: FrameType) -> Frame:
     above: FrameType | None = frame
     while above is not None and above is not outside:
         file = above.f_code.co_filename
-        if is_users(file) and (file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)):
+        if is_users(file):
             found = above
             break
         above = above.f_back
@@ -152,7 +151,7 @@ def line_of(change: StateChange, run: Callable[[], object]) -> Frame | None:
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal line
-        if found or not is_users(frame.f_code.co_filename):
+        if found or not is_outside(frame.f_code.co_filename):
             return None
         if line is not None and not same(last, change.place.get(change.key)):
             found.append(line)

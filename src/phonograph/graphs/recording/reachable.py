@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from phonograph.graphs.recording.fact import shown
 from phonograph.graphs.recording.places import PLAIN, STATEFUL, Data, Items, Named, Place, Whole, class_names
 
 _MAX_PLACES = 500_000
@@ -322,7 +323,7 @@ def _name_of(found: _Found, key: Any) -> str:
             base = _name_of(found.before, found.key)
     if key is None:
         return base
-    return f"{base}.{key}" if found.name or isinstance(key, _Attribute) else f"{base}[{key!r}]"
+    return f"{base}.{key}" if found.name or isinstance(key, _Attribute) else f"{base}[{shown(key)}]"
 
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")

@@ -5,30 +5,47 @@ from __future__ import annotations
 import bisect
 import functools
 import inspect
+import operator
 import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.nn.modules.container import ModuleDict, ModuleList, Sequential
 
 from phonograph.errors import Frame
 from phonograph.graphs.recording.bytecode import Read, reads_of
 from phonograph.graphs.recording.contents import InThread
-from phonograph.graphs.recording.evaluation import UNKNOWN, Scene, callee_of, value_of
-from phonograph.graphs.recording.fact import AllItems, ClassOf, Fact, FactKind, InCell, InDict, InList, InSlot, Source
+from phonograph.graphs.recording.evaluation import UNKNOWN, Scene, attribute_of, callee_of, keys_of, value_of
+from phonograph.graphs.recording.fact import (
+    TENSOR_PARTS,
+    AllItems,
+    ClassOf,
+    Computed,
+    Fact,
+    FactKind,
+    InCell,
+    InDict,
+    InList,
+    InSlot,
+    OfTensor,
+    Source,
+)
 from phonograph.graphs.recording.functions import Functions
+from phonograph.graphs.recording.library_objects import library_reads
 from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
 from phonograph.graphs.recording.places import PLAIN
 from phonograph.graphs.recording.tracing import Callbacks, traced
 from phonograph.graphs.recording.uses import uses_of
 
 _NOTHING: dict[int, tuple[CodeType, Any]] = {}
+CONTAINERS_OF_MODULES = (ModuleList, Sequential, ModuleDict)
 _BY_NAME = ("__getattribute__", "__getattr__")
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -103,6 +120,9 @@ class Reads:
         if id(module) not in self.modules:
             self.modules[id(module)] = module, _line(frame)
             self._note_attribute(Read("attribute", "forward", Read("local", "self")), module, frame)
+            if isinstance(module, CONTAINERS_OF_MODULES):
+                for child in vars(module).get("_modules", {}).values():  # none while it is being made
+                    self._learn(child, frame)
 
     def _read(self, frame: FrameType, read: Read) -> None:
         """An instruction is about to read."""
@@ -126,7 +146,7 @@ class Reads:
             if read.kind == "call" and read.parts:
                 self._note_by_name(read, scene)
             for name, source in uses_of(read, scene, self._looks_into):
-                self._note("item" if isinstance(source, InDict | InList) else "items", name, source, read, frame)
+                self._note(_kind_of(source), name, source, read, frame)
 
     def _note_called(self, function: Any, frame: FrameType) -> None:
         """Functions of one code may have defaults of their own."""
@@ -136,6 +156,9 @@ class Reads:
     def _note_by_name(self, read: Read, scene: Scene) -> None:
         """`getattr(x, name)`, `hasattr(x, name)` and `super().__getattribute__(name)` read as `x.name` does."""
         callee, parts = callee_of(read.base, scene), read.parts
+        if type(callee.function) is operator.attrgetter:
+            self._note_paths(parts[0], keys_of(callee.function), scene)
+            return
         owner, asked = value_of(parts[0], scene), parts[1] if len(parts) > 1 else None
         if isinstance(callee.owner, super) and callee.name in _BY_NAME:
             owner, asked = getattr(callee.owner, "__self__"), parts[0]  # noqa: B009
@@ -145,12 +168,24 @@ class Reads:
         if isinstance(name, str):
             self._note_inside(Read("attribute", name, parts[0]), owner, name, scene.frame)
 
+    def _note_paths(self, owner: Read | None, paths: Sequence[str], scene: Scene) -> None:
+        """`operator.attrgetter("a.b")(x)` reads as `x.a.b` does."""
+        for path in paths:
+            read, value = owner, value_of(owner, scene)
+            for name in path.split("."):
+                read = Read("attribute", name, read)
+                self._note_inside(read, value, name, scene.frame)
+                value = attribute_of(value, name) if value is not UNKNOWN else UNKNOWN
+
     def _note_inside(self, read: Read, owner: Any, name: str, frame: FrameType) -> None:
         if isinstance(owner, threading.local):
             self._note("attribute", f"local.{name}", InThread(owner, name), read, frame)
-        elif isinstance(owner, threading.Event) and name in ("is_set", "wait"):
-            self._note("attribute", f"{read.base}.is_set()", InDict(vars(owner), "_flag"), read, frame)
-        elif owner is not UNKNOWN and not is_closed(owner):
+        elif type(owner) in (torch.Tensor, torch.nn.Parameter) and name in TENSOR_PARTS:
+            self._note("attribute", f"{read.base}.{name}", OfTensor(owner, name), read, frame)
+        elif is_of_library(owner):
+            for told, source in library_reads(owner, name):
+                self._note("attribute", f"{read.base}.{told}", source, read, frame)
+        elif owner is not UNKNOWN and not is_ours(owner):
             self._note_attribute(read, owner, frame)
             if isinstance(owner, dict) and dict.__contains__(owner, name):
                 self._note("item", f"{read.base}[{name!r}]", InDict(owner, name), read, frame)
@@ -183,6 +218,23 @@ class Reads:
             # Compiled and scripted modules: nobody sees what their code reads.
             for module in value.modules():
                 self._meet(module, frame)
+                if not is_looked_into(_file_of(type(module))):
+                    self._note_held(module, frame)
+
+    def _note_held(self, module: torch.nn.Module, frame: FrameType) -> None:
+        """Plain values, packed weights and modules that a module of closed code holds."""
+        name, read = type(module).__name__, Read("local", "self")
+        for key, held in list(vars(module).items()):
+            if isinstance(held, (*PLAIN, torch.ScriptObject)):
+                self._note("attribute", f"{name}.{key}", InDict(vars(module), key), read, frame)
+        if isinstance(module._modules, dict):  # of scripted modules they lie in C++
+            self._note("items", name, AllItems(module._modules), read, frame)
+
+
+def _kind_of(source: Source) -> FactKind:
+    if isinstance(source, Computed):
+        return "mode"
+    return "item" if isinstance(source, InDict | InList) else "items"
 
 
 def _source(held: Held) -> Source | None:
@@ -246,13 +298,17 @@ def is_installed(namespace: dict[str, Any]) -> bool:
     return str(namespace.get("__file__") or "").startswith((*_PACKAGES, *_LIBRARY))
 
 
-def is_closed(value: Any) -> bool:
-    """Whether an object's values are no facts of a body: those of the graph layer, and of the standard library."""
+def is_ours(value: Any) -> bool:
+    """Whether an object is the graph layer's: its values are no facts of a body."""
     module = str(type(value).__module__)
-    if module in _OPEN_LIBRARY or isinstance(value, types.ModuleType | type):
-        return False
-    is_ours = module.startswith(("phonograph.graphs.", "phonograph.devices")) and module != f"{__package__}.facts"
-    return is_ours or module.partition(".")[0] in sys.stdlib_module_names
+    return module.startswith(("phonograph.graphs.", "phonograph.devices")) and module != f"{__package__}.facts"
+
+
+def is_of_library(value: Any) -> bool:
+    """Whether an object is one of the standard library's own, such as a logger or a queue."""
+    module = str(type(value).__module__)
+    is_open = module in _OPEN_LIBRARY or isinstance(value, types.ModuleType | type)
+    return not is_open and module.partition(".")[0] in sys.stdlib_module_names
 
 
 def _file_of(kind: Any) -> str:

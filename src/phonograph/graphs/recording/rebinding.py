@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from phonograph.graphs.recording.contents import AllContents, HasKey, IsTrue, KeptEntries
-from phonograph.graphs.recording.fact import AllItems, ClassOf, Fact, InDict, InList, InSlot, unchanged
+from phonograph.graphs.recording.fact import AllItems, ClassOf, Fact, HooksOf, InDict, InList, InSlot, unchanged
 from phonograph.graphs.recording.lookup import instance_dict
 from phonograph.graphs.recording.places import PLAIN, same
 
-_KEPT = (*PLAIN, torch.Tensor, torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
-_MOVABLE = (ClassOf, InDict, InSlot, InList, AllItems, AllContents, KeptEntries, HasKey, IsTrue)
+_KEPT = (*PLAIN, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+_MOVABLE = (ClassOf, HooksOf, InDict, InSlot, InList, AllItems, AllContents, KeptEntries, HasKey, IsTrue)
 _MAX_ROUNDS = 8
 
 
@@ -53,12 +53,32 @@ def _moved(then: Any, now: Any) -> dict[int, Any] | None:
     if isinstance(then, tuple) and isinstance(now, tuple) and len(then) == len(now):
         pairs = [_moved(one, other) for one, other in zip(then, now, strict=True) if not unchanged(one, other)]
         return None if None in pairs else {key: one for pair in pairs if pair for key, one in pair.items()}
+    if isinstance(then, torch.nn.Module) and type(then) is type(now):
+        return _moved_module(then, now)
     if isinstance(then, _KEPT) or type(then) is not type(now) or not same(then, now):
         return None
     found = {id(then): now}
     held, other = instance_dict(then), instance_dict(now)
     if held is not None and other is not None:
         found[id(held)] = other
+    return found
+
+
+def _moved_module(then: torch.nn.Module, now: torch.nn.Module) -> dict[int, Any] | None:
+    """The same of a module that holds the very tensors and modules of another: `copy.copy` makes such."""
+    held, other = vars(then), vars(now)
+    if held.keys() != other.keys():
+        return None
+    found = {id(then): now, id(held): other}
+    for name, value in held.items():
+        if isinstance(value, dict) and type(value) is type(other[name]):
+            is_equal = [*value] == [*other[name]] and all(map(unchanged, value.values(), other[name].values()))
+            moved: dict[int, Any] | None = {id(value): other[name]} if is_equal else None
+        else:
+            moved = {} if unchanged(value, other[name]) else _moved(value, other[name])
+        if moved is None:
+            return None
+        found |= moved
     return found
 
 

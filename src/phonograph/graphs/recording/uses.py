@@ -7,16 +7,18 @@ library), all that a container holds counts as read.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import types
 from collections import ChainMap, UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from phonograph.graphs.recording import modes
 from phonograph.graphs.recording.bytecode import Read
 from phonograph.graphs.recording.contents import (
     AllContents,
@@ -34,14 +36,17 @@ from phonograph.graphs.recording.evaluation import (
     callee_of,
     is_key,
     key_of,
+    keys_of,
+    method_of,
     unwrapped,
     value_of,
 )
-from phonograph.graphs.recording.fact import AllItems, InDict, InList, Source
+from phonograph.graphs.recording.fact import AllItems, Computed, InDict, InList, Source
 
 Use = tuple[str, Source]
 """What it is called, and where it lies."""
 _MAX_ENTRIES = 128
+_METHODS = (types.BuiltinMethodType, types.MethodWrapperType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _MAPPINGS = (dict, os._Environ, UserDict, ChainMap, types.MappingProxyType, WeakKeyDictionary)
 _LOOKS_UP = ("get", "setdefault", "__getitem__")
 _WRITES = ("append", "add", "update", "clear", "extend", "insert", "remove", "discard", "pop", "popleft", "appendleft")
@@ -77,25 +82,47 @@ def uses_of(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
 
 def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
     callee, arguments = callee_of(read.base, scene), [value_of(part, scene) for part in read.parts]
-    owner, name = callee.owner, str(read.base.base) if read.base is not None and read.base.base is not None else ""
+    name = str(read.base.base) if read.base is not None and read.base.base is not None else str(read.base)
     if isinstance(callee.function, functools.partial):
-        yield from _whole(f"{read.base}.keywords", callee.function.keywords)
-        yield f"{read.base}.args", AllContents(callee.function.args)
+        held = callee.function
+        yield from _whole(f"{read.base}.keywords", held.keywords)
+        yield f"{read.base}.args", AllContents.of(held.args)
+        callee, arguments = method_of(held.func) or Callee(held.func), [*held.args, *arguments]
+    owner = callee.owner
     if isinstance(owner, ContextVar) and callee.name == "get":
         yield f"the context variable {owner.name}", InContext(owner)
     elif callee.name in _LOOKS_UP and arguments and isinstance(owner, _MAPPINGS):
         yield from _item(name, owner, arguments[0] if is_key(arguments[0]) else UNKNOWN)
-    elif _is_getenv(callee.function) and arguments:
-        yield from _item(name, callee.function.__globals__["environ"], arguments[0])
     elif isinstance(owner, torch.nn.Module):
         yield from _walk(owner, callee)
-    elif is_container(unwrapped(owner)):
-        if callee.name not in _WRITES:
-            yield from _whole(name, owner)
-    elif _is_closed(callee, looks_into) or _is_made_by_closed(read.base, scene, looks_into):
-        for part, value in zip(read.parts, arguments, strict=True):
-            if is_container(value) or is_record(value):
-                yield from _whole(str(part), value)
+    elif not is_container(unwrapped(owner)):
+        yield from _of_function(read, callee, arguments, scene, looks_into)
+    elif callee.name not in _WRITES:
+        yield from _whole(name, owner)
+
+
+def _of_function(read: Read, callee: Callee, arguments: Sequence[Any], scene: Scene, looks_into: Any) -> Iterator[Use]:
+    function = callee.function
+    if any(function is one for one in modes.QUESTIONS) and not arguments:
+        yield f"{read.base}()", Computed(f"{read.base}()", function)
+    elif _is_getenv(function) and arguments:
+        yield from _item("environ", function.__globals__["environ"], arguments[0])
+    elif type(function) is operator.itemgetter and len(arguments) == 1:
+        for key in keys_of(function):
+            yield from _item(str(read.parts[0] if read.parts else read), arguments[0], key if is_key(key) else UNKNOWN)
+    elif _is_closed(callee, looks_into) or (function is UNKNOWN and _is_made_by_closed(read, scene, looks_into)):
+        for part in read.parts:
+            yield from _passed(part, value_of(part, scene), scene)
+
+
+def _passed(part: Read | None, value: Any, scene: Scene) -> Iterator[Use]:
+    """All that closed code may read of an argument: a container, or a method of one (`map(table.get, names)`)."""
+    if is_container(value) or is_record(value):
+        yield from _whole(str(part), value)
+    elif value is UNKNOWN or isinstance(value, _METHODS):
+        method = callee_of(part, scene)
+        if is_container(unwrapped(method.owner)) and method.name not in _WRITES:
+            yield from _whole(str(part), method.owner)
 
 
 def _walk(module: torch.nn.Module, callee: Callee) -> Iterator[Use]:
@@ -120,9 +147,9 @@ def _whole(name: str, value: Any) -> Iterator[Use]:
     if type(value) is list or isinstance(value, dict):
         held: Any = value if isinstance(value, list) else dict.values(value)
         is_nested = any(is_container(one) or is_record(one) or isinstance(one, tuple) for one in held)
-        yield f"{name}[…]", AllContents(value) if is_nested else AllItems(value)
+        yield f"{name}[…]", AllContents.of(value) if is_nested else AllItems(value)
     elif is_container(value) or is_record(value):
-        yield f"{name}[…]", AllContents(value)
+        yield f"{name}[…]", AllContents.of(value)
 
 
 def _membership(name: str, base: Any, key: Any) -> Iterator[Use]:
@@ -155,9 +182,10 @@ def _item(name: str, base: Any, key: Any) -> Iterator[Use]:
         yield from _whole(name, base)
 
 
-def _is_made_by_closed(read: Read | None, scene: Scene, looks_into: Any) -> bool:
-    """Whether what is called comes from a call of closed code: `operator.attrgetter("a.b")(config)`."""
-    return read is not None and read.kind == "call" and _is_closed(callee_of(read.base, scene), looks_into)
+def _is_made_by_closed(read: Read, scene: Scene, looks_into: Any) -> bool:
+    """Whether what is called comes from a call of closed code: `operator.methodcaller(name)(config)`."""
+    made = read.base
+    return made is not None and made.kind == "call" and _is_closed(callee_of(made.base, scene), looks_into)
 
 
 def _is_closed(callee: Callee, looks_into: Any) -> bool:
@@ -175,5 +203,7 @@ def _is_closed(callee: Callee, looks_into: Any) -> bool:
         return not looks_into(function.__code__.co_filename) and not str(function.__module__).startswith(_QUIET)
     if isinstance(function, type):
         return function.__module__ in ("builtins", "itertools", "operator", "collections", "numpy")
-    kinds = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-    return isinstance(function, kinds) or type(function).__module__.partition(".")[0] in ("torch", "numpy")
+    return isinstance(function, (*_METHODS, operator.methodcaller)) or type(function).__module__.partition(".")[0] in (
+        "torch",
+        "numpy",
+    )

@@ -11,6 +11,7 @@ import torch
 
 from phonograph.errors import CaptureError, Frame, OutputError
 from phonograph.graphs.inputs.tree import leaves, reachable
+from phonograph.graphs.recording.derived_weights import is_derived
 from phonograph.graphs.recording.fact import address_of, is_named
 from phonograph.graphs.recording.outputs import is_near, own
 from phonograph.graphs.recording.places import PLAIN, Place, Whole, same
@@ -107,7 +108,7 @@ class Warmups:
             moves = Moves(self.python.now)
             _, memory = self._run(bind, moves)
             self.state.settle(first.memory, memory)
-            moved = [change for change in moves.by_body.values() if not is_named(change.name, self.ignored)]
+            moved = [change for change in moves.by_body.values() if not self._is_no_state(change)]
             if moved:
                 self._refuse(moved, bind)
             self._refuse_collected(first, list(moves.elsewhere.values()))
@@ -287,6 +288,9 @@ class Warmups:
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
         problem = f"the body changes {change.name}{more} in every run, and a replay runs no Python"
         self._refuse_moved(problem, _AS_TENSOR, frame)
+
+    def _is_no_state(self, change: StateChange) -> bool:
+        return is_named(change.name, self.ignored) or is_derived(change.place.holder, change.key)
 
     def _refuse_moved(self, problem: str, remedy: str, frame: Frame | None) -> NoReturn:
         self.moved = self.moved or CaptureError(problem, remedy, frame=frame)

@@ -6,11 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from phonograph.devices import Device
+from phonograph.errors import CaptureError
+from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.slot import Slot
 from phonograph.graphs.inputs.snapshots import snapshots_without
 from phonograph.graphs.phases.decisions import Reason, RunEagerly, ShapeKey
 from phonograph.graphs.phases.live_arguments import Live
-from phonograph.graphs.phases.phase import Admission
+from phonograph.graphs.phases.phase import Admission, SampleFunction, sample_from
 from phonograph.graphs.recording.modules import ModuleCall
 
 
@@ -57,3 +60,23 @@ def unchanged_hooks(call: ModuleCall) -> Admission:
         return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
 
     return admit
+
+
+def sample_of_slots(signature: inspect.Signature, slots: Sequence[Slot], device: Device, name: str) -> SampleFunction:
+    """Samples of the slots alone; refused where the function needs more than that."""
+    given = {slot.path[0] for slot in slots}
+    needed = [
+        one for one in signature.parameters.values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+    ]
+    missing = next((one.name for one in needed if one.name not in given), None)
+    if missing is None:
+        return sample_from(slots, device.torch_device)
+
+    def refuse(extent: Extent, seed: int) -> Any:
+        raise CaptureError(
+            f"the argument {missing!r} of {name}{signature} is no slot and has no default, so there is no value to "
+            "record with",
+            "Make it a slot, give it a default, or pass sample=, a function that gives all arguments",
+        )
+
+    return refuse

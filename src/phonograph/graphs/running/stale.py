@@ -37,11 +37,11 @@ class StaleWatch:
         """What finds the facts of a capture."""
         if self._options.facts == "off" or selection is None:
             return None
-        keys = selection.keys
-        if self._options.facts == "verify":
+        keys, alone = selection.keys, self._options.facts == "verify"
+        if alone:
             # Of every product, all sizes do much the same, and a trace takes as long as many runs: one shape will do.
-            keys = [key for key in keys if key.group == keys[-1].group][:1]
-        return FactRecorder(self._phase.code, keys, self._options.ignore)
+            keys = [key for key in keys if key.group == keys[-1].group]
+        return FactRecorder(self._phase.code, keys, self._options.ignore, alone)
 
     def begin(self, settled: Settlement | None) -> None:
         """Watch what a capture found, or nothing any more."""

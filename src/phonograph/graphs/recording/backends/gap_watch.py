@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from phonograph.devices.trace import is_users
+from phonograph.devices.trace import is_outside
 from phonograph.errors import CaptureError, Frame
 from phonograph.graphs.inputs.snapshots import Same, snapshot
 from phonograph.graphs.inputs.tree import reachable
@@ -175,7 +175,7 @@ def _is_met_again(wanted: set[int]) -> bool:
     frame: FrameType | None = sys._getframe(1)
     found: list[Any] = []
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
+        if is_outside(frame.f_code.co_filename):
             found += [*frame.f_locals.values(), *frame.f_globals.values()]
         frame = frame.f_back
     seen: set[int] = set()
