@@ -100,6 +100,16 @@ def test_tokens_of_further_families(zoo: Zoo, name: str) -> None:
     assert generated(opened(folder, "disabled", "disabled", device="cpu")) == wanted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["breakable", "tc_piecewise"])
+def test_experts_that_the_host_routes_run_between_graphs(zoo: Zoo, backend: str) -> None:
+    folder, wanted = zoo.get("DBRX", ALSO_SERVED["DBRX"])
+    llm = opened(folder, backend, backend)
+    assert generated(llm) == wanted
+    assert_recorded(llm, backend)
+    assert "experts run between graphs: transformer.blocks.0.ffn.experts, " in llm.implementation
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_wrong_is_refused_before_weights_are_read(tmp_path: Path, name: str) -> None:
     config = REFUSED[name].config()
