@@ -42,6 +42,14 @@ _LONG = {
     "short_factor": [1.0, 1.5],
     "long_factor": [3.0, 4.0],
 }
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
@@ -140,6 +148,27 @@ ALSO_SERVED = {
             altup_num_inputs=2,
         ),
         "window, layers that share the keys and values of others",
+    ),
+    "Gemma 4": Family(
+        lambda: hf.Gemma4TextConfig(
+            **{**_SLIDING, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=2,
+            global_head_dim=16,
+        ),
+        "window, heads of two widths, layers that share the keys and values of others",
+    ),
+    "Gemma 3, with images": Family(
+        lambda: hf.Gemma3Config(
+            text_config=hf.Gemma3TextConfig(**_SLIDING).to_dict(),
+            vision_config=_VISION,
+            mm_tokens_per_image=4,
+            boi_token_index=3,
+            eoi_token_index=4,
+            image_token_index=5,
+        ),
+        "window; served for texts",
     ),
     "DBRX": Family(
         lambda: hf.DbrxConfig(

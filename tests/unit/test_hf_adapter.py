@@ -86,6 +86,19 @@ class TestOutline:
         with pytest.raises(CheckpointError, match=r"no module 'transformers'; the nearest name is 'transformer'"):
             outline_of(config, "gpt2", decoder="transformers")
 
+    @pytest.mark.parametrize(
+        ("kind", "values", "problem"),
+        [
+            ("bert", {}, "BertSelfAttention looks at tokens after its own"),
+            ("bart", {"encoder_layers": 2}, "10 layers of BartForCausalLM are more than the 2 of its configuration"),
+            ("diffllama", {"num_hidden_layers": 2}, "a layer of DiffLlamaForCausalLM attends 2 times"),
+            ("musicgen", {}, "several models of text"),
+        ],
+    )
+    def test_other_ways_to_attend_are_refused(self, kind: str, values: dict[str, int], problem: str) -> None:
+        with pytest.raises(CheckpointError, match=problem):
+            outline_of(transformers.AutoConfig.for_model(kind, **values), kind)
+
     def test_an_encoder_is_refused(self) -> None:
         config = transformers.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=VOCAB)
         with pytest.raises(CheckpointError, match="can't be made as a causal language model"):

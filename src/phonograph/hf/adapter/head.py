@@ -20,6 +20,7 @@ class Decoded(ModelOutput):  # type: ignore[misc]
     attentions: Any = None
     cross_attentions: Any = None
     router_logits: Any = None
+    shared_kv_states: Any = None
 
 
 class GivenStates(torch.nn.Module):

@@ -125,7 +125,11 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False, dec
     `decoder` names the module that has the layers, where the model itself is not to be asked.
     """
     attention.register()
-    limits = _limits_of(config.get_text_config(), source)
+    try:
+        inner = config.get_text_config()
+    except ValueError as error:
+        raise refused(source, "its configuration has several models of text", _NATIVE) from error
+    limits = _limits_of(inner, source)
     model = _bare(config, source, trust_remote_code=trust_remote_code)
     limits += batch_looks.leave_out(model)
     decoder, breaks, place = decoder_of(model, source, decoder), list[str](), None
@@ -145,7 +149,7 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False, dec
                 raise _raised(source, model, error) from error
             breaks.append(name)
             _stub(model, name)
-    layers = _counted(watching.calls, config.get_text_config().num_hidden_layers, source, model)
+    layers = _counted(watching.calls, inner.num_hidden_layers, source, model)
     return Outline(
         *(type(model).__name__, decoder, layers, states.shape[-1], logits.shape[-1]),
         *(tuple(limits), tuple(breaks), experts.can_choose(model), place is None),
@@ -224,8 +228,9 @@ def _counted(
 ) -> tuple[LayerAttention, ...]:
     """The layers in their order; each must have attended once."""
     counts, name = Counter(layer for layer, _ in calls), type(model).__name__
-    if set(counts) != set(range(num_layers)):
-        missing = num_layers - len(counts.keys() & set(range(num_layers)))
+    if beyond := len(counts.keys() - set(range(num_layers))):
+        raise refused(source, f"{beyond} layers of {name} are more than the {num_layers} of its configuration", _NATIVE)
+    if missing := num_layers - len(counts):
         problem = f"{missing} of the {num_layers} layers of {name} do not attend through the attention interface"
         raise refused(source, problem, _NATIVE)
     if (most := max(counts.values())) > 1:
