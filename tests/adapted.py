@@ -13,7 +13,8 @@ import torch
 import transformers as hf
 from tokenizers import decoders, models, pre_tokenizers
 
-from phonograph.engine.models.registry import ARCHITECTURES
+from phonograph.engine.models.registry import ARCHITECTURES, config_from_hf
+from phonograph.errors import CheckpointError
 
 VOCAB, WINDOW = 80, 6
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -279,14 +280,24 @@ def table() -> str:
         "| family | layers | tested | what is not plain in it, or why it is refused |",
         "| --- | --- | --- | --- |",
     ]
-    native = {entry.model_type for entry in ARCHITECTURES.values()}
     for families, tested in ((SERVED, "every backend and phase"), (ALSO_SERVED, "eagerly")):
         for name, family in families.items():
-            layers = "native, or adapter" if family.config().model_type in native else "adapter"
-            lines.append(f"| {name} | {layers} | {tested} | {family.has} |")
+            lines.append(f"| {name} | {layers_of(family)} | {tested} | {family.has} |")
     for name, family in REFUSED.items():
         lines.append(f"| {name} | refused | by its sentence | “{family.refusal} …” |")
     return "\n".join(lines) + "\n"
+
+
+def layers_of(family: Family) -> str:
+    """Whose layers a family can have."""
+    values = family.config().to_dict()
+    if values["model_type"] not in {entry.model_type for entry in ARCHITECTURES.values()}:
+        return "adapter"
+    try:
+        config_from_hf(values)
+    except CheckpointError:
+        return "adapter, by `--model-impl hf`"
+    return "native, or adapter"
 
 
 def page() -> str:
