@@ -1,0 +1,366 @@
+"""accelerate: `model.generate` of a Hugging Face model with its decode steps as graphs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from phonograph.devices import open_device
+from phonograph.errors import DeclarationError, DeviceError
+from phonograph.graphs.graphed import Graphed
+from phonograph.numbers import is_whole
+
+try:
+    import transformers
+except ImportError:
+    raise DeviceError("phonograph.hf needs transformers 5. Run: pip install 'transformers>=5'") from None
+
+from phonograph.hf.decode_recording import CACHE, DecodeRecording, StepForm, form_of
+from phonograph.hf.generation_cache import GenerationCache, shape_of, unsupported_layer
+
+log = logging.getLogger("phonograph")
+
+_PATCHED = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
+"""What of a model is replaced: `generate` asks the others for a cache, and for what runs its decode steps."""
+_SERVED_MODES = ("greedy_search", "sample")
+_SERVED_CACHES = (None, "static")
+_SERVED_ATTENTION = ("sdpa", "eager")
+_SMALLEST_CACHE = 256
+_FIRST = "the first step of a kind is taken to see whether the second is like it"
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A cache, and the recordings of steps over it."""
+
+    cache: GenerationCache
+    num_seqs: int
+    recordings: dict[StepForm, DecodeRecording] = field(default_factory=dict)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why there is no recording at all, where there could have been one."""
+        refusals = [one.refusal for one in self.recordings.values()]
+        return refusals[0] if refusals and None not in refusals else None
+
+    def release(self) -> None:
+        for recording in self.recordings.values():
+            recording.release()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of `generate` that is under way."""
+
+    thread: int
+    declined: str | None = None
+    is_decided: bool = False
+    """Whether it was given a cache, or a reason why not."""
+    entry: _Entry | None = None
+    last_form: StepForm | None = None
+    """That of the step before; None before the first."""
+
+
+class Accelerated:
+    """A model whose `generate` replays its decode steps. Made by `accelerate`; undone by `undo`, or at the end of a
+    `with`.
+
+    A generation gets a static cache that is kept for the next one of the same batch size and length. Its second decode
+    step is recorded; from then on steps of all generations over that cache are replays. The first replay is compared
+    with the plain step, and what the recording took for granted is checked at every step. What is not served runs as
+    it did, and is counted with a reason.
+    """
+
+    def __init__(self, model: Any, max_len: int | None, max_caches: int) -> None:
+        self.model = model
+        self.max_len = max_len
+        self.max_caches = max_caches
+        self.generations = 0
+        """Calls of `generate` that got a cache with recordings."""
+        self.declined: Counter[str] = Counter()
+        """By reason, calls of `generate` that ran as they did before."""
+        self.eager_steps: Counter[str] = Counter()
+        """By reason, decode steps without a recording; those that a recording ran eagerly are in its own counts."""
+        self._entries: dict[tuple[Any, ...], _Entry] = {}
+        self._before: dict[str, Any] = {}
+        self._call: _Call | None = None
+        self._lock = threading.Lock()
+
+    # -- saying what was done -----------------------------------------------------------------------------
+
+    @property
+    def replays(self) -> int:
+        """Decode steps that were replays, over the caches that are held."""
+        return sum(run.stats.replays.total() for run in self._runs())
+
+    def explain(self) -> str:
+        """Generations with and without graphs, what is recorded, and the reason of each step that was eager."""
+        eager = sum(run.stats.eager.total() for run in self._runs()) + self.eager_steps.total()
+        lines = [
+            f"{type(self.model).__name__}: {self.generations} generations with graphs, {self.declined.total()} without",
+            *(f"  {count} without: {reason}" for reason, count in self.declined.most_common()),
+            f"decode steps: {self.replays} replays, {eager} eager",
+            *(f"  {count} eager: {reason}" for reason, count in self.eager_steps.most_common()),
+        ]
+        for entry in self._entries.values():
+            lines.append(f"cache of {entry.num_seqs} × {entry.cache.max_len} tokens")
+            for recording in entry.recordings.values():
+                lines += [f"  {line}" for line in recording.explain().splitlines()]
+        return "\n".join(lines)
+
+    def _runs(self) -> list[Graphed]:
+        recordings = (one for entry in self._entries.values() for one in entry.recordings.values())
+        return [one.run for one in recordings if one.run is not None]
+
+    # -- installing ---------------------------------------------------------------------------------------
+
+    @property
+    def is_installed(self) -> bool:
+        return handle_of(self.model) is self
+
+    def install(self) -> None:
+        """Replace methods of this model; those of its class stay."""
+        own = vars(self.model)
+        self._before = {name: own[name] for name in _PATCHED if name in own}
+        for name in _PATCHED:
+            setattr(self.model, name, getattr(self, f"_{name.strip('_')}"))
+
+    def undo(self) -> None:
+        """Make the model what it was, and give caches and recordings back."""
+        if self.is_installed:
+            for name in _PATCHED:
+                delattr(self.model, name)
+            vars(self.model).update(self._before)
+        self._release_all()
+
+    def __enter__(self) -> Accelerated:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+    def __reduce__(self) -> Any:
+        """A copy of the model is accelerated too, with caches and recordings of its own."""
+        return Accelerated, (self.model, self.max_len, self.max_caches), {"_before": self._before}
+
+    def _release_all(self) -> None:
+        for entry in self._entries.values():
+            entry.release()
+        self._entries.clear()
+
+    def _plain(self, name: str) -> Callable[..., Any]:
+        """A method of the model as it was."""
+        found: Any = self._before.get(name) or functools.partial(getattr(type(self.model), name), self.model)
+        return found  # type: ignore[no-any-return]
+
+    # -- what `generate` calls ----------------------------------------------------------------------------
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._lock.acquire(blocking=False):
+            return self._plain("generate")(*args, **kwargs)
+        declined = "custom_generate has a loop of its own" if kwargs.get("custom_generate") is not None else None
+        self._call = _Call(threading.get_ident(), declined)
+        try:
+            result = self._plain("generate")(*args, **kwargs)
+            if isinstance(getattr(result, CACHE, None), GenerationCache):
+                result.past_key_values = result.past_key_values.handed_out()
+            return result
+        finally:
+            self._call = None
+            self._lock.release()
+
+    _generate.__wrapped__ = transformers.GenerationMixin.generate  # type: ignore[attr-defined]
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_len: int
+    ) -> Any:
+        call = self._call
+        if call is None or call.thread != threading.get_ident() or call.is_decided:
+            reason: str | None = "another generate of this model is under way"
+        else:
+            call.is_decided = True
+            reason = call.declined or self._refusal(generation_config, model_kwargs, generation_mode)
+        if reason is None:
+            assert call is not None
+            needed = max(max_len, getattr(generation_config, "max_cache_len", None) or 0)
+            num_seqs = batch_size * max(1, generation_config.num_return_sequences or 1)
+            reason = self._enter(call, num_seqs, needed)
+        if reason is None:
+            assert call is not None
+            assert call.entry is not None
+            self.generations += 1
+            model_kwargs[CACHE] = call.entry.cache
+            return None
+        _counted(self.declined, reason, "generate runs without graphs: %s")
+        arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_len)
+        return self._plain("_prepare_cache_for_generation")(*arguments)
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        if self._is_ours(model_kwargs.get(CACHE)):
+            return True  # so that `generate` asks for the call below
+        return bool(self._plain("_valid_auto_compile_criteria")(model_kwargs, generation_config))
+
+    def _get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        call = self._call
+        if call is not None and call.entry is not None and call.thread == threading.get_ident():
+            return self._step
+        found: Callable[..., Any] = self._plain("get_compiled_call")(compile_config)
+        return found
+
+    def _is_ours(self, cache: Any) -> bool:
+        call = self._call
+        return call is not None and call.entry is not None and call.entry.cache is cache
+
+    # -- deciding -----------------------------------------------------------------------------------------
+
+    def _refusal(self, config: Any, model_kwargs: Mapping[str, Any], mode: Any) -> str | None:
+        """Why a generation gets no recordings, or None."""
+        model, wanted = self.model, config.cache_implementation
+        text = model.config.get_text_config(decoder=True)
+        attention = getattr(text, "_attn_implementation", None)
+        devices = {str(one) for one in getattr(model, "hf_device_map", {}).values()}
+        checks = {
+            "the model is in training mode. Call model.eval()": model.training,
+            f"{mode.value} is not recorded, greedy_search and sample are": mode.value not in _SERVED_MODES,
+            "it drafts for another model": bool(getattr(config, "is_assistant", False)),
+            "an encoder-decoder keeps a second cache": model.config.is_encoder_decoder,
+            "past_key_values is a cache of the caller": model_kwargs.get(CACHE) is not None,
+            "use_cache is False": config.use_cache is False,
+            f"cache_implementation={wanted!r} was asked for": wanted not in _SERVED_CACHES,
+            "compile_config was given": config.compile_config is not None,
+            f"attn_implementation={attention!r} has masks of its own": attention not in _SERVED_ATTENTION,
+            "the model is spread over several devices": len(devices) > 1,
+            "the model has a cache of its own kind": not model._supports_default_dynamic_cache(),
+        }
+        reason = next((reason for reason, holds in checks.items() if holds), None)
+        return reason if reason is not None else unsupported_layer(text)
+
+    def _enter(self, call: _Call, num_seqs: int, needed: int) -> str | None:
+        """Give the call a cache for so many tokens; or say why not."""
+        if self.max_len is not None and needed > self.max_len:
+            return f"a cache for {needed:,} tokens is needed, max_len is {self.max_len:,}"
+        length = max(_SMALLEST_CACHE, 1 << (needed - 1).bit_length())
+        length = length if self.max_len is None else min(length, self.max_len)
+        config, where = self.model.config.get_text_config(decoder=True), self.model.device
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(where.type)
+        key = (self.model.dtype, where), num_seqs, length, *modes, torch.get_autocast_dtype(where.type)
+        key += (shape_of(config, length),)
+        for other in [other for other in self._entries if other[0] != key[0]]:
+            self._entries.pop(other).release()
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            while len(self._entries) >= self.max_caches:
+                self._entries.pop(next(iter(self._entries))).release()
+            entry = _Entry(GenerationCache(config, length), num_seqs)
+        self._entries[key] = entry  # the latest is the last to go
+        if entry.refusal is not None:
+            return f"no recording is possible: {entry.refusal}"
+        entry.cache.reset()
+        call.entry = entry
+        return None
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def _step(self, **inputs: Any) -> Any:
+        """What `generate` runs for a step: a token of every sequence, or a part of a prompt."""
+        call = self._call
+        assert call is not None
+        assert call.entry is not None
+        entry, ids = call.entry, inputs.get("input_ids")
+        if ids is None or tuple(ids.shape) != (entry.num_seqs, 1):
+            return self.model(**inputs)
+        if inputs.get(CACHE) is not entry.cache:
+            return self._eager("the model has replaced the cache", inputs)
+        found = form_of(inputs)
+        if isinstance(found, str):
+            return self._eager(found, inputs)
+        form, tensors = found
+        last, call.last_form = call.last_form, form
+        recording = entry.recordings.get(form)
+        if recording is None:
+            if last is None:
+                return self._eager(_FIRST, inputs)
+            if last != form:
+                return self._eager(f"inputs change their form: {_changed(last, form)}", inputs)
+        elif recording.refusal is not None:
+            return self._eager(f"no recording is possible: {recording.refusal}", inputs)
+        elif last is not None or (changed := recording.changed(tensors)) is None:
+            return recording.step(tensors)
+        else:
+            log.warning("accelerate: the decode step is recorded again: %s", changed)
+            recording.release()
+        entry.recordings[form] = recording = DecodeRecording(self.model, entry.cache, form)
+        outputs = recording.record(tensors, inputs)
+        if recording.refusal is not None:
+            _counted(self.eager_steps, f"no recording is possible: {recording.refusal}", "a decode step runs eagerly: %s")
+        return outputs
+
+    def _eager(self, reason: str, inputs: Mapping[str, Any]) -> Any:
+        _counted(self.eager_steps, reason, "a decode step runs eagerly: %s")
+        return self.model(**inputs)
+
+
+def accelerate(model: Any, *, max_len: int | None = None, max_caches: int = 4) -> Accelerated:
+    """Have `model.generate` replay its decode steps as graphs, over a static cache.
+
+    Generations that need a longer cache than `max_len` run as they did; caches have the next power of two of tokens,
+    at most that. `max_caches` of them are kept, one for each batch size and length, with their recordings. A model
+    that is accelerated already gives the handle that it has.
+    """
+    if not isinstance(model, transformers.GenerationMixin) or not isinstance(model, torch.nn.Module):
+        raise DeclarationError(
+            f"accelerating a {type(model).__name__}: it is not a transformers model with generate(). Pass that model "
+            "itself: get_base_model() of a PEFT model, _orig_mod of a compiled one; graphed() serves any other module."
+        )
+    for name, value in (("max_len", max_len), ("max_caches", max_caches)):
+        if not is_whole(value, 1) and not (name == "max_len" and value is None):
+            raise DeclarationError(f"accelerate({name}={value!r}): expected a whole number from 1 on. Correct it.")
+    held = handle_of(model)
+    if held is not None:
+        if (held.max_len, held.max_caches) != (max_len, max_caches):
+            raise DeclarationError(
+                f"accelerating a {type(model).__name__} with max_len={max_len} and max_caches={max_caches}: it is "
+                f"accelerated with {held.max_len} and {held.max_caches}. Call undo() of its handle first."
+            )
+        return held
+    missing = [name for name in _PATCHED if not hasattr(model, name)]
+    if missing:
+        raise DeclarationError(
+            f"accelerating a {type(model).__name__}: transformers {transformers.__version__} has no {missing[0]}, "
+            "which generate calls in 5.17 to 5.22. Install one of these."
+        )
+    if open_device(model.device).name == "emulated":
+        log.warning(
+            "accelerate: the model is on the CPU, where graphs are emulated: right for development and tests, not fast. "
+            "Move it to a GPU first."
+        )
+    handle = Accelerated(model, max_len, max_caches)
+    handle.install()
+    return handle
+
+
+def handle_of(model: Any) -> Accelerated | None:
+    """The handle of a model that is accelerated."""
+    found = getattr(vars(model).get("generate"), "__self__", None)
+    return found if isinstance(found, Accelerated) else None
+
+
+def _counted(counts: Counter[str], reason: str, sentence: str) -> None:
+    """Count a reason; the first time it is logged."""
+    if reason not in counts:
+        log.log(logging.INFO if reason == _FIRST else logging.WARNING, sentence, reason)
+    counts[reason] += 1
+
+
+def _changed(last: StepForm, form: StepForm) -> str:
+    """What two forms differ in."""
+    then, now = dict((name, shape) for name, shape, _ in last.tensors), {name: shape for name, shape, _ in form.tensors}
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return ", ".join(f"{name} {then.get(name)} → {now.get(name)}" for name in names) or "values that are no tensors"

@@ -1,0 +1,174 @@
+"""Decode recording: one step of `generate` over one cache as a graph, for inputs of one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phonograph.graphs.graphed import Graphed, graphed
+from phonograph.graphs.inputs.extent import Extent
+from phonograph.graphs.inputs.slot import Pad, Slot
+from phonograph.graphs.inputs.tree import leaves
+from phonograph.graphs.phases.buckets import Buckets
+from phonograph.graphs.phases.decisions import Reason, RunEagerly
+from phonograph.graphs.phases.phase import SampleFunction
+from phonograph.graphs.progress import silent
+from phonograph.graphs.trust.comparison import mismatch
+from phonograph.hf.generation_cache import GenerationCache
+
+CACHE = "past_key_values"
+Saved = tuple[torch.Tensor, torch.Tensor]
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """The keyword arguments of a step: tensors by their shape, and plain values."""
+
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    """By slot: `attention_mask__full_attention` is an entry of a dict of masks."""
+    constants: tuple[tuple[str, Any], ...]
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [
+            Slot(name, ("seqs", *shape[1:]) if name == "input_ids" else shape, dtype, pad=Pad.fill(0))
+            for name, shape, dtype in self.tensors
+        ]
+
+    def arguments(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """The keyword arguments again, of tensors by slot."""
+        found: dict[str, Any] = dict(self.constants)
+        for name, tensor in tensors.items():
+            outer, nested, inner = name.partition("__")
+            if nested:
+                found.setdefault(outer, {})[inner] = tensor
+            else:
+                found[name] = tensor
+        return found
+
+
+def form_of(inputs: Mapping[str, Any]) -> tuple[StepForm, dict[str, torch.Tensor]] | str:
+    """The form of a step and its tensors by slot; or why no recording takes it."""
+    tensors: dict[str, torch.Tensor] = {}
+    constants: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if name == CACHE:
+            continue
+        entries = {f"{name}__{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        for key, one in entries.items():
+            if isinstance(one, torch.Tensor):
+                tensors[key] = one
+            elif isinstance(one, _PLAIN) and not isinstance(value, dict):
+                constants[key] = one
+            else:
+                return f"the model is passed {key}, a {type(one).__name__}, which no slot takes"
+    form = StepForm(
+        tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()),
+        tuple(constants.items()),
+    )
+    return form, tensors
+
+
+class DecodeRecording:
+    """A step of one model over one cache, for inputs of one form."""
+
+    def __init__(self, model: Any, cache: GenerationCache, form: StepForm) -> None:
+        self._model, self._cache, self._form = model, cache, form
+        self._outputs: Any = None
+        self.run: Graphed | None = None
+        self.refusal: str | None = None
+        """Why there is no recording."""
+
+    def record(self, tensors: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> Any:
+        """Record the step, and take it: outputs are the recording's, where they are those of the plain step."""
+        before = self._cache.state()
+        plain = self._model(**arguments)
+        self._outputs = type(plain)
+        after = self._cache.state()
+        _put_back(before)
+        self.run = self._recorded(tensors)
+        assert self.run.runner.report is not None
+        failures = self.run.runner.report.failures
+        _put_back(before)
+        if failures:
+            self.refusal = str(failures[0].error)
+        else:
+            served = self.step(tensors)
+            self.refusal = self._difference(served, plain, after)
+        if self.refusal is None:
+            return served
+        self.run.release()
+        _put_back(after)
+        return plain
+
+    def changed(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """What the recording took for granted and has changed since, or None."""
+        assert self.run is not None
+        decision = self.run.decide(**tensors)
+        is_stale = isinstance(decision, RunEagerly) and decision.reason is Reason.STALE
+        return decision.detail if is_stale else None
+
+    def explain(self) -> str:
+        if self.refusal is not None:
+            return f"refused: {self.refusal}"
+        return self.run.runner.explain() if self.run is not None else "not recorded"
+
+    def step(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Take a step; eagerly where the recording does not fit, which is counted."""
+        assert self.run is not None
+        return self._outputs(**self.run(**tensors), past_key_values=self._cache)
+
+    def release(self) -> None:
+        if self.run is not None:
+            self.run.release()
+
+    def _recorded(self, tensors: Mapping[str, torch.Tensor]) -> Graphed:
+        model, cache, form = self._model, self._cache, self._form
+
+        def decode(**tensors: torch.Tensor) -> dict[str, Any]:
+            outputs = model(**form.arguments(tensors), past_key_values=cache)
+            return {name: value for name, value in outputs.items() if name != CACHE}
+
+        num_seqs = len(tensors["input_ids"])
+        run = graphed(
+            decode,
+            slots=form.slots,
+            bucketed="seqs",
+            buckets=Buckets.of(num_seqs, exact=True),
+            device=model.device,
+            sample=_like(tensors, int(model.config.get_text_config(decoder=True).vocab_size)),
+        )
+        run.capture(silent)
+        return run
+
+    def _difference(self, served: Any, plain: Any, after: Sequence[Saved]) -> str | None:
+        """What the recording gives otherwise than the plain step, in outputs and in the cache."""
+        wanted = {name: value for name, value in plain.items() if name != CACHE}
+        pairs = [(f"output {path}", leaf, dict(leaves(dict(served.items())))[path]) for path, leaf in leaves(wanted)]
+        pairs += [(f"state {number} of the cache", copy, tensor) for number, (tensor, copy) in enumerate(after)]
+        for name, leaf, found in pairs:
+            wrong = mismatch(found, leaf, tolerance=None)
+            if wrong:
+                return f"on its first batch the recording gives not what the model gives: {name} {wrong}"
+        return None
+
+
+def _put_back(saved: Sequence[Saved]) -> None:
+    for tensor, copy in saved:
+        tensor.copy_(copy)
+
+
+def _like(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> SampleFunction:
+    """Samples: a real batch with other tokens."""
+    template = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def sample(extent: Extent, seed: int) -> dict[str, torch.Tensor]:
+        ids = template["input_ids"]
+        drawn = torch.randint(vocab_size, ids.shape, generator=torch.Generator().manual_seed(seed), dtype=ids.dtype)
+        return template | {"input_ids": drawn.to(ids.device)}
+
+    return sample
