@@ -20,7 +20,7 @@ from phonograph.numbers import is_whole
 try:
     import transformers
 except ImportError:
-    raise DeviceError("phonograph.hf needs transformers 5. Run: pip install 'transformers>=5'") from None
+    raise DeviceError("phonograph.hf needs transformers. Run: pip install 'phonograph[hf]'") from None
 
 from phonograph.hf.decode_recording import CACHE, DecodeRecording, StepForm, form_of
 from phonograph.hf.generation_cache import GenerationCache, shape_of, unsupported_layer
@@ -236,8 +236,10 @@ class Accelerated:
             f"cache_implementation={wanted!r} was asked for": wanted not in _SERVED_CACHES,
             "compile_config was given": config.compile_config is not None,
             f"attn_implementation={attention!r} has masks of its own": attention not in _SERVED_ATTENTION,
+            "under autocast no static cache is made": torch.is_autocast_enabled(model.device.type),
             "the model is spread over several devices": len(devices) > 1,
             "the model has a cache of its own kind": not model._supports_default_dynamic_cache(),
+            "transformers can't run the model over a static cache": not model._can_compile_fullgraph,
         }
         reason = next((reason for reason, holds in checks.items() if holds), None)
         return reason if reason is not None else unsupported_layer(text)
@@ -246,12 +248,12 @@ class Accelerated:
         """Give the call a cache for so many tokens; or say why not."""
         if self.max_len is not None and needed > self.max_len:
             return f"a cache for {needed:,} tokens is needed, max_len is {self.max_len:,}"
-        length = max(_SMALLEST_CACHE, 1 << (needed - 1).bit_length())
-        length = length if self.max_len is None else min(length, self.max_len)
         config, where = self.model.config.get_text_config(decoder=True), self.model.device
-        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(where.type)
-        key = (self.model.dtype, where), num_seqs, length, *modes, torch.get_autocast_dtype(where.type)
-        key += (shape_of(config, length),)
+        limits = (self.max_len, getattr(config, "max_position_embeddings", None))
+        length = min([max(_SMALLEST_CACHE, 1 << (needed - 1).bit_length()), *filter(None, limits)])
+        length = max(length, needed)  # past its positions a model may still generate
+        # What is made in inference mode can't be written outside of it.
+        key = (self.model.dtype, where), num_seqs, torch.is_inference_mode_enabled(), shape_of(config, length)
         for other in [other for other in self._entries if other[0] != key[0]]:
             self._entries.pop(other).release()
         entry = self._entries.pop(key, None)
@@ -299,7 +301,9 @@ class Accelerated:
         entry.recordings[form] = recording = DecodeRecording(self.model, entry.cache, form)
         outputs = recording.record(tensors, inputs)
         if recording.refusal is not None:
-            _counted(self.eager_steps, f"no recording is possible: {recording.refusal}", "a decode step runs eagerly: %s")
+            _counted(
+                self.eager_steps, f"no recording is possible: {recording.refusal}", "a decode step runs eagerly: %s"
+            )
         return outputs
 
     def _eager(self, reason: str, inputs: Mapping[str, Any]) -> Any:
@@ -336,10 +340,11 @@ def accelerate(model: Any, *, max_len: int | None = None, max_caches: int = 4) -
             f"accelerating a {type(model).__name__}: transformers {transformers.__version__} has no {missing[0]}, "
             "which generate calls in 5.17 to 5.22. Install one of these."
         )
-    if open_device(model.device).name == "emulated":
+    where: Any = model.device
+    if open_device(where).name == "emulated":
         log.warning(
-            "accelerate: the model is on the CPU, where graphs are emulated: right for development and tests, not fast. "
-            "Move it to a GPU first."
+            "accelerate: the model is on the CPU, where graphs are emulated: right for development and tests, not "
+            "fast. Move it to a GPU first."
         )
     handle = Accelerated(model, max_len, max_caches)
     handle.install()
@@ -361,6 +366,6 @@ def _counted(counts: Counter[str], reason: str, sentence: str) -> None:
 
 def _changed(last: StepForm, form: StepForm) -> str:
     """What two forms differ in."""
-    then, now = dict((name, shape) for name, shape, _ in last.tensors), {name: shape for name, shape, _ in form.tensors}
+    then, now = ({name: shape for name, shape, _ in one.tensors} for one in (last, form))
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return ", ".join(f"{name} {then.get(name)} → {now.get(name)}" for name in names) or "values that are no tensors"

@@ -109,8 +109,9 @@ class DecodeRecording:
         """What the recording took for granted and has changed since, or None."""
         assert self.run is not None
         decision = self.run.decide(**tensors)
-        is_stale = isinstance(decision, RunEagerly) and decision.reason is Reason.STALE
-        return decision.detail if is_stale else None
+        if isinstance(decision, RunEagerly) and decision.reason is Reason.STALE:
+            return decision.detail
+        return None
 
     def explain(self) -> str:
         if self.refusal is not None:

@@ -70,7 +70,7 @@ class GenerationCache(StaticCache):  # type: ignore[misc]
         super().__init__(config=config, max_cache_len=max_len)
         self.max_len = max_len
         self._config = config
-        self.layers = [_recordable(layer) for layer in self.layers]
+        self.layers: list[Any] = [_recordable(layer) for layer in self.layers]
 
     def state(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors that a step changes, each with a copy; keys of a layer without a window are written where the next
@@ -84,7 +84,9 @@ class GenerationCache(StaticCache):  # type: ignore[misc]
         """A copy of transformers' own kind, for whoever keeps it beyond the generation."""
         copied = StaticCache(config=self._config, max_cache_len=self.max_len)
         for layer, ours in zip(copied.layers, self.layers, strict=True):
-            held = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(ours).items()}
+            held = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(ours).items()
+            }
             vars(layer).update(held)
             if isinstance(ours, WindowLayer):
                 layer.cumulative_length_int = int(ours.cumulative_length)
@@ -104,7 +106,9 @@ def unsupported_layer(config: Any) -> str | None:
 
 def shape_of(config: Any, max_len: int) -> tuple[Any, ...]:
     """What the cache of a config looks like: two configs with the same shape may use one cache."""
-    return tuple((type(layer), layer.max_cache_len) for layer in StaticCache(config=config, max_cache_len=max_len).layers)
+    return tuple(
+        (type(layer), layer.max_cache_len) for layer in StaticCache(config=config, max_cache_len=max_len).layers
+    )
 
 
 def _recordable(layer: Any) -> Any:
