@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections import Counter
@@ -22,16 +21,17 @@ try:
 except ImportError:
     raise DeviceError("phonograph.hf needs transformers. Run: pip install 'phonograph[hf]'") from None
 
-from phonograph.hf.decode_recording import CACHE, DecodeRecording, StepForm, form_of
-from phonograph.hf.generation_cache import GenerationCache, shape_of, unsupported_layer
+from phonograph.hf.admission import refusal
+from phonograph.hf.decode_recording import DecodeRecording, StepForm, as_they_are, form_of
+from phonograph.hf.generation_cache import CACHE, GenerationCache, shape_of
 
 log = logging.getLogger("phonograph")
 
-_PATCHED = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
-"""What of a model is replaced: `generate` asks the others for a cache, and for what runs its decode steps."""
-_SERVED_MODES = ("greedy_search", "sample")
-_SERVED_CACHES = (None, "static")
-_SERVED_ATTENTION = ("sdpa", "eager")
+_PATCHED = (
+    "generate", "_prepare_cache_for_generation", "prepare_inputs_for_generation", "_valid_auto_compile_criteria",
+    "get_compiled_call",
+)  # fmt: skip
+"""What of a model is replaced: `generate` asks the others for a cache, for the inputs of a step, and what runs it."""
 _SMALLEST_CACHE = 256
 _FIRST = "the first step of a kind is taken to see whether the second is like it"
 
@@ -50,10 +50,6 @@ class _Entry:
         refusals = [one.refusal for one in self.recordings.values()]
         return refusals[0] if refusals and None not in refusals else None
 
-    def release(self) -> None:
-        for recording in self.recordings.values():
-            recording.release()
-
 
 @dataclass(eq=False)
 class _Call:
@@ -66,6 +62,12 @@ class _Call:
     entry: _Entry | None = None
     last_form: StepForm | None = None
     """That of the step before; None before the first."""
+    is_asked: bool = False
+    """Whether the next question of what runs a step is about this generation's."""
+    is_step: bool = False
+    """Whether the model is called for a token of every sequence next; else for a part of a prompt."""
+    is_raw: bool = False
+    """Whether the inputs of the step are yet to be prepared."""
 
 
 class Accelerated:
@@ -89,6 +91,8 @@ class Accelerated:
         self.eager_steps: Counter[str] = Counter()
         """By reason, decode steps without a recording; those that a recording ran eagerly are in its own counts."""
         self._entries: dict[tuple[Any, ...], _Entry] = {}
+        self._given_back: Counter[str] = Counter()
+        """Steps of recordings that are gone."""
         self._before: dict[str, Any] = {}
         self._call: _Call | None = None
         self._lock = threading.Lock()
@@ -97,12 +101,13 @@ class Accelerated:
 
     @property
     def replays(self) -> int:
-        """Decode steps that were replays, over the caches that are held."""
-        return sum(run.stats.replays.total() for run in self._runs())
+        """Decode steps that were replays."""
+        return self._given_back["replays"] + sum(run.stats.replays.total() for run in self._runs())
 
     def explain(self) -> str:
         """Generations with and without graphs, what is recorded, and the reason of each step that was eager."""
-        eager = sum(run.stats.eager.total() for run in self._runs()) + self.eager_steps.total()
+        eager = self._given_back["eager"] + sum(run.stats.eager.total() for run in self._runs())
+        eager += self.eager_steps.total()
         lines = [
             f"{type(self.model).__name__}: {self.generations} generations with graphs, {self.declined.total()} without",
             *(f"  {count} without: {reason}" for reason, count in self.declined.most_common()),
@@ -151,14 +156,24 @@ class Accelerated:
         return Accelerated, (self.model, self.max_len, self.max_caches), {"_before": self._before}
 
     def _release_all(self) -> None:
-        for entry in self._entries.values():
-            entry.release()
-        self._entries.clear()
+        while self._entries:
+            self._give_back(next(iter(self._entries)))
+
+    def _give_back(self, key: tuple[Any, ...]) -> None:
+        """A cache and its recordings."""
+        for recording in self._entries.pop(key).recordings.values():
+            self._release(recording)
+
+    def _release(self, recording: DecodeRecording) -> None:
+        if recording.run is not None:
+            stats = recording.run.stats
+            self._given_back.update(replays=stats.replays.total(), eager=stats.eager.total())
+            recording.run.release()
 
     def _plain(self, name: str) -> Callable[..., Any]:
         """A method of the model as it was."""
-        found: Any = self._before.get(name) or functools.partial(getattr(type(self.model), name), self.model)
-        return found  # type: ignore[no-any-return]
+        found: Callable[..., Any] = self._before.get(name) or getattr(type(self.model), name).__get__(self.model)
+        return found
 
     # -- what `generate` calls ----------------------------------------------------------------------------
 
@@ -186,7 +201,7 @@ class Accelerated:
             reason: str | None = "another generate of this model is under way"
         else:
             call.is_decided = True
-            reason = call.declined or self._refusal(generation_config, model_kwargs, generation_mode)
+            reason = call.declined or refusal(self.model, generation_config, model_kwargs, generation_mode)
         if reason is None:
             assert call is not None
             needed = max(max_len, getattr(generation_config, "max_cache_len", None) or 0)
@@ -198,51 +213,52 @@ class Accelerated:
             self.generations += 1
             model_kwargs[CACHE] = call.entry.cache
             return None
-        _counted(self.declined, reason, "generate runs without graphs: %s")
+        _counted(self.declined, reason)
         arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_len)
         return self._plain("_prepare_cache_for_generation")(*arguments)
 
+    def _prepare_inputs_for_generation(self, input_ids: torch.Tensor, **inputs: Any) -> dict[str, Any]:
+        """The inputs of a step, as they are: a recording prepares them itself, masks and all."""
+        call = self._call
+        if call is not None and call.entry is not None and inputs.get(CACHE) is call.entry.cache:
+            call.is_step = inputs.get("next_sequence_length") == 1 and not inputs.get("is_first_iteration")
+            call.is_raw = call.is_step and self._prepares_as_usual(call.entry.cache, inputs.get("attention_mask"))
+            if call.is_raw:
+                return as_they_are(input_ids, inputs, call.entry.cache.max_len)
+        prepared: dict[str, Any] = self._plain("prepare_inputs_for_generation")(input_ids, **inputs)
+        return prepared
+
+    _prepare_inputs_for_generation.__wrapped__ = (  # type: ignore[attr-defined]
+        transformers.GenerationMixin.prepare_inputs_for_generation
+    )
+
+    def _prepares_as_usual(self, cache: GenerationCache, mask: torch.Tensor | None) -> bool:
+        """Whether the model prepares the inputs of a step as most do: then that can be recorded."""
+        model, usual = self.model, transformers.GenerationMixin.prepare_inputs_for_generation
+        is_usual = type(model).prepare_inputs_for_generation is usual and not hasattr(
+            model, "create_masks_for_generate"
+        )
+        if "prepare_inputs_for_generation" in self._before or not is_usual:
+            return False
+        # Where the window is in a padded mask is computed on the host.
+        return mask is None or (mask.dim() == 2 and not any(cache.is_sliding))
+
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        if self._is_ours(model_kwargs.get(CACHE)):
-            return True  # so that `generate` asks for the call below
+        call = self._call
+        if call is not None and call.entry is not None and call.entry.cache is model_kwargs.get(CACHE):
+            call.is_asked = True
+            return True
         return bool(self._plain("_valid_auto_compile_criteria")(model_kwargs, generation_config))
 
     def _get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         call = self._call
-        if call is not None and call.entry is not None and call.thread == threading.get_ident():
+        if call is not None and call.is_asked and call.thread == threading.get_ident():
+            call.is_asked = False
             return self._step
         found: Callable[..., Any] = self._plain("get_compiled_call")(compile_config)
         return found
 
-    def _is_ours(self, cache: Any) -> bool:
-        call = self._call
-        return call is not None and call.entry is not None and call.entry.cache is cache
-
     # -- deciding -----------------------------------------------------------------------------------------
-
-    def _refusal(self, config: Any, model_kwargs: Mapping[str, Any], mode: Any) -> str | None:
-        """Why a generation gets no recordings, or None."""
-        model, wanted = self.model, config.cache_implementation
-        text = model.config.get_text_config(decoder=True)
-        attention = getattr(text, "_attn_implementation", None)
-        devices = {str(one) for one in getattr(model, "hf_device_map", {}).values()}
-        checks = {
-            "the model is in training mode. Call model.eval()": model.training,
-            f"{mode.value} is not recorded, greedy_search and sample are": mode.value not in _SERVED_MODES,
-            "it drafts for another model": bool(getattr(config, "is_assistant", False)),
-            "an encoder-decoder keeps a second cache": model.config.is_encoder_decoder,
-            "past_key_values is a cache of the caller": model_kwargs.get(CACHE) is not None,
-            "use_cache is False": config.use_cache is False,
-            f"cache_implementation={wanted!r} was asked for": wanted not in _SERVED_CACHES,
-            "compile_config was given": config.compile_config is not None,
-            f"attn_implementation={attention!r} has masks of its own": attention not in _SERVED_ATTENTION,
-            "under autocast no static cache is made": torch.is_autocast_enabled(model.device.type),
-            "the model is spread over several devices": len(devices) > 1,
-            "the model has a cache of its own kind": not model._supports_default_dynamic_cache(),
-            "transformers can't run the model over a static cache": not model._can_compile_fullgraph,
-        }
-        reason = next((reason for reason, holds in checks.items() if holds), None)
-        return reason if reason is not None else unsupported_layer(text)
 
     def _enter(self, call: _Call, num_seqs: int, needed: int) -> str | None:
         """Give the call a cache for so many tokens; or say why not."""
@@ -255,11 +271,11 @@ class Accelerated:
         # What is made in inference mode can't be written outside of it.
         key = (self.model.dtype, where), num_seqs, torch.is_inference_mode_enabled(), shape_of(config, length)
         for other in [other for other in self._entries if other[0] != key[0]]:
-            self._entries.pop(other).release()
+            self._give_back(other)
         entry = self._entries.pop(key, None)
         if entry is None:
             while len(self._entries) >= self.max_caches:
-                self._entries.pop(next(iter(self._entries))).release()
+                self._give_back(next(iter(self._entries)))
             entry = _Entry(GenerationCache(config, length), num_seqs)
         self._entries[key] = entry  # the latest is the last to go
         if entry.refusal is not None:
@@ -275,40 +291,52 @@ class Accelerated:
         call = self._call
         assert call is not None
         assert call.entry is not None
-        entry, ids = call.entry, inputs.get("input_ids")
-        if ids is None or tuple(ids.shape) != (entry.num_seqs, 1):
-            return self.model(**inputs)
-        if inputs.get(CACHE) is not entry.cache:
-            return self._eager("the model has replaced the cache", inputs)
-        found = form_of(inputs)
+        entry = call.entry
+        forward = self._forward_raw() if call.is_raw else self.model
+        is_step, call.is_step, call.is_raw = call.is_step, False, False
+        is_ours = inputs.get(CACHE) is entry.cache
+        if is_ours and not is_step:
+            return forward(**inputs)
+        found = form_of(inputs) if is_ours else "the model has replaced the cache"
         if isinstance(found, str):
-            return self._eager(found, inputs)
+            _counted(self.eager_steps, found)
+            return forward(**inputs)
         form, tensors = found
         last, call.last_form = call.last_form, form
         recording = entry.recordings.get(form)
-        if recording is None:
-            if last is None:
-                return self._eager(_FIRST, inputs)
-            if last != form:
-                return self._eager(f"inputs change their form: {_changed(last, form)}", inputs)
-        elif recording.refusal is not None:
-            return self._eager(f"no recording is possible: {recording.refusal}", inputs)
-        elif last is not None or (changed := recording.changed(tensors)) is None:
+        reason = _why_eager(recording, last, form)
+        if reason is not None:
+            _counted(self.eager_steps, reason)
+            return forward(**inputs)
+        changed = recording.changed(tensors) if recording is not None and last is None else None
+        if recording is not None and changed is None:
             return recording.step(tensors)
-        else:
+        if recording is not None:
             log.warning("accelerate: the decode step is recorded again: %s", changed)
-            recording.release()
-        entry.recordings[form] = recording = DecodeRecording(self.model, entry.cache, form)
+            self._release(recording)
+        entry.recordings[form] = recording = DecodeRecording(self.model, forward, entry.cache, form)
         outputs = recording.record(tensors, inputs)
         if recording.refusal is not None:
-            _counted(
-                self.eager_steps, f"no recording is possible: {recording.refusal}", "a decode step runs eagerly: %s"
-            )
+            _counted(self.eager_steps, f"no recording is possible: {recording.refusal}")
         return outputs
 
-    def _eager(self, reason: str, inputs: Mapping[str, Any]) -> Any:
-        _counted(self.eager_steps, reason, "a decode step runs eagerly: %s")
-        return self.model(**inputs)
+    def _forward_raw(self) -> Callable[..., Any]:
+        """Takes the inputs of a step that are yet to be prepared."""
+        model, prepare = self.model, self._plain("prepare_inputs_for_generation")
+
+        def forward(**inputs: Any) -> Any:
+            return model(**prepare(next_sequence_length=1, **inputs))
+
+        return forward
+
+
+def _why_eager(recording: DecodeRecording | None, last: StepForm | None, form: StepForm) -> str | None:
+    """Why a step is neither served by a recording nor makes one."""
+    if recording is not None:
+        return f"no recording is possible: {recording.refusal}" if recording.refusal is not None else None
+    if last is None:
+        return _FIRST
+    return f"inputs change their form: {last.changed_to(form)}" if last != form else None
 
 
 def accelerate(model: Any, *, max_len: int | None = None, max_caches: int = 4) -> Accelerated:
@@ -357,15 +385,8 @@ def handle_of(model: Any) -> Accelerated | None:
     return found if isinstance(found, Accelerated) else None
 
 
-def _counted(counts: Counter[str], reason: str, sentence: str) -> None:
-    """Count a reason; the first time it is logged."""
+def _counted(counts: Counter[str], reason: str) -> None:
+    """Count why something is eager; the first time it is logged."""
     if reason not in counts:
-        log.log(logging.INFO if reason == _FIRST else logging.WARNING, sentence, reason)
+        log.log(logging.INFO if reason == _FIRST else logging.WARNING, "accelerate: eager steps: %s", reason)
     counts[reason] += 1
-
-
-def _changed(last: StepForm, form: StepForm) -> str:
-    """What two forms differ in."""
-    then, now = ({name: shape for name, shape, _ in one.tensors} for one in (last, form))
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    return ", ".join(f"{name} {then.get(name)} → {now.get(name)}" for name in names) or "values that are no tensors"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,8 @@ from phonograph.graphs.phases.decisions import Reason, RunEagerly
 from phonograph.graphs.phases.phase import SampleFunction
 from phonograph.graphs.progress import silent
 from phonograph.graphs.trust.comparison import mismatch
-from phonograph.hf.generation_cache import GenerationCache
+from phonograph.hf.generation_cache import CACHE, GenerationCache
 
-CACHE = "past_key_values"
 Saved = tuple[torch.Tensor, torch.Tensor]
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -50,6 +49,25 @@ class StepForm:
                 found[name] = tensor
         return found
 
+    def changed_to(self, form: StepForm) -> str:
+        """What is otherwise in another form."""
+        then, now = ({name: shape for name, shape, _ in one.tensors} for one in (self, form))
+        names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        return ", ".join(f"{name} {then.get(name)} → {now.get(name)}" for name in names) or "values that are no tensors"
+
+
+def as_they_are(input_ids: torch.Tensor, inputs: Mapping[str, Any], max_len: int) -> dict[str, Any]:
+    """The inputs of a step that is yet to be prepared, of one size throughout a generation."""
+    given = {
+        name: value for name, value in inputs.items() if name not in ("next_sequence_length", "is_first_iteration")
+    }
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if mask is not None:
+        given["attention_mask"] = torch.nn.functional.pad(mask, (0, max_len - mask.shape[1]))
+    if positions is not None:
+        given["position_ids"] = positions[..., -1:]
+    return {"input_ids": input_ids[:, -1:], **given}
+
 
 def form_of(inputs: Mapping[str, Any]) -> tuple[StepForm, dict[str, torch.Tensor]] | str:
     """The form of a step and its tensors by slot; or why no recording takes it."""
@@ -76,8 +94,8 @@ def form_of(inputs: Mapping[str, Any]) -> tuple[StepForm, dict[str, torch.Tensor
 class DecodeRecording:
     """A step of one model over one cache, for inputs of one form."""
 
-    def __init__(self, model: Any, cache: GenerationCache, form: StepForm) -> None:
-        self._model, self._cache, self._form = model, cache, form
+    def __init__(self, model: Any, forward: Callable[..., Any], cache: GenerationCache, form: StepForm) -> None:
+        self._model, self._forward, self._cache, self._form = model, forward, cache, form
         self._outputs: Any = None
         self.run: Graphed | None = None
         self.refusal: str | None = None
@@ -86,7 +104,7 @@ class DecodeRecording:
     def record(self, tensors: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         """Record the step, and take it: outputs are the recording's, where they are those of the plain step."""
         before = self._cache.state()
-        plain = self._model(**arguments)
+        plain = self._forward(**arguments)
         self._outputs = type(plain)
         after = self._cache.state()
         _put_back(before)
@@ -123,15 +141,11 @@ class DecodeRecording:
         assert self.run is not None
         return self._outputs(**self.run(**tensors), past_key_values=self._cache)
 
-    def release(self) -> None:
-        if self.run is not None:
-            self.run.release()
-
     def _recorded(self, tensors: Mapping[str, torch.Tensor]) -> Graphed:
-        model, cache, form = self._model, self._cache, self._form
+        model, forward, cache, form = self._model, self._forward, self._cache, self._form
 
         def decode(**tensors: torch.Tensor) -> dict[str, Any]:
-            outputs = model(**form.arguments(tensors), past_key_values=cache)
+            outputs = forward(**form.arguments(tensors), past_key_values=cache)
             return {name: value for name, value in outputs.items() if name != CACHE}
 
         num_seqs = len(tensors["input_ids"])

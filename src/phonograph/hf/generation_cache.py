@@ -12,6 +12,9 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 
 from phonograph.graphs.phases.context import Stage, current
 
+CACHE = "past_key_values"
+"""What a cache is called among the arguments of models."""
+
 
 class WindowLayer(StaticSlidingWindowLayer):  # type: ignore[misc]
     """A sliding window that counts its tokens on the device.
