@@ -246,6 +246,12 @@ def weight_replaced(model: Any) -> None:
     linear_of(model).weight = torch.nn.Parameter(linear_of(model).weight * 1.5)
 
 
+def memory_replaced(model: Any) -> None:
+    """Under the last parameters, which calls look at in turns."""
+    for parameter in [*model.parameters()][-3:]:
+        parameter.data = parameter.data * 1.5
+
+
 def weight_written(model: Any) -> None:
     with torch.no_grad():
         linear_of(model).weight.mul_(1.5)
@@ -287,8 +293,8 @@ def another_scale(model: Any) -> None:
 
 
 CHANGES: list[Callable[[Any], None]] = [
-    weight_written, weights_loaded, weight_replaced, adapter_added, hooked, another_attention, another_dtype,
-    another_scale,
+    weight_written, weights_loaded, weight_replaced, memory_replaced, adapter_added, hooked, another_attention,
+    another_dtype, another_scale,
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from phonograph.devices import open_device
 from phonograph.errors import DeclarationError, DeviceError
 from phonograph.graphs.graphed import Graphed
+from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.numbers import is_whole
 
 try:
@@ -32,6 +33,7 @@ _PATCHED = (
     "get_compiled_call",
 )  # fmt: skip
 """What of a model is replaced: `generate` asks the others for a cache, for the inputs of a step, and what runs it."""
+_PREPARE = "prepare_inputs_for_generation"
 _SMALLEST_CACHE = 256
 _FIRST = "the first step of a kind is taken to see whether the second is like it"
 
@@ -94,6 +96,8 @@ class Accelerated:
         self._given_back: Counter[str] = Counter()
         """Steps of recordings that are gone."""
         self._before: dict[str, Any] = {}
+        self._pool: BufferPool | None = None
+        """Input buffers and graph memory of all recordings."""
         self._call: _Call | None = None
         self._lock = threading.Lock()
 
@@ -134,14 +138,16 @@ class Accelerated:
         """Replace methods of this model; those of its class stay."""
         own = vars(self.model)
         self._before = {name: own[name] for name in _PATCHED if name in own}
-        for name in _PATCHED:
+        # One that prepares its inputs in a way of its own is asked: what it takes is in its signature.
+        names = _PATCHED if _prepares_as_usual(self.model) else [name for name in _PATCHED if name != _PREPARE]
+        for name in names:
             setattr(self.model, name, getattr(self, f"_{name.strip('_')}"))
 
     def undo(self) -> None:
         """Make the model what it was, and give caches and recordings back."""
         if self.is_installed:
             for name in _PATCHED:
-                delattr(self.model, name)
+                vars(self.model).pop(name, None)
             vars(self.model).update(self._before)
         self._release_all()
 
@@ -222,26 +228,17 @@ class Accelerated:
         call = self._call
         if call is not None and call.entry is not None and inputs.get(CACHE) is call.entry.cache:
             call.is_step = inputs.get("next_sequence_length") == 1 and not inputs.get("is_first_iteration")
-            call.is_raw = call.is_step and self._prepares_as_usual(call.entry.cache, inputs.get("attention_mask"))
+            # Where the window is in a padded mask is computed on the host.
+            is_masked = inputs.get("attention_mask") is not None
+            call.is_raw = call.is_step and not (is_masked and any(call.entry.cache.is_sliding))
             if call.is_raw:
                 return as_they_are(input_ids, inputs, call.entry.cache.max_len)
-        prepared: dict[str, Any] = self._plain("prepare_inputs_for_generation")(input_ids, **inputs)
+        prepared: dict[str, Any] = self._plain(_PREPARE)(input_ids, **inputs)
         return prepared
 
     _prepare_inputs_for_generation.__wrapped__ = (  # type: ignore[attr-defined]
         transformers.GenerationMixin.prepare_inputs_for_generation
     )
-
-    def _prepares_as_usual(self, cache: GenerationCache, mask: torch.Tensor | None) -> bool:
-        """Whether the model prepares the inputs of a step as most do: then that can be recorded."""
-        model, usual = self.model, transformers.GenerationMixin.prepare_inputs_for_generation
-        is_usual = type(model).prepare_inputs_for_generation is usual and not hasattr(
-            model, "create_masks_for_generate"
-        )
-        if "prepare_inputs_for_generation" in self._before or not is_usual:
-            return False
-        # Where the window is in a padded mask is computed on the host.
-        return mask is None or (mask.dim() == 2 and not any(cache.is_sliding))
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         call = self._call
@@ -272,6 +269,8 @@ class Accelerated:
         key = (self.model.dtype, where), num_seqs, torch.is_inference_mode_enabled(), shape_of(config, length)
         for other in [other for other in self._entries if other[0] != key[0]]:
             self._give_back(other)
+        if self._pool is None or not self._entries:
+            self._pool = BufferPool(open_device(where))
         entry = self._entries.pop(key, None)
         if entry is None:
             while len(self._entries) >= self.max_caches:
@@ -291,9 +290,11 @@ class Accelerated:
         call = self._call
         assert call is not None
         assert call.entry is not None
+        assert self._pool is not None
         entry = call.entry
         forward = self._forward_raw() if call.is_raw else self.model
-        is_step, call.is_step, call.is_raw = call.is_step, False, False
+        is_step = call.is_step if _PREPARE in vars(self.model) else inputs["input_ids"].shape[1] == 1
+        call.is_step = call.is_raw = False
         is_ours = inputs.get(CACHE) is entry.cache
         if is_ours and not is_step:
             return forward(**inputs)
@@ -308,13 +309,13 @@ class Accelerated:
         if reason is not None:
             _counted(self.eager_steps, reason)
             return forward(**inputs)
-        changed = recording.changed(tensors) if recording is not None and last is None else None
+        changed = recording.changed() if recording is not None and last is None else None
         if recording is not None and changed is None:
             return recording.step(tensors)
         if recording is not None:
             log.warning("accelerate: the decode step is recorded again: %s", changed)
             self._release(recording)
-        entry.recordings[form] = recording = DecodeRecording(self.model, forward, entry.cache, form)
+        entry.recordings[form] = recording = DecodeRecording(self.model, forward, entry.cache, form, self._pool)
         outputs = recording.record(tensors, inputs)
         if recording.refusal is not None:
             _counted(self.eager_steps, f"no recording is possible: {recording.refusal}")
@@ -322,12 +323,18 @@ class Accelerated:
 
     def _forward_raw(self) -> Callable[..., Any]:
         """Takes the inputs of a step that are yet to be prepared."""
-        model, prepare = self.model, self._plain("prepare_inputs_for_generation")
+        model, prepare = self.model, self._plain(_PREPARE)
 
         def forward(**inputs: Any) -> Any:
             return model(**prepare(next_sequence_length=1, **inputs))
 
         return forward
+
+
+def _prepares_as_usual(model: Any) -> bool:
+    """Whether the model prepares the inputs of a step as most do: then that can be recorded."""
+    is_usual = getattr(type(model), _PREPARE) is getattr(transformers.GenerationMixin, _PREPARE)
+    return is_usual and _PREPARE not in vars(model) and not hasattr(model, "create_masks_for_generate")
 
 
 def _why_eager(recording: DecodeRecording | None, last: StepForm | None, form: StepForm) -> str | None:

@@ -10,12 +10,13 @@ import torch
 
 from phonograph.graphs.graphed import Graphed, graphed
 from phonograph.graphs.inputs.extent import Extent
+from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.inputs.slot import Pad, Slot
 from phonograph.graphs.inputs.tree import leaves
 from phonograph.graphs.phases.buckets import Buckets
-from phonograph.graphs.phases.decisions import Reason, RunEagerly
 from phonograph.graphs.phases.phase import SampleFunction
 from phonograph.graphs.progress import silent
+from phonograph.graphs.recording.tensor_state import generators_restored
 from phonograph.graphs.trust.comparison import mismatch
 from phonograph.hf.generation_cache import CACHE, GenerationCache
 
@@ -94,17 +95,21 @@ def form_of(inputs: Mapping[str, Any]) -> tuple[StepForm, dict[str, torch.Tensor
 class DecodeRecording:
     """A step of one model over one cache, for inputs of one form."""
 
-    def __init__(self, model: Any, forward: Callable[..., Any], cache: GenerationCache, form: StepForm) -> None:
+    def __init__(
+        self, model: Any, forward: Callable[..., Any], cache: GenerationCache, form: StepForm, pool: BufferPool
+    ) -> None:
         self._model, self._forward, self._cache, self._form = model, forward, cache, form
+        self._pool = pool
         self._outputs: Any = None
         self.run: Graphed | None = None
         self.refusal: str | None = None
         """Why there is no recording."""
 
     def record(self, tensors: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> Any:
-        """Record the step, and take it: outputs are the recording's, where they are those of the plain step."""
+        """Record the step, and take it: by the recording, where that gives what the plain step gives."""
         before = self._cache.state()
-        plain = self._forward(**arguments)
+        with generators_restored(self._pool.device):
+            plain = self._forward(**arguments)
         self._outputs = type(plain)
         after = self._cache.state()
         _put_back(before)
@@ -115,21 +120,19 @@ class DecodeRecording:
         if failures:
             self.refusal = str(failures[0].error)
         else:
-            served = self.step(tensors)
+            with generators_restored(self._pool.device):
+                served = self.step(tensors)
             self.refusal = self._difference(served, plain, after)
+            _put_back(before)
         if self.refusal is None:
-            return served
+            return self.step(tensors)
         self.run.release()
-        _put_back(after)
-        return plain
+        return self._forward(**arguments)
 
-    def changed(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """What the recording took for granted and has changed since, or None."""
-        assert self.run is not None
-        decision = self.run.decide(**tensors)
-        if isinstance(decision, RunEagerly) and decision.reason is Reason.STALE:
-            return decision.detail
-        return None
+    def changed(self) -> str | None:
+        """What the recording took for granted and has changed since, by a look at everything; None if nothing has."""
+        fact = self.run.runner.stale.find() if self.run is not None else None
+        return fact.change if fact is not None else None
 
     def explain(self) -> str:
         if self.refusal is not None:
@@ -154,7 +157,8 @@ class DecodeRecording:
             slots=form.slots,
             bucketed="seqs",
             buckets=Buckets.of(num_seqs, exact=True),
-            device=model.device,
+            device=self._pool.device,
+            pool=self._pool,
             sample=_like(tensors, int(model.config.get_text_config(decoder=True).vocab_size)),
         )
         run.capture(silent)
