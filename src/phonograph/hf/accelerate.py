@@ -36,6 +36,7 @@ _PATCHED = (
 _PREPARE = "prepare_inputs_for_generation"
 _SMALLEST_CACHE = 256
 _FIRST = "the first step of a kind is taken to see whether the second is like it"
+_COMPARED = "what is recorded is compared with a step that is not"
 
 
 @dataclass(eq=False)
@@ -77,9 +78,9 @@ class Accelerated:
     `with`.
 
     A generation gets a static cache that is kept for the next one of the same batch size and length. Its second decode
-    step is recorded; from then on steps of all generations over that cache are replays. The first replay is compared
-    with the plain step, and what the recording took for granted is checked at every step. What is not served runs as
-    it did, and is counted with a reason.
+    step is recorded, and compared with the plain one; from then on steps of all generations over that cache are
+    replays. What the recording took for granted is looked at when a generation begins, and checked at every step. What
+    is not served runs as it did, and is counted with a reason.
     """
 
     def __init__(self, model: Any, max_len: int | None, max_caches: int) -> None:
@@ -208,18 +209,15 @@ class Accelerated:
         else:
             call.is_decided = True
             reason = call.declined or refusal(self.model, generation_config, model_kwargs, generation_mode)
-        if reason is None:
-            assert call is not None
+        if reason is None and call is not None:
             needed = max(max_len, getattr(generation_config, "max_cache_len", None) or 0)
             num_seqs = batch_size * max(1, generation_config.num_return_sequences or 1)
             reason = self._enter(call, num_seqs, needed)
-        if reason is None:
-            assert call is not None
-            assert call.entry is not None
+        if reason is None and call is not None and call.entry is not None:
             self.generations += 1
             model_kwargs[CACHE] = call.entry.cache
             return None
-        _counted(self.declined, reason)
+        _counted(self.declined, reason or "")
         arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_len)
         return self._plain("_prepare_cache_for_generation")(*arguments)
 
@@ -287,10 +285,10 @@ class Accelerated:
 
     def _step(self, **inputs: Any) -> Any:
         """What `generate` runs for a step: a token of every sequence, or a part of a prompt."""
-        call = self._call
+        call, pool = self._call, self._pool
         assert call is not None
         assert call.entry is not None
-        assert self._pool is not None
+        assert pool is not None
         entry = call.entry
         forward = self._forward_raw() if call.is_raw else self.model
         is_step = call.is_step if _PREPARE in vars(self.model) else inputs["input_ids"].shape[1] == 1
@@ -315,10 +313,10 @@ class Accelerated:
         if recording is not None:
             log.warning("accelerate: the decode step is recorded again: %s", changed)
             self._release(recording)
-        entry.recordings[form] = recording = DecodeRecording(self.model, forward, entry.cache, form, self._pool)
+        entry.recordings[form] = recording = DecodeRecording(self.model, forward, entry.cache, form, pool)
         outputs = recording.record(tensors, inputs)
-        if recording.refusal is not None:
-            _counted(self.eager_steps, f"no recording is possible: {recording.refusal}")
+        refused = f"no recording is possible: {recording.refusal}" if recording.refusal is not None else None
+        _counted(self.eager_steps, refused or _COMPARED)
         return outputs
 
     def _forward_raw(self) -> Callable[..., Any]:
@@ -395,5 +393,7 @@ def handle_of(model: Any) -> Accelerated | None:
 def _counted(counts: Counter[str], reason: str) -> None:
     """Count why something is eager; the first time it is logged."""
     if reason not in counts:
-        log.log(logging.INFO if reason == _FIRST else logging.WARNING, "accelerate: eager steps: %s", reason)
+        log.log(
+            logging.INFO if reason in (_FIRST, _COMPARED) else logging.WARNING, "accelerate: eager steps: %s", reason
+        )
     counts[reason] += 1

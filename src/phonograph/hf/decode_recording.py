@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,16 @@ from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.inputs.slot import Pad, Slot
 from phonograph.graphs.inputs.tree import leaves
 from phonograph.graphs.phases.buckets import Buckets
+from phonograph.graphs.phases.decisions import Stats
 from phonograph.graphs.phases.phase import SampleFunction
 from phonograph.graphs.progress import silent
-from phonograph.graphs.recording.tensor_state import generators_restored
+from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
 from phonograph.graphs.trust.comparison import mismatch
 from phonograph.hf.generation_cache import CACHE, GenerationCache
 
-Saved = tuple[torch.Tensor, torch.Tensor]
+Saves = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, each with a copy of what it held."""
+_MAX_STATE_BYTES = 1 << 30
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -106,28 +110,49 @@ class DecodeRecording:
         """Why there is no recording."""
 
     def record(self, tensors: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> Any:
-        """Record the step, and take it: by the recording, where that gives what the plain step gives."""
-        before = self._cache.state()
-        with generators_restored(self._pool.device):
-            plain = self._forward(**arguments)
-        self._outputs = type(plain)
-        after = self._cache.state()
-        _put_back(before)
+        """Take a step plainly, record it, and compare: there is a recording if it gives what the plain step gave.
+
+        The plain step is the one that counts; the recording is tried on the state before it, and leaves no trace.
+        """
+        device, written, held = self._pool.device, SavedState(_MAX_STATE_BYTES), self._cache.state()
+        with ExitStack() as plainly:
+            with generators_restored(device):
+                with written.watching():
+                    plain = self._forward(**arguments)
+                plainly.enter_context(generators_restored(device))
+            after = [(tensor, tensor.clone()) for tensor in (*written.elements, *(tensor for tensor, _ in held))]
+            attributes = [(layer, dict(vars(layer))) for layer in self._cache.layers]
+            self._outputs = type(plain)
+
+            def undo() -> None:
+                written.restore()
+                _put_back(held)
+
+            try:
+                self.refusal = self._tried(tensors, plain, after, undo)
+            finally:
+                _put_back(after)
+                for layer, values in attributes:
+                    vars(layer).update(values)
+        return plain
+
+    def _tried(
+        self, tensors: Mapping[str, torch.Tensor], plain: Any, after: Saves, undo: Callable[[], None]
+    ) -> str | None:
+        """Why the recording that is made is none to use, or None."""
+        undo()
         self.run = self._recorded(tensors)
-        assert self.run.runner.report is not None
-        failures = self.run.runner.report.failures
-        _put_back(before)
-        if failures:
-            self.refusal = str(failures[0].error)
+        runner = self.run.runner
+        assert runner.report is not None
+        if runner.report.failures:
+            refusal: str | None = str(runner.report.failures[0].error)
         else:
-            with generators_restored(self._pool.device):
-                served = self.step(tensors)
-            self.refusal = self._difference(served, plain, after)
-            _put_back(before)
-        if self.refusal is None:
-            return self.step(tensors)
-        self.run.release()
-        return self._forward(**arguments)
+            undo()
+            refusal = self._difference(self.step(tensors), plain, after)
+            runner.stats = Stats()
+        if refusal is not None:
+            self.run.release()
+        return refusal
 
     def changed(self) -> str | None:
         """What the recording took for granted and has changed since, by a look at everything; None if nothing has."""
@@ -164,11 +189,12 @@ class DecodeRecording:
         run.capture(silent)
         return run
 
-    def _difference(self, served: Any, plain: Any, after: Sequence[Saved]) -> str | None:
+    @staticmethod
+    def _difference(served: Any, plain: Any, after: Saves) -> str | None:
         """What the recording gives otherwise than the plain step, in outputs and in the cache."""
         wanted = {name: value for name, value in plain.items() if name != CACHE}
         pairs = [(f"output {path}", leaf, dict(leaves(dict(served.items())))[path]) for path, leaf in leaves(wanted)]
-        pairs += [(f"state {number} of the cache", copy, tensor) for number, (tensor, copy) in enumerate(after)]
+        pairs += [(f"tensor {number} that it writes", copy, tensor) for number, (tensor, copy) in enumerate(after)]
         for name, leaf, found in pairs:
             wrong = mismatch(found, leaf, tolerance=None)
             if wrong:
@@ -176,9 +202,10 @@ class DecodeRecording:
         return None
 
 
-def _put_back(saved: Sequence[Saved]) -> None:
-    for tensor, copy in saved:
-        tensor.copy_(copy)
+def _put_back(saves: Saves) -> None:
+    with torch.no_grad():
+        for tensor, copy in saves:
+            tensor.copy_(copy)
 
 
 def _like(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> SampleFunction:
