@@ -114,7 +114,7 @@ def test_padded_prompts(both: Both) -> None:
     for zeros in ([2, 0], [0, 3], [0, 0], [1, 1]):
         mask = (torch.arange(6) >= torch.tensor(zeros)[:, None]).long()
         both.check(prompt(2, 6), attention_mask=mask)
-    assert both.fast.replays == 4 * 5 - 4  # with a mask and without
+    assert both.fast.replays >= 4 * 5 - 4  # recorded with a mask, and in newer versions without too
 
 
 def test_a_processor_and_a_criterion_of_the_caller(both: Both) -> None:

@@ -22,7 +22,7 @@ try:
 except ImportError:
     raise DeviceError("phonograph.hf needs transformers. Run: pip install 'phonograph[hf]'") from None
 
-from phonograph.hf.admission import refusal
+from phonograph.hf.admission import PREPARE, prepares_as_usual, refusal
 from phonograph.hf.decode_recording import DecodeRecording, StepForm, as_they_are, form_of
 from phonograph.hf.generation_cache import CACHE, GenerationCache, shape_of
 
@@ -33,7 +33,6 @@ _PATCHED = (
     "get_compiled_call",
 )  # fmt: skip
 """What of a model is replaced: `generate` asks the others for a cache, for the inputs of a step, and what runs it."""
-_PREPARE = "prepare_inputs_for_generation"
 _SMALLEST_CACHE = 256
 _FIRST = "the first step of a kind is taken to see whether the second is like it"
 _COMPARED = "what is recorded is compared with a step that is not"
@@ -140,7 +139,7 @@ class Accelerated:
         own = vars(self.model)
         self._before = {name: own[name] for name in _PATCHED if name in own}
         # One that prepares its inputs in a way of its own is asked: what it takes is in its signature.
-        names = _PATCHED if _prepares_as_usual(self.model) else [name for name in _PATCHED if name != _PREPARE]
+        names = _PATCHED if prepares_as_usual(self.model) else [name for name in _PATCHED if name != PREPARE]
         for name in names:
             setattr(self.model, name, getattr(self, f"_{name.strip('_')}"))
 
@@ -203,22 +202,13 @@ class Accelerated:
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_len: int
     ) -> Any:
-        call = self._call
-        if call is None or call.thread != threading.get_ident() or call.is_decided:
-            reason: str | None = "another generate of this model is under way"
-        else:
-            call.is_decided = True
-            reason = call.declined or refusal(self.model, generation_config, model_kwargs, generation_mode)
-        if reason is None and call is not None:
-            needed = max(max_len, getattr(generation_config, "max_cache_len", None) or 0)
-            num_seqs = batch_size * max(1, generation_config.num_return_sequences or 1)
-            reason = self._enter(call, num_seqs, needed)
-        if reason is None and call is not None and call.entry is not None:
-            self.generations += 1
-            model_kwargs[CACHE] = call.entry.cache
-            return None
-        _counted(self.declined, reason or "")
         arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_len)
+        found = self._entry_for(*arguments)
+        if isinstance(found, _Entry):
+            self.generations += 1
+            model_kwargs[CACHE] = found.cache
+            return None
+        _counted(self.declined, found)
         return self._plain("_prepare_cache_for_generation")(*arguments)
 
     def _prepare_inputs_for_generation(self, input_ids: torch.Tensor, **inputs: Any) -> dict[str, Any]:
@@ -231,7 +221,7 @@ class Accelerated:
             call.is_raw = call.is_step and not (is_masked and any(call.entry.cache.is_sliding))
             if call.is_raw:
                 return as_they_are(input_ids, inputs, call.entry.cache.max_len)
-        prepared: dict[str, Any] = self._plain(_PREPARE)(input_ids, **inputs)
+        prepared: dict[str, Any] = self._plain(PREPARE)(input_ids, **inputs)
         return prepared
 
     _prepare_inputs_for_generation.__wrapped__ = (  # type: ignore[attr-defined]
@@ -255,10 +245,27 @@ class Accelerated:
 
     # -- deciding -----------------------------------------------------------------------------------------
 
-    def _enter(self, call: _Call, num_seqs: int, needed: int) -> str | None:
-        """Give the call a cache for so many tokens; or say why not."""
+    def _entry_for(self, config: Any, inputs: Any, mode: Any, batch_size: int, max_len: int) -> _Entry | str:
+        """The cache and recordings that a generation gets; or why it gets none."""
+        call = self._call
+        if call is None or call.thread != threading.get_ident() or call.is_decided:
+            return "another generate of this model is under way"
+        call.is_decided = True
+        reason = call.declined or refusal(self.model, config, inputs, mode)
+        if reason is not None:
+            return reason
+        needed = max(max_len, getattr(config, "max_cache_len", None) or 0)
         if self.max_len is not None and needed > self.max_len:
             return f"a cache for {needed:,} tokens is needed, max_len is {self.max_len:,}"
+        entry = self._held(batch_size * max(1, config.num_return_sequences or 1), needed)
+        if entry.refusal is not None:
+            return f"no recording is possible: {entry.refusal}"
+        entry.cache.reset()
+        call.entry = entry
+        return entry
+
+    def _held(self, num_seqs: int, needed: int) -> _Entry:
+        """A cache for so many sequences and tokens."""
         config, where = self.model.config.get_text_config(decoder=True), self.model.device
         limits = (self.max_len, getattr(config, "max_position_embeddings", None))
         length = min([max(_SMALLEST_CACHE, 1 << (needed - 1).bit_length()), *filter(None, limits)])
@@ -275,11 +282,7 @@ class Accelerated:
                 self._give_back(next(iter(self._entries)))
             entry = _Entry(GenerationCache(config, length), num_seqs)
         self._entries[key] = entry  # the latest is the last to go
-        if entry.refusal is not None:
-            return f"no recording is possible: {entry.refusal}"
-        entry.cache.reset()
-        call.entry = entry
-        return None
+        return entry
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -291,7 +294,7 @@ class Accelerated:
         assert pool is not None
         entry = call.entry
         forward = self._forward_raw() if call.is_raw else self.model
-        is_step = call.is_step if _PREPARE in vars(self.model) else inputs["input_ids"].shape[1] == 1
+        is_step = call.is_step if PREPARE in vars(self.model) else inputs["input_ids"].shape[1] == 1
         call.is_step = call.is_raw = False
         is_ours = inputs.get(CACHE) is entry.cache
         if is_ours and not is_step:
@@ -321,18 +324,12 @@ class Accelerated:
 
     def _forward_raw(self) -> Callable[..., Any]:
         """Takes the inputs of a step that are yet to be prepared."""
-        model, prepare = self.model, self._plain(_PREPARE)
+        model, prepare = self.model, self._plain(PREPARE)
 
         def forward(**inputs: Any) -> Any:
             return model(**prepare(next_sequence_length=1, **inputs))
 
         return forward
-
-
-def _prepares_as_usual(model: Any) -> bool:
-    """Whether the model prepares the inputs of a step as most do: then that can be recorded."""
-    is_usual = getattr(type(model), _PREPARE) is getattr(transformers.GenerationMixin, _PREPARE)
-    return is_usual and _PREPARE not in vars(model) and not hasattr(model, "create_masks_for_generate")
 
 
 def _why_eager(recording: DecodeRecording | None, last: StepForm | None, form: StepForm) -> str | None:

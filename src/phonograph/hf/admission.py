@@ -10,6 +10,7 @@ import transformers
 
 from phonograph.hf.generation_cache import CACHE, unsupported_layer
 
+PREPARE = "prepare_inputs_for_generation"
 _SERVED_MODES = ("greedy_search", "sample")
 _SERVED_CACHES = (None, "static")
 _SERVED_ATTENTION = ("sdpa", "eager")
@@ -39,3 +40,9 @@ def refusal(model: Any, config: Any, model_kwargs: Mapping[str, Any], mode: Any)
     }
     reason = next((reason for reason, holds in checks.items() if holds), None)
     return reason if reason is not None else unsupported_layer(text)
+
+
+def prepares_as_usual(model: Any) -> bool:
+    """Whether the model prepares the inputs of a step as most do: then that can be recorded."""
+    is_usual = getattr(type(model), PREPARE) is getattr(transformers.GenerationMixin, PREPARE)
+    return is_usual and PREPARE not in vars(model) and not hasattr(model, "create_masks_for_generate")
