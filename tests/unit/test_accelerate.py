@@ -355,6 +355,18 @@ def test_modes_have_caches_of_their_own(both: Both) -> None:
     assert [*both.fast.declined.values()] == [2]
 
 
+def test_a_capture_that_fails_harms_no_generation(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory, say: the step that was to be recorded has been taken."""
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr("phonograph.graphs.graphed.Graphed.capture", fail)
+    both.check(prompt(2, 4), replays=0)
+    both.check(prompt(2, 4), replays=0, static=False)
+    assert [*both.fast.declined] == ["no recording is possible: OutOfMemoryError: no memory left"]
+
+
 # -- models that do more than others ------------------------------------------------------------------------------
 
 

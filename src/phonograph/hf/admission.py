@@ -12,7 +12,8 @@ from phonograph.hf.generation_cache import CACHE, unsupported_layer
 
 PREPARE = "prepare_inputs_for_generation"
 _SERVED_MODES = ("greedy_search", "sample")
-_SERVED_CACHES = (None, "static")
+_SERVED_CACHES = (None, "static", "hybrid", "hybrid_chunked", "sliding_window")
+"""All but the first are names of one kind, a static cache; older checkpoints have the last ones."""
 _SERVED_ATTENTION = ("sdpa", "eager")
 
 

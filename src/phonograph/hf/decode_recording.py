@@ -24,7 +24,8 @@ from phonograph.hf.generation_cache import CACHE, GenerationCache
 
 Saves = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, each with a copy of what it held."""
-_MAX_STATE_BYTES = 1 << 30
+_MAX_STATE_BYTES = 1 << 28
+"""Of tensors besides the cache that a step writes; of the cache, what a trial must put back is always saved."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -115,21 +116,26 @@ class DecodeRecording:
         The plain step is the one that counts; the recording is tried on the state before it, and leaves no trace.
         """
         device, written, held = self._pool.device, SavedState(_MAX_STATE_BYTES), self._cache.state()
+        after: list[tuple[torch.Tensor, torch.Tensor]] = []
         with ExitStack() as plainly:
             with generators_restored(device):
                 with written.watching():
                     plain = self._forward(**arguments)
                 plainly.enter_context(generators_restored(device))
-            after = [(tensor, tensor.clone()) for tensor in (*written.elements, *(tensor for tensor, _ in held))]
-            attributes = [(layer, dict(vars(layer))) for layer in self._cache.layers]
             self._outputs = type(plain)
+            attributes = [(layer, dict(vars(layer))) for layer in self._cache.layers]
 
             def undo() -> None:
                 written.restore()
                 _put_back(held)
 
             try:
+                after += [(tensor, tensor.clone()) for tensor in (*written.elements, *(tensor for tensor, _ in held))]
                 self.refusal = self._tried(tensors, plain, after, undo)
+            except Exception as error:  # the step has been taken: what goes wrong after it is no harm to its caller
+                self.refusal = f"{type(error).__name__}: {error}"
+                if self.run is not None:
+                    self.run.release()
             finally:
                 _put_back(after)
                 for layer, values in attributes:
