@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -54,10 +55,19 @@ class Both:
         cache: Any = {"past_key_values": plain_cache(self.plain)} if static else {}
         return found, self.plain.generate(ids, **given, **cache)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that were replays, and those that have a reason."""
+        said = re.search(r"decode steps: (\d+) replays, (\d+) eager", self.fast.explain())
+        assert said is not None
+        return int(said[1]) + int(said[2])
+
     def check(self, ids: torch.Tensor, *, static: bool = True, replays: int | None = None, **options: Any) -> None:
-        before = self.fast.replays
+        before, steps, served = self.fast.replays, self.num_steps, self.fast.generations
         found, wanted = self.generate(ids, static=static, **options)
         assert torch.equal(found, wanted), self.fast.explain()
+        if self.fast.generations > served:  # then every step is counted
+            assert self.num_steps - steps == found.shape[1] - ids.shape[1] - 1, self.fast.explain()
         if replays is not None:
             assert self.fast.replays - before == replays, self.fast.explain()
 
@@ -498,6 +508,24 @@ def test_undo_leaves_what_the_caller_had_replaced() -> None:
         assert fast.replays == 3
     assert len(calls) == 1
     assert model.generate is generate
+
+
+def test_inputs_that_the_caller_prepares(both: Both) -> None:
+    """A method of the model that was replaced before is asked, and steps are replays all the same."""
+    for model in (both.model, both.plain):
+        accelerate(model).undo()
+        own = model.prepare_inputs_for_generation
+
+        def shifted(
+            ids: Any, own: Any = own, attention_mask: Any = None, past_key_values: Any = None, **kw: Any
+        ) -> Any:
+            prepared = own(ids, attention_mask=attention_mask, past_key_values=past_key_values, **kw)
+            return prepared | {"position_ids": prepared["position_ids"] + 1}
+
+        model.prepare_inputs_for_generation = shifted
+    both.fast = accelerate(both.model)
+    both.check(prompt(2, 4), replays=3)
+    both.check(prompt(2, 4, seed=1), replays=5)
 
 
 def test_a_model_has_one_handle() -> None:

@@ -96,6 +96,8 @@ class Accelerated:
         self._given_back: Counter[str] = Counter()
         """Steps of recordings that are gone."""
         self._before: dict[str, Any] = {}
+        self._prepares = False
+        """Whether inputs of steps come by way of here, as they are."""
         self._pool: BufferPool | None = None
         """Input buffers and graph memory of all recordings."""
         self._call: _Call | None = None
@@ -139,8 +141,8 @@ class Accelerated:
         own = vars(self.model)
         self._before = {name: own[name] for name in _PATCHED if name in own}
         # One that prepares its inputs in a way of its own is asked: what it takes is in its signature.
-        names = _PATCHED if prepares_as_usual(self.model) else [name for name in _PATCHED if name != PREPARE]
-        for name in names:
+        self._prepares = prepares_as_usual(self.model)
+        for name in _PATCHED if self._prepares else [name for name in _PATCHED if name != PREPARE]:
             setattr(self.model, name, getattr(self, f"_{name.strip('_')}"))
 
     def undo(self) -> None:
@@ -159,7 +161,8 @@ class Accelerated:
 
     def __reduce__(self) -> Any:
         """A copy of the model is accelerated too, with caches and recordings of its own."""
-        return Accelerated, (self.model, self.max_len, self.max_caches), {"_before": self._before}
+        kept = {"_before": self._before, "_prepares": self._prepares}
+        return Accelerated, (self.model, self.max_len, self.max_caches), kept
 
     def _release_all(self) -> None:
         while self._entries:
@@ -294,7 +297,8 @@ class Accelerated:
         assert pool is not None
         entry = call.entry
         forward = self._forward_raw() if call.is_raw else self.model
-        is_step = call.is_step if PREPARE in vars(self.model) else inputs["input_ids"].shape[1] == 1
+        told = self._prepares and self.is_installed
+        is_step = call.is_step if told else inputs["input_ids"].shape[1] == 1
         call.is_step = call.is_raw = False
         is_ours = inputs.get(CACHE) is entry.cache
         if is_ours and not is_step:
