@@ -45,6 +45,7 @@ PUBLIC = [
     "EngineOptions",
     "Extent",
     "Graphed",
+    "GraphedGrid",
     "HostConstantError",
     "HostReadError",
     "InputWriteError",

@@ -60,3 +60,23 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_no_placeholder_is_left() -> None:
     assert "MEASURED_TABLE" not in README
+
+
+def test_a_hugging_face_model_generates_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "accelerate(model)" in block)
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    shown = capsys.readouterr().out
+    assert "1 generations with graphs, 0 without" in shown
+    assert "decode steps: 29 replays, 2 eager" in shown
+
+
+def test_an_encoder_by_batch_and_length_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    text = (ROOT / "docs/hugging-face.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "GraphedGrid(" in block)
+    names: dict[str, object] = {}
+    exec(compile(code, "hugging-face.md", "exec"), names)
+    assert tuple(getattr(names["hidden"], "shape", ())) == (3, 20, 32)
+    assert "length=32: encode: backend full" in capsys.readouterr().out

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from phonograph.engine.options import EngineOptions
     from phonograph.engine.requests.request import SamplingParams
     from phonograph.graphs.graphed import Graphed, graphed
+    from phonograph.graphs.grid import GraphedGrid
     from phonograph.graphs.inputs.extent import Dim, Extent
     from phonograph.graphs.inputs.pool import BufferPool
     from phonograph.graphs.inputs.registry import LoadMode, Registry
@@ -70,6 +71,7 @@ __all__ = [
     "EngineOptions",
     "Extent",
     "Graphed",
+    "GraphedGrid",
     "HostConstantError",
     "HostReadError",
     "InputWriteError",
@@ -120,6 +122,7 @@ _MODULES = {
     "EngineOptions": "phonograph.engine.options",
     "Extent": "phonograph.graphs.inputs.extent",
     "Graphed": "phonograph.graphs.graphed",
+    "GraphedGrid": "phonograph.graphs.grid",
     "LoadMode": "phonograph.graphs.inputs.registry",
     "Pad": "phonograph.graphs.inputs.slot",
     "Phase": "phonograph.graphs.phases.phase",

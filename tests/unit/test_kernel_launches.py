@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from phonograph.devices.op_trace import OpTrace
 from phonograph.engine.ops.triton import kernel as module
 from phonograph.engine.ops.triton.kernel import Kernel
+from phonograph.errors import DeclarationError
 from phonograph.graphs.recording.frozen_values import find_difference
 
 
@@ -121,3 +122,12 @@ def test_a_trace_has_launches_by_named_arguments(function: Function) -> None:
     assert "kernel scale_rows(size=) gets 5 with one sample and 7 with another" in difference.problem
     assert difference.frame is not None
     assert difference.frame.file == __file__
+
+
+def test_tensors_come_first() -> None:
+    """Launches tell tensors from numbers by their places; the interpreter, which runs without a GPU, does not care."""
+    function = Function()
+    function.__name__ = "mixed"
+    function.arg_names = ["x_ptr", "size", "out_ptr"]
+    with pytest.raises(DeclarationError, match="the kernel mixed has numbers before tensors"):
+        Kernel(function)

@@ -20,7 +20,6 @@ from phonograph.engine.options import EngineOptions
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.settings import ask
-from phonograph.hf.adapter.shapes import HF_SHAPES
 
 T = TypeVar("T")
 EAGER = "eager"
@@ -118,6 +117,10 @@ def greedy(new_tokens: int) -> SamplingParams:
 
 def checked_shape(name: str) -> str:
     """The name, if there is a shape of it."""
+    if name in SHAPES:
+        return name
+    from phonograph.hf.adapter.shapes import HF_SHAPES  # which needs transformers
+
     known = (*SHAPES, *HF_SHAPES)
     if name not in known:
         raise PlanError(f"--shape {name!r} is unknown (known: {', '.join(known)}).")

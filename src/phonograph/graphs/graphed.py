@@ -88,6 +88,10 @@ class Graphed:
         """What a call with these arguments would run."""
         return self.runner.decide(self._arguments(args, kwargs))
 
+    def size_of(self, dim: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """How much of a dim a call with these arguments uses."""
+        return self.runner.registry.size_of(dim, self._arguments(args, kwargs), {})
+
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name; a slot that is not given has the function's default."""
         if args:

@@ -12,6 +12,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from phonograph.devices.launches import followers
+from phonograph.errors import DeclarationError
 
 _ALIGNED = 16
 _MOST_FOUND = 4096
@@ -31,7 +32,13 @@ class Kernel:
         self._function = function
         # The interpreter takes tensors only, and AMD's compiler looks at their sizes too.
         self._is_quick = isinstance(function, JITFunction) and not torch.version.hip
-        self._num_tensors = sum(name.endswith("_ptr") for name in function.arg_names)
+        is_tensor = [name.endswith("_ptr") for name in function.arg_names]
+        self._num_tensors = sum(is_tensor)
+        if not all(is_tensor[: self._num_tensors]):
+            raise DeclarationError(
+                f"the kernel {function.__name__} has numbers before tensors. Let its parameters that end in _ptr come "
+                "first: launches tell them apart by their places."
+            )
         self._found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
