@@ -29,8 +29,8 @@ UNSEEN = tl.constexpr(-1e30)
 @kernel(unspecialised=["num_tokens"])
 def attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, positions_ptr, tiles_ptr, out_ptr,
-    parts_ptr, arrived_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
-    q_eps, k_eps, scale, bend, softcap, sinks_ptr, window, part_keys, num_tokens, q_token, q_head, table_row,
+    parts_ptr, arrived_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, sinks_ptr,
+    q_eps, k_eps, scale, bend, softcap, window, part_keys, num_tokens, q_token, q_head, table_row,
     page_stride, slot_stride, head_stride,
     page_size: tl.constexpr, group: tl.constexpr, group_rows: tl.constexpr, head_dim: tl.constexpr,
     dim_columns: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, splits: tl.constexpr,
