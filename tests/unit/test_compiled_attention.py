@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from phonograph.settings import environment
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
+# Not imported here: other tests say first that its kernels are to be interpreted.
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")]
 
 SCRIPT = """
 import json, sys
