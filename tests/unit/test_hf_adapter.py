@@ -45,9 +45,9 @@ IMPLEMENTATIONS: list[ModelImplementation] = ["native", "hf"]
 PROMPTS = [[5, 9, 11], [7, 3, 60, 61, 62, 63, 64, 65, 66]]
 
 
-def loaded(folder: Path) -> HfModel:
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> HfModel:
     parts = ModelParts(ReferenceAttention(), ReferenceKernels(), 40)
-    model = load_model(open_checkpoint(folder, "hf"), parts, torch.float32, CPU)
+    model = load_model(open_checkpoint(folder, "hf"), parts, dtype, CPU)
     assert isinstance(model, HfModel)
     return model
 
@@ -137,13 +137,15 @@ class Wrong:
     name = "wrong"
 
     def prepare(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
-        return _WrongStep(ReferenceAttention().prepare(cache, queries, num_heads), self.without)
+        is_decode = queries.tokens_per_row == 1
+        return _WrongStep(ReferenceAttention().prepare(cache, queries, num_heads), self.without, is_decode)
 
 
 @dataclass(frozen=True)
 class _WrongStep:
     inner: StepAttention
     without: str
+    is_decode: bool
 
     def attend(
         self,
@@ -154,9 +156,20 @@ class _WrongStep:
         scores: Scores = PLAIN,
     ) -> torch.Tensor:
         window = None if self.without == "window" else window
+        window = 1 if self.without == "history" and self.is_decode else window
         scores = PLAIN if self.without == "scores" else scores
         mixed = self.inner.attend(layer, q, window, out, scores)
         return mixed * float("nan") if self.without == "finite" else mixed
+
+
+def test_a_wrappers_text_model_may_have_the_end_tokens(tmp_path: Path) -> None:
+    folder = saved(made(ALSO_SERVED["Gemma 3, with images"]), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("eos_token_id", None)
+    config["text_config"]["eos_token_id"] = [7, 9, 10**6]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink()
+    assert open_checkpoint(folder, "hf").config.eos_ids == (7, 9)
 
 
 class TestSelfCheck:
@@ -168,6 +181,26 @@ class TestSelfCheck:
         assert "checked against the model's own eager attention: " in model.notes[0]
         with pytest.raises(CheckpointError, match="other logits than with the model's own eager attention"):
             self_check(replace(model, attention=Wrong(without)), name)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_decode_steps_that_are_all_wrong_are_refused_where_tokens_are_routed(
+        self, tmp_path: Path, dtype: torch.dtype
+    ) -> None:
+        """Rounding may send some tokens to other experts: some of the prompts', and some of those decoded."""
+        model = loaded(saved(made(SERVED["Mixtral"]), tmp_path), dtype)
+        with pytest.raises(CheckpointError, match="other logits"):
+            self_check(replace(model, attention=Wrong("history")), "mixtral")
+
+    @pytest.mark.parametrize("architecture", ["Llama", "Qwen2Moe"])
+    def test_windows_that_attention_is_not_told_of_are_refused(self, tmp_path: Path, architecture: str) -> None:
+        """Transformers' cache cuts at the window of any config, and some models put it into their mask alone."""
+        shape = SERVED["Qwen3-MoE"].config().to_dict()
+        windows = {"sliding_window": 25, "use_sliding_window": True, "max_window_layers": 2, "layer_types": None}
+        sizes = {name: shape[name] for name in shape if "num_" in name or "_size" in name} | windows
+        config = getattr(transformers, f"{architecture}Config")(**sizes)
+        folder = saved(made(replace(SERVED["Llama"], config=lambda: config)), tmp_path)
+        with pytest.raises(CheckpointError, match="other logits"):
+            loaded(folder)
 
     def test_wide_windows_are_crossed_too(self, tmp_path: Path) -> None:
         config = transformers.MistralConfig(**{**SERVED["Mistral"].config().to_dict(), "sliding_window": 100})

@@ -116,6 +116,10 @@ def config_of(config: Any, outline: Outline, files: tuple[Fields, ...]) -> Model
     inner, first = config.get_text_config(), outline.layers[0]
     dtype = getattr(config, "dtype", None)
     ends = [known_ids(fields, "eos_token_id", outline.vocab) for fields in files]
+    if inner is not config:  # what a wrapper's text model says is on no file's first level
+        own = getattr(inner, "eos_token_id", None)
+        listed = own if isinstance(own, list) else [own]
+        ends.append(tuple(token for token in listed if isinstance(token, int) and 0 <= token < outline.vocab))
     start, wide = getattr(inner, "bos_token_id", None), getattr(inner, "intermediate_size", None) or 4 * outline.hidden
     return ModelConfig(
         architecture=outline.architecture,

@@ -6,6 +6,7 @@ to its scores by itself, shows in the logits.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +23,15 @@ from phonograph.hf.adapter.sentences import refused
 from phonograph.sizes import ceil_div
 
 _LENGTHS = (5, 12, 19)
+_STEPS = 4
+"""So many tokens are decoded after each prompt."""
 _PAGE = 4
 _WINDOW = 7
 """What windows are narrowed to, so that a short batch crosses them."""
 _MOST = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 """Of a token's logits: the root mean square of the difference over their standard deviation."""
 _ROUTED = 0.8
-"""The share of tokens that must agree where rounding may send a token to another expert."""
+"""The share of prompts' tokens, and of decoded ones, that must agree where rounding may send one to another expert."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,21 @@ class SelfCheck:
 
 @torch.inference_mode()
 def self_check(model: HfModel, source: str) -> SelfCheck:
-    """Compare logits and greedy tokens of prompts, and of one decode step after them; refuses a model that differs."""
+    """Compare logits and greedy tokens of prompts, and of decode steps after them; refuses a model that differs.
+
+    Windows are narrowed also where attention was told of none: a model may have put them into its mask.
+    """
     began = time.perf_counter()
-    checks = [_differences(model)]
-    if model.outline.windows:
-        with narrowed(model.whole, _WINDOW):
-            checks.append(_differences(model))
+    checks = [*_differences(model)]
+    below = sys.maxsize if model.outline.windows else model.max_len
+    with narrowed(model.whole, _WINDOW, below) as has_windows:
+        if has_windows:
+            checks += _differences(model)
     differences = torch.cat(checks)
     most, count = _MOST[model.dtype], len(differences)
     is_routed = model.outline.routes or bool(model.outline.breaks)
-    needed = _ROUTED * count if is_routed and model.dtype != torch.float32 else count
-    if int((differences <= most).sum()) < needed:  # NaN is not below
+    share = _ROUTED if is_routed and model.dtype != torch.float32 else 1.0
+    if any(int((one <= most).sum()) < share * len(one) for one in checks):  # NaN is not below
         bad = int((~(differences <= most)).sum())
         raise refused(
             source,
@@ -69,45 +76,50 @@ def self_check(model: HfModel, source: str) -> SelfCheck:
             f"{differences.max().item():.2g} of their spread; at most {most:g} is rounding)",
             "The model attends in a way that ours does not know: use another.",
         )
-    return SelfCheck(count, differences.max().item(), time.perf_counter() - began, bool(model.outline.windows))
+    return SelfCheck(count, differences.max().item(), time.perf_counter() - began, has_windows)
 
 
-def _differences(model: HfModel) -> torch.Tensor:
-    """One for each token; a token whose greedy successor is another, by more than rounding, counts as 1."""
+def _differences(model: HfModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """One for each token of prompts, and of what is decoded after them; a token whose greedy successor is another, by
+    more than rounding, counts as 1."""
     sequences = _sequences(model)
     found, wanted = _paged_logits(model, sequences), _eager_logits(model, sequences)
     spread = wanted.std(-1).clamp_min(1e-6)
     apart = (found - wanted).square().mean(-1).sqrt() / spread
     margins = (wanted.amax(-1) - wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]) / spread
     # The largest of many logits may differ by several times their root mean square.
-    return torch.where(margins > 8 * _MOST[model.dtype], torch.ones_like(apart), apart)
+    found = torch.where(margins > 8 * _MOST[model.dtype], torch.ones_like(apart), apart)
+    num_decoded = _STEPS * len(sequences)
+    return found[:-num_decoded], found[-num_decoded:]
 
 
 def _sequences(model: HfModel) -> list[torch.Tensor]:
-    """Tokens from all over the vocabulary, one more than a prompt has for the decode step."""
+    """Tokens from all over the vocabulary: prompts, and behind each what is decoded."""
     device, stride, vocab = next(model.whole.parameters()).device, 0.6180339887, model.config.vocab
-    lengths = [min(length, model.max_len - 1) for length in _LENGTHS]
-    numbers = (torch.arange(1, sum(lengths) + len(lengths) + 1, dtype=torch.float64) * stride % 1 * vocab).long()
-    return list(torch.split(numbers.to(device), [length + 1 for length in lengths]))
+    lengths = [min(length, max(1, model.max_len - _STEPS)) + _STEPS for length in _LENGTHS]
+    numbers = (torch.arange(1, sum(lengths) + 1, dtype=torch.float64) * stride % 1 * vocab).long()
+    return list(torch.split(numbers.to(device), lengths))
 
 
 def _paged_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Prompts as one ragged batch, after which each sequence decodes one token."""
+    """Prompts as one ragged batch, after which each sequence decodes token by token."""
     device, count = sequences[0].device, len(sequences)
     width = ceil_div(max(map(len, sequences)), _PAGE)
     table = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
     table[1:] = torch.arange(1, count * width + 1, dtype=torch.int32, device=device).view(count, width)
     cache = CacheGroup.empty(model.keeps, count * width + 1, _PAGE, dtype=model.dtype, device=device)
-    lengths = [len(one) - 1 for one in sequences]
+    lengths = [len(one) - _STEPS for one in sequences]
     numbered = torch.arange(1, count + 1, device=device)
     rows = numbered.repeat_interleave(torch.tensor(lengths, device=device))
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     prompts = Queries(rows, positions, table, tokens_per_row=None)
-    logits = [model.logits(model.hidden(torch.cat([one[:-1] for one in sequences]), prompts, cache).states)]
-    last, ends = torch.zeros(count + 1, dtype=torch.int64, device=device), torch.tensor([0, *lengths], device=device)
-    last[1:] = torch.stack([one[-1] for one in sequences])
-    decodes = Queries(numbered, ends, table, tokens_per_row=1, by_row=True)
-    logits.append(model.logits(model.hidden(last, decodes, cache).states))
+    logits = [model.logits(model.hidden(torch.cat([one[:-_STEPS] for one in sequences]), prompts, cache).states)]
+    ends = torch.tensor([0, *lengths], device=device)
+    for step in range(_STEPS):
+        last = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        last[1:] = torch.stack([one[length + step] for one, length in zip(sequences, lengths, strict=True)])
+        decodes = Queries(numbered, ends + step, table, tokens_per_row=1, by_row=True)
+        logits.append(model.logits(model.hidden(last, decodes, cache).states))
     return torch.cat(logits).float()
 
 
@@ -116,14 +128,15 @@ def _eager_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Te
 
     With a cache of its own, as the model is meant to run: some layers share the keys of others there.
     """
-    prompts, decoded = list[torch.Tensor](), list[torch.Tensor]()
+    logits = list[list[torch.Tensor]]()
     with _attending_eagerly(model.whole):
         for one in sequences:
-            first = model.whole(input_ids=one[None, :-1], use_cache=True)
-            second = model.whole(input_ids=one[None, -1:], past_key_values=first.past_key_values, use_cache=True)
-            prompts.append(first.logits[0])
-            decoded.append(second.logits[0])
-    return torch.cat([*prompts, *decoded]).float()
+            done = model.whole(input_ids=one[None, :-_STEPS], use_cache=True)
+            logits.append([done.logits[0]])
+            for token in one[-_STEPS:]:
+                done = model.whole(input_ids=token[None, None], past_key_values=done.past_key_values, use_cache=True)
+                logits[-1].append(done.logits[0])
+    return torch.cat([part for parts in zip(*logits, strict=True) for part in parts]).float()
 
 
 @contextmanager
@@ -136,17 +149,24 @@ def _attending_eagerly(whole: Any) -> Iterator[None]:
 
 
 @contextmanager
-def narrowed(whole: Any, window: int) -> Iterator[None]:
-    """Every window of the model, narrowed for as long."""
+def narrowed(whole: Any, window: int, below: int = sys.maxsize) -> Iterator[bool]:
+    """Every window of the model that is shorter than `below`, narrowed for as long; whether there is one."""
     owners = [*whole.modules(), whole.config, whole.config.get_text_config()]
     owners += [one.config for one in whole.modules() if hasattr(one, "config")]
-    kept = {
-        id(one): (one, one.sliding_window) for one in owners if isinstance(getattr(one, "sliding_window", None), int)
-    }
+    found = {id(one): (one, _window_of(one)) for one in owners}
+    kept = [(one, value) for one, value in found.values() if value is not None and value < below]
     try:
-        for owner, _ in kept.values():
+        for owner, _ in kept:
             owner.sliding_window = window
-        yield
+        yield bool(kept)
     finally:
-        for owner, value in kept.values():
+        for owner, value in kept:
             owner.sliding_window = value
+
+
+def _window_of(owner: Any) -> int | None:
+    try:
+        found = getattr(owner, "sliding_window", None)
+    except RuntimeError:  # layers have windows of their own, and the config has no single one
+        return None
+    return found if isinstance(found, int) else None
