@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable
 
@@ -12,6 +13,9 @@ import torch
 from phonograph.devices import Device, EmulatedDevice, open_device
 
 HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Before anything imports Triton, as transformers may: kernels are interpreted from the first import on, or not.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 _OPEN: dict[str, Callable[[], Device]] = {
     "emulated": EmulatedDevice,

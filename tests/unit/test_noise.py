@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from phonograph.engine.ops.native.library import library
 from phonograph.engine.sampling.sampler import gumbel, hashes, noise

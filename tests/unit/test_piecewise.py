@@ -847,6 +847,7 @@ def test_compiled_code_is_kept_by_version_where_the_user_names_no_folder(
     assert use_compile_cache("2.13.0", "/tmp/torchs_own") == ours
 
 
+@pytest.mark.slow
 def test_the_next_start_compiles_nothing(tmp_path: Path) -> None:
     def started() -> dict[str, Any]:
         child = Path(compiled_child.__file__)

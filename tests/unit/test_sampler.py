@@ -6,14 +6,10 @@ Triton's is interpreted where there is no GPU: too slow to draw often, so there 
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import replace
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from phonograph.engine.ops.native.library import library
 from phonograph.engine.requests.parameter import Sampling
