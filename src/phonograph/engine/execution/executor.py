@@ -79,13 +79,7 @@ class Executor:
         self.vocab = model.config.vocab
         _check_state(model, limits)
         check_declared(sampler)
-        with allocating(
-            f"a KV cache of {limits.capacity:,} tokens", "Lower cache_tokens, or max_seqs if it is not set."
-        ):
-            self.cache = CacheGroup.empty(
-                model.keeps, limits.num_pages, limits.page_size, dtype=model.dtype, device=device.torch_device
-            )
-            beside = {one.name: self.cache.beside(one.keeps(model)) for one in passes if one.keeps is not None}
+        self.cache, beside = self._new_caches(passes)
         sizes = TableSizes(limits.max_seqs, self.vocab, -(-limits.num_positions // limits.page_size))
         own = [*model.columns, *(column for one in passes for column in one.columns())]
         self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS, *own), sizes)
@@ -120,6 +114,17 @@ class Executor:
         self._is_trial = largest_only
         self.coverage: dict[str, Coverage] = {}
         """By pass that serves requests, which batches have a graph; known after capture."""
+
+    def _new_caches(self, passes: Sequence[PassDeclaration]) -> tuple[CacheGroup, dict[str, CacheGroup]]:
+        """The model's, and what passes keep beside it on the same pages."""
+        model, limits = self.model, self.limits
+        with allocating(
+            f"a KV cache of {limits.capacity:,} tokens", "Lower cache_tokens, or max_seqs if it is not set."
+        ):
+            cache = CacheGroup.empty(
+                model.keeps, limits.num_pages, limits.page_size, dtype=model.dtype, device=self.device.torch_device
+            )
+            return cache, {one.name: cache.beside(one.keeps(model)) for one in passes if one.keeps is not None}
 
     def _new_runners(
         self, phases: Mapping[str, Phase], plans: Mapping[str, PhasePlan], options: RunnerOptions

@@ -114,7 +114,7 @@ class Delivery:
 def _weight(deltas: Sequence[Delta]) -> int:
     """About how long it takes to write these, in the unit of `off_loop`; all tokens have as many alternatives."""
     entries = sum(len(delta.logprobs) * (1 + len(delta.logprobs[0].top)) for delta in deltas if delta.logprobs)
-    return entries + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
+    return entries + len(deltas) + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
 
 
 class WholeResponse(Response):
