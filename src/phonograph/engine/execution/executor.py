@@ -287,8 +287,11 @@ def _num_recordings(phase: Phase, plan: PhasePlan) -> int:
 
 
 def _largest(plan: PhasePlan, bucketed: str) -> PhasePlan:
+    """The largest recording alone. What is to be compiled is not: its ops take as much memory as they stand, or more,
+    and a trace takes many seconds."""
+    backend = "breakable" if plan.backend == "tc_piecewise" else plan.backend
     buckets = buckets_for(plan, bucketed)
-    return plan if buckets is None else replace(plan, buckets=(buckets.largest,))
+    return replace(plan, backend=backend, buckets=plan.buckets if buckets is None else (buckets.largest,))
 
 
 def _within(plan: PhasePlan, limit: int) -> PhasePlan:
