@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-slow check bench clean
+.PHONY: setup demo test test-slow check docs reference bench clean
 
 setup: .venv/.ready
 
@@ -14,7 +14,7 @@ demo: setup
 	$(BIN)/phonograph generate --chat --prompt "What is the capital of France?" --report
 	$(BIN)/python examples/decoder.py
 
-test: setup .venv/.browser
+test: setup .venv/.browser .venv/.docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 # The rest: many draws, whole domains, long attacks, other people's clients.
@@ -29,6 +29,18 @@ test-slow: setup .venv/.clients
 .venv/.clients: scripts/clients pyproject.toml | .venv/.ready
 	PYTHON=$(PYTHON) scripts/clients .venv/clients && touch $@ || true
 
+# For `make docs` and its test, which is skipped, and says so, where this can't be had.
+.venv/.docs: scripts/docs pyproject.toml | .venv/.ready
+	PYTHON=$(PYTHON) scripts/docs .venv/docs && touch $@ || true
+
+# The documentation, into site/: no network, and any warning is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --quiet --clean
+
+# The pages of docs/reference that are made from the code; a test says when they are not what the code is.
+reference: setup
+	$(BIN)/python scripts/reference_pages.py
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -39,4 +51,4 @@ bench: setup
 	$(BIN)/python bench/graph_layer.py
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

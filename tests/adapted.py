@@ -1,4 +1,4 @@
-"""Families that transformers' layers serve, or why they are refused: the table of the tests and of docs/models.md."""
+"""Families that transformers' layers serve, or why they are refused: the table of docs/reference/models.md."""
 
 from __future__ import annotations
 
@@ -279,12 +279,12 @@ def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return tokens
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "models.md"
 _BEGIN, _END = "<!-- families -->\n", "<!-- end -->\n"
 
 
 def table() -> str:
-    """The families of docs/models.md."""
+    """The families of docs/reference/models.md."""
     lines = [
         "| family | layers | tested | what is not plain in it, or why it is refused |",
         "| --- | --- | --- | --- |",
@@ -310,7 +310,7 @@ def layers_of(family: Family) -> str:
 
 
 def page() -> str:
-    """docs/models.md with the table of now."""
+    """docs/reference/models.md with the table of now."""
     before, rest = PAGE.read_text().split(_BEGIN)
     return f"{before}{_BEGIN}{table()}{_END}{rest.split(_END)[1]}"
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md: what it names is there, and a step passes through the modules that it says."""
+"""docs/explanation/architecture.md: what it names is there, and a step passes through the modules that it says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phonograph.engine.requests.request import Request
 
 PACKAGE = Path(phonograph.__file__).parent
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = (DOCS / "architecture.md").read_text()
+PAGE = (DOCS / "explanation" / "architecture.md").read_text()
 NAMED = re.compile(r"`((?:\w+/)*\w+\.py)`(?: `([A-Z]?\w+(?:\.\w+)?)`)?")
 
 
@@ -51,7 +51,7 @@ def test_modules_and_names_are_there() -> None:
         assert not name or name in defined_in(PACKAGE / path), (path, name)
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()):
         assert (PACKAGE / name).is_file() or (PACKAGE.parents[1] / name).is_file(), name

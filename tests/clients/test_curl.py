@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def lines() -> list[tuple[str, str]]:
     """Every command of a code block that begins with `curl`, with what a backslash continues."""
     found = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for block in re.findall(r"```\w*\n(.*?)```", path.read_text(), re.S):
             for command in re.findall(r"^curl (?:.*\\\n)*.*", block, re.M):
                 found.append((path.name, command))

@@ -197,7 +197,7 @@ def test_bad_input_says_what_to_do(argv: list[str], says: str, capsys: Capture) 
 
 HELP_OF_ALL = """
 import argparse, contextlib, io, sys
-from phonograph.cli.main import _parser, main
+from phonograph.cli.main import command_line, main
 
 def commands(parser, path=()):
     yield path
@@ -206,7 +206,7 @@ def commands(parser, path=()):
             for name, below in action.choices.items():
                 yield from commands(below, (*path, name))
 
-found = list(commands(_parser()))
+found = list(commands(command_line()))
 for path in found:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         main([*path, "--help"])

@@ -1,4 +1,4 @@
-"""docs/new-model.md: its example, taken from the page, is a family that loads, computes and records."""
+"""docs/how-to/new-model.md: its example, taken from the page, is a family that loads, computes and records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.queries import Queries
 from phonograph.graphs.planning.settings import ask
 
-PAGE = Path(__file__).parents[2] / "docs" / "new-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "new-model.md"
 CONFIG = {
     "architectures": ["ToyForCausalLM"],
     "model_type": "toy",

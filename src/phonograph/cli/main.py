@@ -25,7 +25,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     _open_closed_streams()
-    args = _parser().parse_args(argv)
+    args = command_line().parse_args(argv)
     try:
         status: int = args.run(args)
     except PhonographError as error:
@@ -48,7 +48,8 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """All commands and their flags."""
     parser = argparse.ArgumentParser(
         prog="phonograph", allow_abbrev=False, description="Records an LLM's forward pass once and replays it."
     )

@@ -36,11 +36,13 @@ class EngineOptions:
     max_len: int | None = None
     """The longest sequence; default: the model's context, at most 8192."""
     page_size: int = 16
+    """Tokens of one page of the KV cache."""
     cache_tokens: int | None = None
     """Tokens that the KV cache holds; default: what weights and graphs leave of `memory`."""
     memory: float = 0.9
     """The share of the device's memory that weights, graphs and KV cache may take together."""
     prefix_cache: bool = True
+    """Whether a prompt takes what it begins with from pages that earlier ones left."""
     mixed: bool = True
     """Whether prompts and decodes may share a step."""
     max_ahead: int = 1

@@ -7,10 +7,9 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -31,6 +30,7 @@ from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.recording.facts import WatchedFacts
 from phonograph.graphs.recording.modules import ModuleCall
+from phonograph.graphs.running.installation import installed
 from phonograph.graphs.running.other_arguments import OtherArguments, sample_of_slots, unchanged_hooks
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.running.runner_options import FactsOption, Outputs, facts_of, options_of
@@ -148,41 +148,8 @@ class Graphed:
                 f"installing {_name_of(module)!r}: only a torch.nn.Module can be installed. "
                 "Pass the module to graphed()."
             )
-        installation = _installations.get(module) or _Installation(module)
-        installation.add(self)
-        try:
+        with installed(module, self):
             yield self
-        finally:
-            installation.remove(self)
-
-
-class _Installation:
-    """Replaces a module's call, from the first installation until the last is removed."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._installed: list[Graphed] = []
-        self._place = ExitStack()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._installed[-1](*args, **kwargs)
-
-    def add(self, run: Graphed) -> None:
-        if not self._installed:
-            self._place.enter_context(ModuleCall(self._module).replaced_by(self))
-            _installations[self._module] = self
-        self._installed.append(run)
-
-    def remove(self, run: Graphed) -> None:
-        last = max(index for index, one in enumerate(self._installed) if one is run)
-        del self._installed[last]
-        if not self._installed:
-            del _installations[self._module]
-            self._place.close()
-
-
-_installations: WeakKeyDictionary[torch.nn.Module, _Installation] = WeakKeyDictionary()
-"""The installation of each module that has one."""
 
 
 def graphed(  # noqa: PLR0913 - the front door names every choice
@@ -227,17 +194,46 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
 
     A module is called as its users call it, with its hooks. The function is called with its slots by name; other
     arguments are passed on as they are. In a recording they keep the value that the sample has, so a call with another
-    value runs eagerly, unless the argument is named `live` (`"a"`, or `"a.b"` for a field of one): a gap that is passed
-    it, and a tail that is not recorded, get the value of each call; capture refuses a body that reads it anywhere else.
-    Capture can't see an `is` test: don't ask whether a live argument is None outside of a gap. A `tail` takes the used
-    rows of the function's outputs and the live arguments, and is recorded only with `tail_captured`. `phase` picks the
-    defaults of the plan (`full` for decode, `breakable` for prefill). Functions that are given one `pool` share input
-    buffers and graph memory, and serve one call at a time. Nothing is recorded before `.capture()`, which with
-    `verify` also checks every recording. Batches of fewer rows than `smallest` are not tried, and run eagerly.
+    value runs eagerly, unless the argument is `live`. Nothing is recorded before `.capture()`.
 
-    The other choices are those of `Phase` (sample, host_plan, preserve, admission, adopt, without, eager_without,
-    break_ops), of the plan (backend, tc_compiler, tc_fallback, max_padding_ratio, max_padding_rows) and of
-    `RunnerOptions`, where each is explained.
+    Args:
+        function: what computes a step: a function, a method or a `torch.nn.Module`.
+        slots: its inputs, one `Slot` for each tensor argument.
+        bucketed: the dim whose size picks the recording.
+        buckets: the sizes that get a recording; a call is padded to the next one.
+        dims: limits of the other dims, or how they follow from the bucketed one.
+        live: arguments (`"a"`, or `"a.b"` for a field of one) that gaps, and a tail that is not recorded, get as each
+            call has them; capture refuses a body that reads one anywhere else. It can't see an `is` test: don't ask
+            whether a live argument is None outside of a gap.
+        phase: picks the defaults of the plan: `full` for decode, `breakable` for prefill.
+        backend: `full`, `breakable`, `tc_piecewise` or `disabled`.
+        tc_compiler: what compiles the pieces of `tc_piecewise`: `inductor` or `eager`.
+        tc_fallback: record shapes that torch.compile can't trace as `breakable` does.
+        break_ops: ops that `tc_piecewise` breaks at too, by name.
+        device: where it runs; default: that of the function's parameters, else the accelerator present.
+        outputs: `own` returns tensors of the call's own; `view` the graph's, valid until the next call.
+        sample: makes a random valid batch of an extent; default: made from the slots.
+        tail: takes the used rows of the function's outputs and the live arguments; runs after a replay.
+        host_plan: host work between load and replay, outside the graph.
+        tail_captured: record the tail too; it then gets padded rows.
+        preserve: saves and restores the state that trial runs touch; default: found by running the function.
+        admission: rules that may refuse a recording to a batch, with the reason.
+        adopt: existing tensors to use as input buffers, by slot.
+        without: slots that graphs leave out.
+        eager_without: slots that eager calls leave out.
+        pool: functions that are given one share input buffers and graph memory, and serve one call at a time.
+        max_padding_ratio: with `max_padding_rows`, how much padding is still replayed.
+        max_padding_rows: padding up to this many rows is always replayed.
+        strict: a call that no graph can serve is an error.
+        debug: run the function itself in the place of every replay.
+        eager_copies: eager calls copy their inputs into buffers, as replays do.
+        collect_garbage: let the garbage collector run during capture.
+        barrier: called after every warm-up and capture, where ranks must stay together.
+        facts: when to check what recordings took for granted: `check` at every call, `verify`, or `off`.
+        ignore: facts and Python state that don't matter, by dotted name.
+        guard: a shape whose ops depend on the sample: `refuse` it, `report` it, or `off`.
+        smallest: batches of fewer rows are not tried at capture, and run eagerly.
+        verify: `capture()` also checks every recording, and raises where a replay is wrong.
     """
     slots, live = _all_of(Slot, slots, "slots"), _all_of(str, live, "live")
     on, buckets = _opened(device, function), _as_buckets(buckets)

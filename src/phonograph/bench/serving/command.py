@@ -32,7 +32,9 @@ def add_command(subparsers: argparse._SubParsersAction[Any]) -> None:
     where = parser.add_argument_group("endpoint")
     where.add_argument("--url", default="http://127.0.0.1:8000", help="where it is, with or without /v1")
     where.add_argument("--model", help="default: the first that the endpoint lists")
-    where.add_argument("--api", choices=("completions", "chat"), default="completions")
+    where.add_argument(
+        "--api", choices=("completions", "chat"), default="completions", help="the route; chat takes text only"
+    )
     where.add_argument("--api-key", default="", help="the key, or @FILE to read it from a file")
     where.add_argument("--timeout", type=_positive, default=600.0, help="seconds for one request (default 600)")
     what = parser.add_argument_group("requests")
@@ -49,7 +51,7 @@ def add_command(subparsers: argparse._SubParsersAction[Any]) -> None:
     what.add_argument("--output-len", help="tokens of an output, in the same words")
     what.add_argument("--prompts", choices=("ids", "text"), help="default: token ids where they are taken, else text")
     what.add_argument("--vocab", type=_count, help="draw token ids below this; default 1000, and 150000 for w1")
-    what.add_argument("--temperature", type=float, default=0.0)
+    what.add_argument("--temperature", type=float, default=0.0, help="of every request; 0 is greedy")
     what.add_argument("--seed", type=int, default=7, help="the same seed sends the same requests at the same times")
     what.add_argument("--warmup", type=_count_or_none, default=0, help="requests that are sent first, and not measured")
     out = parser.add_argument_group("results")

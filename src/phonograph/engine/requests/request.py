@@ -129,7 +129,9 @@ class SamplingParams:
     repetition_penalty: float | None = None
     """Above 1, tokens that were in prompt or output become less likely; 1 is off."""
     presence_penalty: float = 0.0
+    """From -2 to 2: subtracted once from the logit of each token that is in the output."""
     frequency_penalty: float = 0.0
+    """From -2 to 2: subtracted from a token's logit as often as it is in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id → what is added to its logit."""
     seed: int | None = None
@@ -137,7 +139,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts that end the generation; that of a special token stands for the token."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the generation, besides the model's own; they are not part of the text."""
     ignore_eos: bool = False
+    """Go on past the model's own end tokens."""
     n: int = 1
     """How many sequences to generate from the prompt, up to 1024."""
     logprobs: int | None = None

@@ -19,17 +19,28 @@ class Reason(Enum):
     """Why a batch is run eagerly."""
 
     DISABLED = "disabled"
+    """The phase's backend is `disabled`: it was asked for, or a rule of the plan, which `explain` names, chose it."""
     TOO_LARGE = "too large"
+    """The batch is larger than the largest bucket, or than a dim's limit: raise the buckets or the limit."""
     TOO_SMALL = "too small"
+    """The batch has fewer rows than the phase declares (`smallest`)."""
     OVER_PADDED = "over-padded"
+    """The next bucket would waste more than `max_padding_ratio` and `max_padding_rows` allow: add a bucket."""
     NOT_CAPTURED = "not captured"
+    """There is no recording of this size: call `capture()`, or, with exact sizes, add this one."""
     CAPTURE_FAILED = "capture failed"
+    """The recording of this bucket could not be made: `explain` has the op, the line and the remedy."""
     FEATURE_NOT_CAPTURED = "feature not captured"
+    """The batch has what no recording has: another argument, a hook, a product of axes that was left
+    out, or what a rule of `admission` refuses."""
     NOT_TRIMMED = "not trimmed"
+    """Batches that do not fill this dim could not be tried at capture, so none of them is replayed."""
     MISTRUSTED = "mistrusted"
+    """A check in service found this recording wrong, and gave it back: see `--shadow-verify`."""
     DEBUG = "debug"
+    """The plan asks for `debug`: the body runs in the place of every replay."""
     STALE = "stale"
-    """Something that the recording took for granted has changed."""
+    """Something that the recording took for granted has changed: put it back, or call `refresh()`."""
 
 
 @dataclass(frozen=True)
