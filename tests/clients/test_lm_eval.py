@@ -49,6 +49,7 @@ def tokenizer_folder(tokenizer: Tokenizer, folder: Path) -> Path:
 def evaluated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Evaluated]:
     client_python("lm_eval", "transformers")
     folder = tmp_path_factory.mktemp("lm_eval")
+    flags: tuple[str, ...]
     if request.param == "tiny":
         model = tiny.write(folder / "tiny")
         flags, name = ("--model", str(model), *TINY_FLAGS), "tiny"
