@@ -8,6 +8,9 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from phonograph.engine.execution.shadow import MistrustedStepError
 from phonograph.engine.execution.step_builder import StepBuilder, StepTables
 from phonograph.engine.passes.step import Step, Undone
@@ -15,7 +18,8 @@ from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
 from phonograph.engine.requests.step import Sampled, ScheduledStep, TokenDetails, Update
-from phonograph.engine.scheduling.admission import refuse_unknown_tokens
+from phonograph.engine.requests.vectors import add_sums
+from phonograph.engine.scheduling.admission import refuse_pooling, refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.errors import CoverageError, RequestError
 from phonograph.graphs.phases.decisions import Reason
@@ -70,6 +74,7 @@ class EngineCore(Generic[E]):
         """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
         refuse_unknown_tokens(request, self.executor.vocab)
         self._steps.honoured.refuse_others(request)
+        refuse_pooling(request, embeddings=self.scheduler.passes.embeds is not None)
         if constraints is None:
             constraints = self.constraints(request)
         sequences = self.scheduler.add(request)
@@ -136,6 +141,9 @@ class EngineCore(Generic[E]):
             self._in_flight[0] = step, sampled  # nothing is collected twice, should the commit raise
         if sampled.tokens and max(sampled.tokens) >= self.executor.vocab:
             for sequence, problem in sampled.outside(step, self.executor.vocab):
+                self._news += self.scheduler.fail(sequence, problem)
+        if sampled.pooled is not None:
+            for sequence, problem in add_sums(step, sampled.pooled):
                 self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
@@ -247,9 +255,9 @@ class EngineCore(Generic[E]):
             except Exception as error:
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")
                 continue
-            for sequence in part.sampling:
-                found[sequence] = sampled
-        return _joined([found.get(sequence) for sequence in step.sampling])
+            found[part.sequences[0]] = sampled
+        joined = _joined([found.get(sequence) for sequence in step.sampling])
+        return replace(joined, pooled=_pooled([found.get(chunk.sequence) for chunk in step.pooling]))
 
 
 def _joined(parts: list[Sampled | None]) -> Sampled:
@@ -261,6 +269,13 @@ def _joined(parts: list[Sampled | None]) -> Sampled:
         return Sampled(tokens, counts)
     nothing: TokenDetails = (0.0, [], [])
     return Sampled(tokens, counts, [one for part in found for one in part.logprobs or [nothing] * len(part.tokens)])
+
+
+def _pooled(parts: list[Sampled | None]) -> npt.NDArray[np.float32] | None:
+    """The sums of passes of one sequence each; that of one that failed means nothing."""
+    found = [None if part is None else part.pooled for part in parts]
+    known = [one for one in found if one is not None]
+    return np.concatenate([known[0] * 0 if one is None else one for one in found]) if known else None
 
 
 def _note_logprobs(step: ScheduledStep, sampled: Sampled, committed: dict[Sequence, int]) -> None:

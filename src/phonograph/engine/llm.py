@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from phonograph.devices import Device, open_device
 from phonograph.engine.cache.prefix_cache import prefix_sharing
 from phonograph.engine.checkpoints import open_for
@@ -32,9 +35,12 @@ from phonograph.engine.models.interface import Model, ModelParts, Noted
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.registry import EMBED, StepPasses, passes_for
 from phonograph.engine.precision import precision_for
+from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
+from phonograph.engine.requests.vectors import Vector, normalized
 from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
@@ -115,6 +121,15 @@ def _as_token_id(token: Any) -> int:
     )
 
 
+def _embedding_of(sequence: Sequence) -> Vector:
+    if sequence.embedding is None:
+        raise RequestError(
+            f"embedding a prompt of {sequence.num_prompt} tokens: {sequence.error or 'it was given up'}.",
+            field="prompt",
+        )
+    return sequence.embedding
+
+
 class LLM:
     """`LLM().generate("…")`: the embedded default model, or a folder or GGUF file."""
 
@@ -157,6 +172,7 @@ class LLM:
             self.device,
             self.plan,
             self.limits,
+            passes=passes_for(embeddings=options.embeddings),
             options=RunnerOptions(
                 eager_copies=options.eager_copies, facts="off" if options.verify == "off" else "verify"
             ),
@@ -169,13 +185,17 @@ class LLM:
         """What was checked before the first request, by phase."""
         refuse_failures(self.verified)
         self.prefix_sharing = prefix_sharing(options.prefix_cache, self.executor.step_tables.prompt_state)
-        scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed)
-        grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
-        self.core = EngineCore(scheduler, self.executor, grammars)
+        self.core = self._new_core(options)
         self._numbers = itertools.count()
         self._turn = threading.Lock()
         self._submitted: list[str] = []
         """Requests of the caller whose turn it is, each noted before the core knows it."""
+
+    def _new_core(self, options: EngineOptions) -> EngineCore[Executor]:
+        steps = StepPasses(embeds=EMBED.name if options.embeddings else None)
+        scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed, passes=steps)
+        grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
+        return EngineCore(scheduler, self.executor, grammars)
 
     def _planned(self, asked: Asked | Many[Ask], *, on_cpu_by_default: bool) -> Plan:
         """The plan for the model, its warnings logged."""
@@ -214,6 +234,22 @@ class LLM:
     def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
         """The next message of a conversation, as it comes."""
         return self._streamed(self._rendered(messages), params, continues=False)
+
+    def embed(
+        self, prompts: str | Many[str] | Many[Many[int]], pooling: Pooling = "mean", *, normalize: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """A vector of each prompt, [num_prompts, hidden]: the hidden states after the last norm, pooled.
+
+        Made by an engine with EngineOptions(embeddings=True). With `normalize` every vector has length 1.
+        """
+        many = [self._encoded(prompt) for prompt in _as_prompts(prompts)]
+        with self._alone():
+            added = [self._added(prompt, SamplingParams(max_tokens=1), pooling)[0] for prompt in many]
+            while any(sequence.finish is None for sequence in added):
+                self.core.step()
+        vectors = [_embedding_of(sequence) for sequence in added]
+        vectors = [normalized(one) for one in vectors] if normalize else vectors
+        return np.stack(vectors) if vectors else np.zeros((0, self.checkpoint.config.hidden), dtype=np.float32)
 
     @property
     def where(self) -> str:
@@ -323,11 +359,16 @@ class LLM:
         params = with_special_stops(params.resolved(self.sampling), self.tokenizer, self.executor.vocab)
         readers = dict[Sequence, _Reader]()
         for prompt in prompts:
-            request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
-            self._submitted.append(request.id)
-            for sequence in self.core.add(request):
+            for sequence in self._added(prompt, params):
                 readers[sequence] = _Reader(sequence, self.tokenizer, continues=continues)
         return readers
+
+    def _added(self, prompt: tuple[int, ...], params: SamplingParams, pooling: Pooling | None = None) -> list[Sequence]:
+        """The sequences of a prompt, in the core."""
+        name, arrival = f"request-{next(self._numbers)}", time.monotonic()
+        request = Request(name, prompt, params, arrival=arrival, pooling=pooling)
+        self._submitted.append(request.id)
+        return self.core.add(request)
 
     def _run(self, readers: dict[Sequence, _Reader]) -> Generator[tuple[Sequence, str], None, None]:
         """Step until all are done; a caller that stops listening cancels what is left."""

@@ -37,7 +37,8 @@ class Reservations:
     def admit(self, sequence: Sequence) -> bool:
         """Give pages for all known tokens and the reserve, cached ones first; False, and nothing given, if short."""
         tokens = sequence.known()
-        cached = self.prefixes.match(tokens)
+        # Of a prompt that is pooled every hidden state is needed, and pages don't hold these.
+        cached = self.prefixes.match(tokens) if sequence.request.pooling is None else []
         missing = self._target(sequence, len(tokens)) - len(cached)
         self._evict_for(missing)
         fresh = self.pool.take(missing)
@@ -69,8 +70,9 @@ class Reservations:
         self.prefixes.insert(sequence.known()[:num_tokens], sequence.pages)
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Take all pages back; none of its steps may be in flight. Full pages stay cached, unless it failed."""
-        if keep and sequence.finish is not FinishReason.ERROR:
+        """Take all pages back; none of its steps may be in flight. Full pages stay cached, unless it failed or was
+        pooled: whoever embeds many texts would push out the prompts that others share."""
+        if keep and sequence.finish is not FinishReason.ERROR and sequence.request.pooling is None:
             # What a step computed past the sequence's last token was written to no page of its own.
             self.keep(sequence, min(sequence.num_computed, sequence.max_computed))
         self.pool.give_back(sequence.pages)

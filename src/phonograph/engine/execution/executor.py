@@ -103,7 +103,8 @@ class Executor:
         self.runners = self._new_runners(phases, plans, _planned(options, plan, is_trial=largest_only))
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
-            self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
+            pooled = (limits.max_seqs, model.config.hidden) if any(one.pools for one in passes) else None
+            self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth, pooled)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
         self._order = StepOrder()

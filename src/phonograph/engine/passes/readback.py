@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from phonograph.devices import Device, Fence
@@ -22,16 +24,18 @@ class Picked(NamedTuple):
 
     tokens: torch.Tensor  # [num_rows] or [num_rows, tokens_per_row]; below 0 where logits were none (see `step`)
     logprobs: TopLogprobs | None = None  # [num_rows or num_rows * tokens_per_row, …]
+    pooled: torch.Tensor | None = None  # [num_pooled, hidden], float32
 
 
 class _Block:
     """Host memory for the results of one step."""
 
-    def __init__(self, device: Device, max_tokens: int) -> None:
+    def __init__(self, device: Device, max_tokens: int, pooled: tuple[int, int] | None) -> None:
         self.tokens = _pinned(device, torch.int64, max_tokens)
         self.token_logprob = _pinned(device, torch.float32, max_tokens)
         self.top_ids = _pinned(device, torch.int64, max_tokens, MAX_LOGPROBS)
         self.top_logprobs = _pinned(device, torch.float32, max_tokens, MAX_LOGPROBS)
+        self.pooled = None if pooled is None else _pinned(device, torch.float32, *pooled)
         self.done = device.fence(timed=True)
         self.num_uses = 0
 
@@ -44,7 +48,9 @@ def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 class Pending:
     """Results on their way; the memory is used again after as many further steps as the ring is long."""
 
-    def __init__(self, block: _Block, count: int, num_top: int | None, width: int | None) -> None:
+    def __init__(
+        self, block: _Block, count: int, num_top: int | None, width: int | None, num_pooled: int | None = None
+    ) -> None:
         """`num_top` likeliest tokens are told of each, fewer where the vocabulary is small; None: no logprobs."""
         self._block = block
         self._use = block.num_uses
@@ -52,6 +58,7 @@ class Pending:
         self._num_top = num_top
         self._width = width
         """Places of each row, where rows may have several tokens or none."""
+        self._num_pooled = num_pooled
 
     @property
     def fence(self) -> Fence:
@@ -71,7 +78,17 @@ class Pending:
         if (num_top := self._num_top) is not None:
             columns = (block.token_logprob, block.top_ids[:, :num_top], block.top_logprobs[:, :num_top])
             logprobs = list(zip(*(column[:count].tolist() for column in columns), strict=True))
-        return Sampled(tokens, None, logprobs) if self._width is None else _counted(tokens, self._width, logprobs)
+        if self._width is not None:
+            return _counted(tokens, self._width, logprobs)
+        return Sampled(tokens, None, logprobs, self._pooled())
+
+    def _pooled(self) -> npt.NDArray[np.float32] | None:
+        """A copy, since the block is used again."""
+        if self._num_pooled is None:
+            return None
+        assert self._block.pooled is not None
+        found: npt.NDArray[np.float32] = self._block.pooled[: self._num_pooled].numpy().copy()
+        return found
 
 
 def _counted(tokens: list[int], width: int, logprobs: list[TokenDetails] | None) -> Sampled:
@@ -88,8 +105,9 @@ def _counted(tokens: list[int], width: int, logprobs: list[TokenDetails] | None)
 class Readback:
     """A ring of host blocks, one for each step that may be in flight, and one more."""
 
-    def __init__(self, device: Device, max_tokens: int, depth: int) -> None:
-        self._blocks = [_Block(device, max_tokens) for _ in range(depth)]
+    def __init__(self, device: Device, max_tokens: int, depth: int, pooled: tuple[int, int] | None = None) -> None:
+        """`pooled` is how many vectors a step may bring, and how long they are; None where none brings any."""
+        self._blocks = [_Block(device, max_tokens, pooled) for _ in range(depth)]
         self._next = 0
 
     def start(self, picked: Picked) -> Pending:
@@ -108,5 +126,10 @@ class Readback:
             block.token_logprob[:count].copy_(logprobs.token_logprob, non_blocking=True)
             block.top_ids[:count, :num_top].copy_(logprobs.top_ids, non_blocking=True)
             block.top_logprobs[:count, :num_top].copy_(logprobs.top_logprobs, non_blocking=True)
+        num_pooled = None
+        if picked.pooled is not None:
+            assert block.pooled is not None
+            num_pooled = picked.pooled.shape[0]
+            block.pooled[:num_pooled].copy_(picked.pooled, non_blocking=True)
         block.done.record()
-        return Pending(block, count, num_top, width)
+        return Pending(block, count, num_top, width, num_pooled)

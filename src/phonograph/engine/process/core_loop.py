@@ -161,7 +161,9 @@ class CoreLoop:
             return
         logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
         told = (sequence.error, sequence.num_cached, logprobs)
-        self._outputs.append(Output(request_id, index, tokens, finish, *told, field=sequence.error_field))
+        vector = b"" if sequence.embedding is None else sequence.embedding.tobytes()
+        output = Output(request_id, index, tokens, finish, *told, field=sequence.error_field, embedding=vector)
+        self._outputs.append(output)
         if finish is not None:
             self._forget(sequence)
 

@@ -29,6 +29,8 @@ class Delta:
     """What went wrong, for FinishReason.ERROR."""
     error_field: str = ""
     """The field of the request that is at fault, where one is."""
+    embedding: bytes = b""
+    """Of a prompt that is pooled, its vector: numbers of float32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -192,6 +194,7 @@ class Generation:
         delta.logprobs += output.logprobs[:count]
         if finish is not None:
             delta.finish, delta.error, delta.error_field = finish, output.error, output.field
+            delta.embedding = output.embedding
             self._end(choice, finish, now)
         if not self._wants_all or not self._left:
             self._wake()

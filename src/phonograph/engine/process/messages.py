@@ -119,6 +119,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """The whole request was not taken, for `error`."""
     field: str = ""
     """The field of the request that is at fault for `error`, where one is."""
+    embedding: bytes = b""
+    """Of a request that is pooled, its vector: numbers of float32, once it has ended."""
 
 
 class StepOutput(_FromCore, frozen=True):

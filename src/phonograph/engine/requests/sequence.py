@@ -13,6 +13,7 @@ from phonograph.engine.requests.request import FinishReason, Request
 if TYPE_CHECKING:
     from phonograph.engine.requests.constraints import Constraint
     from phonograph.engine.requests.parameter import Sampling
+    from phonograph.engine.requests.vectors import PooledSum, Vector
 
 
 class State(Enum):
@@ -77,6 +78,10 @@ class Sequence:
     """Committed tokens."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One for each output, where the request has logprobs."""
+    pooled: PooledSum | None = None
+    """Of a request that is pooled, what its committed chunks have summed."""
+    embedding: Vector | None = None
+    """What became of that, once it has ended well."""
     constraint: Constraint | None = None
     """Where it is in its grammar, if it has one."""
     level: Sampling | None = None
@@ -136,6 +141,14 @@ class Sequence:
             if len(outputs) >= self.max_outputs:
                 return outputs[first:], FinishReason.LENGTH, 0
         return outputs[first:], None, 0
+
+    def pooled_part(self, start: int, stop: int) -> tuple[int, int] | None:
+        """Which tokens of the chunk from `start` to `stop` are summed, counted from `start`; at its end there are some,
+        unless it is not pooled."""
+        pooling = self.request.pooling
+        if pooling is None or (pooling == "last" and stop < self.num_prompt):
+            return None
+        return (0 if pooling == "mean" else stop - start - 1), stop - start
 
     def known(self) -> tuple[int, ...]:
         """The prompt and the committed outputs."""

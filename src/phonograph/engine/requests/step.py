@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.errors import PhonographError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 NOT_FINITE = -1
 """In place of a token: the logits that it was to be picked from hold NaN or +inf."""
@@ -28,10 +33,17 @@ class Chunk:
     """Whether it reaches the end of what the host knows, so that the step samples the sequence's next token."""
     enters: bool
     """Whether the sequence got its row in this step, fresh or after a preemption."""
+    pooled: tuple[int, int] | None = None
+    """Of a request that is pooled, which of the tokens are summed, from the first up to the second."""
 
     @property
     def count(self) -> int:
         return len(self.tokens)
+
+    @property
+    def ends_pooling(self) -> bool:
+        """Whether it is the last of a prompt that is pooled."""
+        return self.pooled is not None and self.start + len(self.tokens) == self.sequence.num_prompt
 
 
 PageUpdate = tuple[int, int, int]
@@ -69,6 +81,11 @@ class ScheduledStep:
         return tuple(chunk for chunk in self.prefills if chunk.enters)
 
     @property
+    def pooling(self) -> tuple[Chunk, ...]:
+        """Chunks whose hidden states are summed, in the order of the batch."""
+        return tuple(chunk for chunk in self.prefills if chunk.pooled is not None)
+
+    @property
     def num_seqs(self) -> int:
         return len(self.decodes) + len(self.prefills)
 
@@ -96,9 +113,13 @@ class Sampled:
     """How many of the tokens each has; None where all have one."""
     logprobs: list[TokenDetails] | None = None
     """For each token, where a request has logprobs."""
+    pooled: npt.NDArray[np.float32] | None = None
+    """[num_pooled, hidden]: the sums of `step.pooling`, where there are some; None too where all of these failed."""
 
     def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""
+        if step.prefills:
+            self._check_pooled(step)
         counts, expected = self.counts, len(step.sampling)
         if counts is not None:
             decodes, ends, most = counts[: len(step.decodes)], counts[len(step.decodes) :], step.tokens_per_row
@@ -112,6 +133,14 @@ class Sampled:
             raise PhonographError(
                 f"committing step {step.number}: found {len(self.tokens)} tokens, expected {expected}. "
                 f"Give those of each of step.sampling, in its order."
+            )
+
+    def _check_pooled(self, step: ScheduledStep) -> None:
+        chunks, found = step.pooling, 0 if self.pooled is None else len(self.pooled)
+        if found != len(chunks) and (found or any(chunk.sequence.finish is None for chunk in chunks)):
+            raise PhonographError(
+                f"committing step {step.number}: found {found} sums of hidden states, expected {len(chunks)}. "
+                "Give one for each of step.pooling, in its order."
             )
 
     def outside(self, step: ScheduledStep, vocab: int) -> list[tuple[Sequence, str]]:

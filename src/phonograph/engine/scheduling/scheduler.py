@@ -76,8 +76,7 @@ class Scheduler:
         first, followers = (sequences[:1], sequences[1:]) if shares else (sequences, [])
         if followers:
             self._followers[sequences[0]] = followers
-        for sequence in first:
-            self._waiting.push(sequence)
+        self._waiting_again(first)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
         return list(sequences)
@@ -129,9 +128,7 @@ class Scheduler:
             del self._live[sequence.request.id]
 
     def _queue_followers(self, sequence: Sequence) -> None:
-        for follower in self._followers.pop(sequence, ()):
-            if follower.finish is None:
-                self._waiting.push(follower)
+        self._waiting_again(self._followers.pop(sequence, ()))
 
     # -- launch ---------------------------------------------------------------------------------------------------
 
@@ -157,8 +154,8 @@ class Scheduler:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
-        pass_name = self.passes.mixed if chunks else self.passes.decodes
-        step = ScheduledStep(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=pass_name)
+        name = self.passes.name_for(chunks)
+        step = ScheduledStep(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=name)
         self._in_flight.append(step)
         return step
 
@@ -230,7 +227,7 @@ class Scheduler:
             return None
         self._waiting.discard(sequence)
         self._prefills.append(sequence)
-        self._prefix_lookup_tokens += sequence.prefill_end
+        self._prefix_lookup_tokens += sequence.prefill_end if sequence.request.pooling is None else 0
         self._prefix_hit_tokens += sequence.num_computed
         if not sequence.last_step:
             sequence.num_cached = sequence.num_computed
@@ -244,11 +241,13 @@ class Scheduler:
         sequence.num_computed = stop
         sequence.last_step = self._launched + 1
         self._prefill_tokens += stop - start
-        samples = stop == sequence.prefill_end
-        if samples:
+        ends, part = stop == sequence.prefill_end, sequence.pooled_part(start, stop)
+        if ends and part is not None:
+            self.rows.leave(sequence, self._committed)  # it has no further step
+        elif ends:
             sequence.num_launched_outputs += 1
             self._decodes.join(sequence)
-        return Chunk(sequence, start, sequence.tokens(start, stop), samples, enters)
+        return Chunk(sequence, start, sequence.tokens(start, stop), ends and part is None, enters, part)
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
@@ -267,12 +266,14 @@ class Scheduler:
         for chunk in step.prefills:
             if chunk.samples:
                 self._share_prompt(chunk)
+            elif chunk.ends_pooling:
+                updates += self.finish(chunk.sequence, FinishReason.STOP)
         updates += self.expire(now)
         self._waiting_again(self.rows.retire(self._committed))
         return updates
 
-    def _waiting_again(self, retired: Iterable[Sequence]) -> None:
-        for sequence in retired:
+    def _waiting_again(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
             if sequence.finish is None:
                 self._waiting.push(sequence)
 
