@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from phonograph.cli import bench, chat, explain, generate, serve, verify
+from phonograph.cli import bench, chat, explain, generate, run_batch, serve, verify
 from phonograph.errors import PhonographError
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "run-batch": run_batch,
     "explain": explain,
     "verify": verify,
     "bench": bench,
