@@ -77,7 +77,8 @@ async def _answered(
         work = BatchRun(app, output, most=most, done=done, report=progress.report, progress=progress.show)
         how = "stopped (--resume goes on)"
         try:
-            await work.run(numbered_lines(given, args.max_line_bytes), llm.lost())
+            lines, is_file = numbered_lines(given, args.max_line_bytes), Path(args.input).is_file()
+            await work.run(lines, llm.lost(), waits=not is_file)
             how = "done"
         finally:
             progress.end(work.tally, how)

@@ -112,8 +112,8 @@ def answered(request: BatchRequest, status: int, body: bytes) -> BatchResult:
     """The line for an answer of a route."""
     try:
         found = _decode_id(body).id
-    except msgspec.DecodeError:
-        found = None
+    except msgspec.DecodeError:  # none of ours; a line must be JSON all the same
+        found, body = None, _encode(body.decode(errors="replace"))
     name = found or f"req_{uuid.uuid4().hex}"
     return _result(request.custom_id, BatchResponse(status, name, msgspec.Raw(body)), None)
 

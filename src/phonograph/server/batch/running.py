@@ -32,7 +32,8 @@ _READ_AHEAD = 16
 _LONGEST_WAIT = 5.0
 """Seconds until a request that found the queue full is sent again."""
 
-Lines = Iterator[tuple[int, bytes | BadLineError]]
+Line = tuple[int, bytes | BadLineError]
+Lines = Iterator[Line]
 
 
 @dataclass
@@ -72,10 +73,13 @@ class BatchRun:
         self._report = report
         self._progress = progress
 
-    async def run(self, lines: Lines, lost: Awaitable[str]) -> Tally:
-        """Answer all lines; cancelled, it leaves what was written. `lost` ends when no core will come up again."""
+    async def run(self, lines: Lines, lost: Awaitable[str], *, waits: bool = True) -> Tally:
+        """Answer all lines; cancelled, it leaves what was written.
+
+        `lost` ends when no core will come up again; `waits` says that lines may be long in coming, as from a pipe.
+        """
         gone = asyncio.ensure_future(lost)
-        work = asyncio.create_task(self._all(lines))
+        work = asyncio.create_task(self._all(_read_aside(lines) if waits else _read(lines)))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -89,9 +93,9 @@ class BatchRun:
             await asyncio.gather(work, return_exceptions=True)
         return self.tally
 
-    async def _all(self, lines: Lines) -> None:
+    async def _all(self, lines: AsyncIterator[Line]) -> None:
         async with asyncio.TaskGroup() as tasks:
-            async for number, line in _read_aside(lines):
+            async for number, line in lines:
                 try:
                     request = self._checked(number, line)
                 except BadLineError as bad:
@@ -165,12 +169,17 @@ class BatchRun:
         self._progress(self.tally)
 
 
-async def _read_aside(lines: Lines) -> AsyncIterator[tuple[int, bytes | BadLineError]]:
+async def _read(lines: Lines) -> AsyncIterator[Line]:
+    for line in lines:
+        yield line
+
+
+async def _read_aside(lines: Lines) -> AsyncIterator[Line]:
     """The lines, read by a thread, since a pipe may have none for long. It ends with the process."""
     loop = asyncio.get_running_loop()
-    waiting: asyncio.Queue[tuple[int, bytes | BadLineError] | Exception | None] = asyncio.Queue(_READ_AHEAD)
+    waiting: asyncio.Queue[Line | Exception | None] = asyncio.Queue(_READ_AHEAD)
 
-    def put(found: tuple[int, bytes | BadLineError] | Exception | None) -> None:
+    def put(found: Line | Exception | None) -> None:
         asyncio.run_coroutine_threadsafe(waiting.put(found), loop).result()
 
     def read() -> None:
