@@ -128,11 +128,8 @@ class StepPasses:
     embeds: str | None = None
     """As mixed, with a chunk among them that is pooled; None where no request may be."""
 
-    def name_for(self, chunks: Iterable[Chunk]) -> str:
+    def with_prefills(self, chunks: Iterable[Chunk]) -> str:
         """The pass of a step with these prefills."""
-        found = self.decodes
-        for chunk in chunks:
-            if chunk.pooled is not None and self.embeds is not None:
-                return self.embeds
-            found = self.mixed
-        return found
+        if self.embeds is not None and any(chunk.pooled is not None for chunk in chunks):
+            return self.embeds
+        return self.mixed

@@ -154,7 +154,7 @@ class Scheduler:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
-        name = self.passes.name_for(chunks)
+        name = self.passes.with_prefills(chunks) if chunks else self.passes.decodes
         step = ScheduledStep(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=name)
         self._in_flight.append(step)
         return step
