@@ -30,6 +30,8 @@ from phonograph.graphs.planning.settings import ask
 from server import tiny
 
 PROMPTS = [[5, 6, 7], [9], list(range(1, 38)), [40, 41, 42, 43, 44, 45, 46, 47]]
+NOTHING = SamplingParams(max_tokens=0)
+"""A request that is pooled generates nothing."""
 SIZES: dict[str, Any] = {"max_seqs": 4, "max_tokens": 16, "page_size": 8, "dtype": torch.float32, "max_len": 64}
 
 
@@ -175,7 +177,7 @@ def test_an_engine_that_embeds_nothing_records_nothing_for_it() -> None:
 # -- chunks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 62, 63])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_chunks_pool_as_the_whole(recorded: LLM, whole: LLM, length: int, pooling: Any) -> None:
     prompt = [(7 * place) % 90 + 1 for place in range(length)]
@@ -191,7 +193,7 @@ def whole() -> LLM:
 
 def test_a_prompt_that_does_not_fit_is_refused(recorded: LLM) -> None:
     with pytest.raises(RequestError, match="Shorten the prompt"):
-        recorded.embed([[1] * 64])
+        recorded.embed([[1] * 65])
     with pytest.raises(RequestError, match="the prompt is empty"):
         recorded.embed([[]])
     assert recorded.core.is_idle
@@ -201,7 +203,9 @@ def test_a_prompt_that_does_not_fit_is_refused(recorded: LLM) -> None:
 def test_another_pooling_is_refused(recorded: LLM, wrong: Any) -> None:
     if wrong is None:
         with pytest.raises(RequestError, match="n, of a request that is pooled"):
-            Request("a", (1,), SamplingParams(n=2), pooling="mean")
+            Request("a", (1,), SamplingParams(n=2, max_tokens=0), pooling="mean")
+        with pytest.raises(RequestError, match="max_tokens, of a request that is pooled"):
+            Request("a", (1,), SamplingParams(max_tokens=3), pooling="mean")
         return
     with pytest.raises(RequestError, match="pooling is 'mean' or 'last'"):
         recorded.embed([[1, 2]], wrong)
@@ -229,7 +233,9 @@ def run_beside(llm: LLM, generating: list[list[int]], embedded: list[list[int]])
             kept += [(one, False) for one in core.add(Request(f"g{place}", tuple(generating[place]), params))]
         if place < len(embedded):
             pooling: Any = ("mean", "last")[place % 2]
-            kept += [(one, True) for one in core.add(Request(f"e{place}", tuple(embedded[place]), pooling=pooling))]
+            kept += [
+                (one, True) for one in core.add(Request(f"e{place}", tuple(embedded[place]), NOTHING, pooling=pooling))
+            ]
         core.step()
     while not core.is_idle:
         core.step()
@@ -286,11 +292,11 @@ def test_a_preempted_prompt_is_pooled_anew() -> None:
     core = llm.core
     core.add(Request("g", (1, 2, 3), params, priority=1))
     core.step()
-    (pooled,) = core.add(Request("e", (30,) * 44, pooling="mean"))
+    (pooled,) = core.add(Request("e", (30,) * 44, NOTHING, pooling="mean"))
     while not core.is_idle:
         core.step()
         core.scheduler.integrity()
-    assert pooled.finish is FinishReason.STOP
+    assert pooled.finish is FinishReason.LENGTH
     assert pooled.embedding is not None
     np.testing.assert_allclose(pooled.embedding, expected, atol=1e-5)
 
@@ -321,8 +327,11 @@ class FailsOnce:
 def test_a_step_that_raises_costs_the_culprit_alone() -> None:
     llm = engine("cpu")
     core = EngineCore(llm.core.scheduler, FailsOnce(llm.executor, culprit=66))
-    good = [core.add(Request(f"e{place}", tuple(prompt), pooling="mean"))[0] for place, prompt in enumerate(PROMPTS)]
-    (bad,) = core.add(Request("bad", (66, 67), pooling="mean"))
+    good = [
+        core.add(Request(f"e{place}", tuple(prompt), NOTHING, pooling="mean"))[0]
+        for place, prompt in enumerate(PROMPTS)
+    ]
+    (bad,) = core.add(Request("bad", (66, 67), NOTHING, pooling="mean"))
     while not core.is_idle:
         core.step()
     core.scheduler.integrity()
@@ -345,7 +354,7 @@ def test_states_that_are_not_finite_fail_by_name() -> None:
 def test_a_step_that_brings_no_sums_is_refused() -> None:
     limits = Limits(max_seqs=2, max_tokens=16, max_len=32, page_size=8, num_pages=9)
     scheduler = Scheduler(limits, passes=StepPasses(embeds=EMBED.name))
-    scheduler.add(Request("a", (1, 2, 3), pooling="mean"))
+    scheduler.add(Request("a", (1, 2, 3), NOTHING, pooling="mean"))
     step = scheduler.schedule()
     assert step is not None
     assert step.pass_name == EMBED.name

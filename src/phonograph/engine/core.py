@@ -8,17 +8,16 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from phonograph.engine.execution.shadow import MistrustedStepError
 from phonograph.engine.execution.step_builder import StepBuilder, StepTables
 from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
+from phonograph.engine.requests.prompt_scoring import joined_scores, take_scores
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
 from phonograph.engine.requests.step import Sampled, ScheduledStep, TokenDetails, Update
-from phonograph.engine.requests.vectors import add_sums
+from phonograph.engine.requests.token_masks import TokenMasks, constrained
+from phonograph.engine.requests.vectors import add_sums, joined_sums
 from phonograph.engine.scheduling.admission import refuse_pooling, refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.errors import CoverageError, RequestError
@@ -77,7 +76,12 @@ class EngineCore(Generic[E]):
         refuse_pooling(request, embeddings=self.scheduler.passes.embeds is not None)
         if constraints is None:
             constraints = self.constraints(request)
+        vocab = self.executor.vocab
+        constraints = constrained(request, vocab, constraints)
+        masks = TokenMasks.of(request, vocab, self.scheduler.limits.eos_ids)
         sequences = self.scheduler.add(request)
+        for sequence in sequences:
+            sequence.masks = masks
         for sequence, constraint in zip(sequences, constraints, strict=False):
             sequence.constraint = constraint
         return sequences
@@ -142,9 +146,9 @@ class EngineCore(Generic[E]):
         if sampled.tokens and max(sampled.tokens) >= self.executor.vocab:
             for sequence, problem in sampled.outside(step, self.executor.vocab):
                 self._news += self.scheduler.fail(sequence, problem)
-        if sampled.pooled is not None:
-            for sequence, problem in add_sums(step, sampled.pooled):
-                self._news += self.scheduler.fail(sequence, problem)
+        scored, unscored = take_scores(step, sampled) if step.prefills else ((), ())
+        for sequence, problem in (*unscored, *add_sums(step, sampled)):
+            self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
@@ -153,6 +157,9 @@ class EngineCore(Generic[E]):
                 updates += failed
         if sampled.logprobs is not None:
             _note_logprobs(step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
+        if scored:
+            reported = {sequence for sequence, _, _ in updates}
+            self._news += [(sequence, (), None) for sequence in scored if sequence not in reported]
         self._news += updates
 
     def _follow(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], list[Update]]:
@@ -256,8 +263,9 @@ class EngineCore(Generic[E]):
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")
                 continue
             found[part.sequences[0]] = sampled
-        joined = _joined([found.get(sequence) for sequence in step.sampling])
-        return replace(joined, pooled=_pooled([found.get(chunk.sequence) for chunk in step.pooling]))
+        scores = joined_scores(step, [found.get(chunk.sequence) for chunk in step.prefills])
+        sums = joined_sums([found.get(chunk.sequence) for chunk in step.pooling])
+        return replace(_joined([found.get(sequence) for sequence in step.sampling]), scores=scores, pooled=sums)
 
 
 def _joined(parts: list[Sampled | None]) -> Sampled:
@@ -269,13 +277,6 @@ def _joined(parts: list[Sampled | None]) -> Sampled:
         return Sampled(tokens, counts)
     nothing: TokenDetails = (0.0, [], [])
     return Sampled(tokens, counts, [one for part in found for one in part.logprobs or [nothing] * len(part.tokens)])
-
-
-def _pooled(parts: list[Sampled | None]) -> npt.NDArray[np.float32] | None:
-    """The sums of passes of one sequence each; that of one that failed means nothing."""
-    found = [None if part is None else part.pooled for part in parts]
-    known = [one for one in found if one is not None]
-    return np.concatenate([known[0] * 0 if one is None else one for one in found]) if known else None
 
 
 def _note_logprobs(step: ScheduledStep, sampled: Sampled, committed: dict[Sequence, int]) -> None:

@@ -39,11 +39,12 @@ from phonograph.engine.passes.registry import EMBED, StepPasses, passes_for
 from phonograph.engine.precision import precision_for
 from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
-from phonograph.engine.requests.sequence import Sequence, TokenLogprob
-from phonograph.engine.requests.vectors import Vector, normalized
+from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
+from phonograph.engine.requests.vectors import embedding_of, normalized
 from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
+from phonograph.engine.text.bad_words import with_bad_words
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CheckpointError, RequestError
@@ -66,6 +67,8 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One for each token, where they were requested."""
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    """One for each token of the prompt but the first, where they were requested."""
     text: str = ""
     finish: FinishReason | None = None
     error: str = ""
@@ -79,7 +82,14 @@ class _Reader:
         self.done = Completion(sequence.request.prompt, sequence.index)
         params, after = sequence.request.params, sequence.request.prompt if continues else ()
         stops, is_guided = StopStrings(params.stop), params.grammar is not None
-        self._text = TextReader(tokenizer, stops, stop_ids=sequence.stop_ids, after=after, verbatim=is_guided)
+        self._text = TextReader(
+            tokenizer,
+            stops,
+            stop_ids=sequence.stop_ids,
+            after=after,
+            verbatim=is_guided,
+            min_tokens=params.min_tokens,
+        )
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
@@ -119,15 +129,6 @@ def _as_token_id(token: Any) -> int:
         "Give a text, or the ids that the model's tokenizer makes of it.",
         field="prompt",
     )
-
-
-def _embedding_of(sequence: Sequence) -> Vector:
-    if sequence.embedding is None:
-        raise RequestError(
-            f"embedding a prompt of {sequence.num_prompt} tokens: {sequence.error or 'it was given up'}.",
-            field="prompt",
-        )
-    return sequence.embedding
 
 
 class LLM:
@@ -244,10 +245,10 @@ class LLM:
         """
         many = [self._encoded(prompt) for prompt in _as_prompts(prompts)]
         with self._alone():
-            added = [self._added(prompt, SamplingParams(max_tokens=1), pooling)[0] for prompt in many]
+            added = [self._added(prompt, SamplingParams(max_tokens=0), pooling)[0] for prompt in many]
             while any(sequence.finish is None for sequence in added):
                 self.core.step()
-        vectors = [_embedding_of(sequence) for sequence in added]
+        vectors = [embedding_of(sequence) for sequence in added]
         vectors = [normalized(one) for one in vectors] if normalize else vectors
         return np.stack(vectors) if vectors else np.zeros((0, self.checkpoint.config.hidden), dtype=np.float32)
 
@@ -357,10 +358,13 @@ class LLM:
     ) -> dict[Sequence, _Reader]:
         """With `continues` an output goes on where its prompt ended: a leading space belongs to it."""
         params = with_special_stops(params.resolved(self.sampling), self.tokenizer, self.executor.vocab)
+        params = with_bad_words(params, self.tokenizer)
         readers = dict[Sequence, _Reader]()
         for prompt in prompts:
-            for sequence in self._added(prompt, params):
-                readers[sequence] = _Reader(sequence, self.tokenizer, continues=continues)
+            sequences = self._added(prompt, params)
+            for sequence in sequences:
+                readers[sequence] = reader = _Reader(sequence, self.tokenizer, continues=continues)
+                reader.done.prompt_logprobs = sequences[0].prompt_logprobs  # the first is scored, for all of them
         return readers
 
     def _added(self, prompt: tuple[int, ...], params: SamplingParams, pooling: Pooling | None = None) -> list[Sequence]:

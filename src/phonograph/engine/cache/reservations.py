@@ -37,8 +37,7 @@ class Reservations:
     def admit(self, sequence: Sequence) -> bool:
         """Give pages for all known tokens and the reserve, cached ones first; False, and nothing given, if short."""
         tokens = sequence.known()
-        # Of a prompt that is pooled every hidden state is needed, and pages don't hold these.
-        cached = self.prefixes.match(tokens) if sequence.request.pooling is None else []
+        cached = self.prefixes.match(tokens[: sequence.num_shareable])
         missing = self._target(sequence, len(tokens)) - len(cached)
         self._evict_for(missing)
         fresh = self.pool.take(missing)

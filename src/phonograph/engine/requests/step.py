@@ -33,17 +33,20 @@ class Chunk:
     """Whether it reaches the end of what the host knows, so that the step samples the sequence's next token."""
     enters: bool
     """Whether the sequence got its row in this step, fresh or after a preemption."""
+    targets: tuple[int, ...] = ()
+    """What follows its first tokens, where the prompt is scored: the likelihood of each is read off the one before."""
     pooled: tuple[int, int] | None = None
     """Of a request that is pooled, which of the tokens are summed, from the first up to the second."""
 
     @property
-    def count(self) -> int:
-        return len(self.tokens)
+    def is_end(self) -> bool:
+        """Whether the prompt ends with it, and nothing is sampled after that."""
+        sequence = self.sequence
+        return sequence.max_outputs == 0 and self.start + len(self.tokens) == len(sequence.request.prompt)
 
     @property
-    def ends_pooling(self) -> bool:
-        """Whether it is the last of a prompt that is pooled."""
-        return self.pooled is not None and self.start + len(self.tokens) == self.sequence.num_prompt
+    def count(self) -> int:
+        return len(self.tokens)
 
 
 PageUpdate = tuple[int, int, int]
@@ -101,6 +104,8 @@ class ScheduledStep:
 
 TokenDetails = tuple[float, list[int], list[float]]
 """(log-probability of the token, the likeliest tokens, their log-probabilities)"""
+PromptDetails = tuple[float, list[int], list[float], int]
+"""The same of a token of a prompt, and its rank."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,8 @@ class Sampled:
     """How many of the tokens each has; None where all have one."""
     logprobs: list[TokenDetails] | None = None
     """For each token, where a request has logprobs."""
+    scores: list[PromptDetails] | None = None
+    """For each of the targets of all prefills, in their order, where there are some."""
     pooled: npt.NDArray[np.float32] | None = None
     """[num_pooled, hidden]: the sums of `step.pooling`, where there are some; None too where all of these failed."""
 
@@ -133,6 +140,12 @@ class Sampled:
             raise PhonographError(
                 f"committing step {step.number}: found {len(self.tokens)} tokens, expected {expected}. "
                 f"Give those of each of step.sampling, in its order."
+            )
+        num_scored = sum(len(chunk.targets) for chunk in step.prefills)
+        if self.scores is not None and len(self.scores) != num_scored:
+            raise PhonographError(
+                f"committing step {step.number}: found {len(self.scores)} scores of prompts, expected {num_scored}. "
+                "Give those of the targets of step.prefills, in their order."
             )
 
     def _check_pooled(self, step: ScheduledStep) -> None:
@@ -166,7 +179,8 @@ def problem_at(code: int, sequence: Sequence) -> str:
     """What was wrong with the logits that the sequence's next token was to be picked from."""
     position = sequence.num_prompt + len(sequence.outputs)
     if code == NOTHING_ALLOWED:
-        return f"no token is allowed at position {position}: the grammar, or the model itself, forbids all of them"
+        by = "the grammar, the request's tokens that may or may not come, or the model itself"
+        return f"no token is allowed at position {position}: {by} forbids all of them"
     if code == NOT_FINITE:
         return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"
     return _no_token(code, sequence)
