@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("phonograph")
 
 HELP = "serve the OpenAI API over HTTP"
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "json")
+REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "qwen3", "mistral")
+"""As `server.openai.reasoning` has them; the server's packages may be missing when flags are read."""
+_VLLM_NAMES = {"--tool-parser": ("--tool-call-parser",)}
+"""vLLM's names of our flags, so that launch lines carry over."""
+_VLLM_SWITCHES = {"--enable-auto-tool-choice": "calls are looked for whenever a request has tools"}
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -33,6 +39,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     where.add_argument("--served-name", action="append", default=[], help="the model's name in requests; repeatable")
     where.add_argument("--chat-template", type=Path, help="a file with a chat template, in place of the model's own")
+    where.add_argument(
+        "--tool-parser",
+        *_VLLM_NAMES["--tool-parser"],
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="how the model writes calls of tools; auto goes by its chat template, none looks for no calls",
+    )
+    where.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="auto",
+        help="how the model writes what it thinks; auto goes by its chat template, none leaves it in the answer",
+    )
+    for flag, because in _VLLM_SWITCHES.items():
+        where.add_argument(flag, action="store_true", help=f"accepted and changes nothing: {because}")
     where.add_argument("--api-key-file", type=Path, help="a file with keys, one a line, of which requests need one")
     where.add_argument(
         "--allowed-hosts", nargs="+", default=[], help="names that a Host header may have; * is any (see the docs)"
@@ -132,6 +153,8 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         host=args.host,
         port=args.port,
         names=tuple(args.served_name),
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
         api_keys=(*args.api_key, *(_keys(args.api_key_file) if args.api_key_file is not None else ())),
         max_queue=args.max_queue,
         max_body_bytes=args.max_body_bytes,

@@ -25,6 +25,10 @@ class ServerOptions:
     """What the model is called in requests; default: the name of its file or folder."""
     api_keys: tuple[str, ...] = ()
     """Of which a request must carry one; none lets everybody in."""
+    tool_parser: str = "auto"
+    """How the model writes calls of tools: a name of `tool_formats`, `auto` to go by its template, or `none`."""
+    reasoning_parser: str = "auto"
+    """How it writes what it thinks: a name of `reasoning`, `auto` or `none`."""
     max_queue: int = 1024
     """Sequences that may wait for a place; with more, requests get a 429."""
     max_body_bytes: int = 8 << 20

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -201,12 +201,14 @@ class AsyncLLM:
         request_id: str | None = None,
         timeout: float | None = None,
         continues: bool = False,
+        kept_ids: Collection[int] = (),
     ) -> Generation:
-        """Like `submit`; many tokens or choices are made ready in a thread."""
+        """Like `submit`; many tokens or choices are made ready in a thread. `kept_ids`: special tokens that are text
+        in the outputs."""
         self.refuse_unless_ready()
 
         def work() -> tuple[Generation, list[msgspec.Raw]]:
-            return self._prepared(self._requests(prompts, params, request_id, 0, timeout), continues)
+            return self._prepared(self._requests(prompts, params, request_id, 0, timeout), continues, kept_ids)
 
         size = sum(map(len, prompts)) + _CHOICE_SIZE * len(prompts) * params.n
         with self._refusals_counted():
@@ -252,11 +254,19 @@ class AsyncLLM:
             self.observer.rejected("invalid")
             raise
 
-    def _prepared(self, requests: Sequence[Request], continues: bool) -> tuple[Generation, list[msgspec.Raw]]:
+    def _prepared(
+        self, requests: Sequence[Request], continues: bool, kept_ids: Collection[int] = ()
+    ) -> tuple[Generation, list[msgspec.Raw]]:
         """The generation, and what the core is told of it; any thread may make them."""
         eos_ids = self.about.limits.eos_ids
         generation = Generation(
-            requests, self.tokenizer, self.observer, self._closed, eos_ids=eos_ids, continues=continues
+            requests,
+            self.tokenizer,
+            self.observer,
+            self._closed,
+            eos_ids=eos_ids,
+            continues=continues,
+            kept_ids=kept_ids,
         )
         return generation, [self._core.encoded(Add(request)) for request in requests]
 

@@ -82,15 +82,22 @@ class FrontText:
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
+        continues: bool = False,
         size: int = _INLINE,
     ) -> list[int]:
-        """The token ids of a conversation; `size` is about how many characters it has."""
+        """The token ids of a conversation, or of one whose last message is gone on with.
+
+        `size` is about how many characters it has.
+        """
         tokenizer, template = self.tokenizer, self.template
 
         def rendered() -> list[int]:
-            text = template.render(
-                messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
-            )
+            if continues:
+                text = template.continued(messages, tools=tools, variables=variables)
+            else:
+                text = template.render(
+                    messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
+                )
             return tokenizer.encode(text, add_special=False)
 
         return await self.off_loop(size, rendered)

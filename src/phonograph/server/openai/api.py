@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,8 @@ from phonograph.server.http.failures import SERVER, ApiError, Error
 from phonograph.server.http.neutral_fields import NeutralField
 from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.http.request_log import RequestLog
+from phonograph.server.openai.answer_reader import Reading
+from phonograph.server.openai.chat_plan import AnswerFormats, ChatPlan, check_continued, checked_tools, planned
 from phonograph.server.openai.delivery import Delivery
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.request_validation import (
@@ -31,7 +34,6 @@ from phonograph.server.openai.request_validation import (
     check_message_fields,
     check_tokenize,
     check_tokenize_fields,
-    check_tool_fields,
 )
 from phonograph.server.openai.requests import (
     ONLY_NEUTRAL,
@@ -48,8 +50,10 @@ from phonograph.server.openai.responses import (
     ModelList,
     TokenizeResponse,
 )
-from phonograph.server.openai.sampling_params import chat_params, completion_params
-from phonograph.server.openai.tool_calls import for_template
+from phonograph.server.openai.sampling_params import completion_params
+from phonograph.server.openai.tool_choice import choice_of
+from phonograph.server.openai.tool_formats import JSON
+from phonograph.server.openai.tool_messages import for_template
 from phonograph.server.openai.writers import ChatWriter, CompletionWriter, Head
 from phonograph.server.options import ServerOptions
 
@@ -57,6 +61,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _BODIES = 32
 """Bodies of the largest size that may be on their way at a time."""
+
+_END_OF_PROMPT = 16
+"""Tokens at a prompt's end that show whether the template has begun a thought."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -92,6 +99,12 @@ class Api:
             self._bounds = about, ModelBounds.of(about.limits.max_len, longest, self._llm.max_active, most)
         return self._bounds[1]
 
+    @cached_property
+    def formats(self) -> AnswerFormats:
+        """How the model writes calls and thoughts."""
+        options, llm = self._options, self._llm
+        return AnswerFormats.of(llm.text.template, llm.tokenizer, options.tool_parser, options.reasoning_parser)
+
     # -- generation -------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
@@ -121,29 +134,33 @@ class Api:
         self._llm.refuse_unless_ready()
         max_len = self._llm.about.limits.max_len
 
-        def checked(
-            body: ChatRequest,
-        ) -> tuple[ChatRequest, Head, SamplingParams, list[str] | None, list[dict[str, Any]]]:
+        def checked(body: ChatRequest) -> tuple[ChatRequest, Head, ChatPlan]:
             check_chat(body, self.bounds())
-            check_message_fields(body.messages, self._llm.text.template.message_fields)
-            tools = None if body.tool_choice == "none" or not body.tools else self._checked_tools(body.tools)
-            return body, self._head("chatcmpl", body), chat_params(body, max_len), tools, for_template(body.messages)
+            plan = planned(body, self._llm.text.template, self.formats, max_len)
+            return body, self._head("chatcmpl", body), plan
 
         with self._refusals_counted():
-            found, size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
-            body, head, params, tools, messages = found
-            check_logprobs(params, 1, max_len)
-            prompt = await self._llm.text.render(
-                messages,
-                tools=body.tools if tools else None,
-                variables=body.chat_template_kwargs,
-                size=size,
-            )
+            (body, head, plan), size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
+            check_logprobs(plan.params, 1, max_len)
+            prompt, reading = await self.rendered(plan, size)
             self._check_context(prompt, "messages")
-        max_calls = 1 if body.parallel_tool_calls is False else None
-        callable_tools = tools if params.grammar is None else None  # what follows a grammar is content
-        writer = ChatWriter(head, self._logprobs if body.logprobs else None, callable_tools, max_calls)
-        return await self._response(request, body, [prompt], params, writer)
+        writer = ChatWriter(head, self._logprobs if body.logprobs else None, reading)
+        return await self._response(request, body, [prompt], plan.params, writer, plan)
+
+    async def rendered(self, plan: ChatPlan, size: int) -> tuple[list[int], Reading]:
+        """The prompt of a chat of about so many characters, and how to read what comes after it."""
+        text = self._llm.text
+        prompt = await text.render(
+            plan.messages,
+            tools=plan.tools,
+            variables=plan.variables,
+            add_generation_prompt=plan.add_generation_prompt,
+            continues=plan.continues,
+            size=size,
+        )
+        end = text.tokenizer.decode(prompt[-_END_OF_PROMPT:], skip_special=False)
+        end = str(plan.messages[-1]["content"]) if plan.continues else end
+        return prompt, plan.reading.after(end, continues=plan.continues)
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
@@ -174,15 +191,6 @@ class Api:
         if prompt and (problem := self._llm.about.limits.misfit(len(prompt))):
             raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
-    def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
-        """The names of the functions."""
-        names, template = [_function_name(place, tool) for place, tool in enumerate(tools)], self._llm.text.template
-        if not template.takes_tools:
-            message = "`tools` can't be served: this model's chat template has no place for them. Leave them out."
-            raise ApiError(400, message, param="tools", code="unsupported")
-        check_tool_fields(tools, template.message_fields, shown_whole=template.shows_tools_whole)
-        return names
-
     async def _response(
         self,
         request: Request,
@@ -190,8 +198,9 @@ class Api:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         writer: ChatWriter | CompletionWriter,
+        plan: ChatPlan | None = None,
     ) -> Response:
-        """Run the prompts and deliver what comes of them."""
+        """Run the prompts, those of a chat by their plan, and deliver what comes of them."""
         log = RequestLog(writer.id, with_texts=self._options.log_prompts)
         if self._options.log_prompts:
             for prompt in prompts:
@@ -202,10 +211,12 @@ class Api:
             params,
             request_id=writer.id,
             timeout=timeout,
-            continues=isinstance(writer, CompletionWriter),
+            continues=plan is None or plan.continues,
+            kept_ids=plan.reading.kept_tokens if plan is not None else (),
         )
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, with_usage)
+        notes = plan.notes if plan is not None else ()
+        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, with_usage, notes)
         return await (delivery.stream(request) if body.stream else delivery.whole(request))
 
     # -- text -------------------------------------------------------------------------------------------------------
@@ -216,6 +227,7 @@ class Api:
         def checked(body: TokenizeRequest) -> TokenizeRequest:
             check_tokenize(body, self.bounds())
             check_message_fields(body.messages or (), self._llm.text.template.message_fields)
+            check_continued(body.messages or (), body.add_generation_prompt, body.continue_final_message)
             self._checked_model(body.model)
             if (body.prompt is None) == (body.messages is None):
                 found = "neither" if body.prompt is None else "both"
@@ -227,11 +239,15 @@ class Api:
         body, size = await self._tokenize_bodies.read(request, self._llm.text.off_loop, checked)
         tokens: Sequence[int]
         if body.messages is not None:
+            template = self._llm.text.template
+            tools = checked_tools(choice_of("auto", body.tools).tools, template)
+            messages, shown = for_template(body.messages, tools, template, self.formats.tools or JSON)
             tokens = await self._llm.text.render(
-                for_template(body.messages),
-                tools=body.tools if body.tools and self._checked_tools(body.tools) else None,
+                messages,
+                tools=shown,
                 variables=body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt is not False,
+                continues=bool(body.continue_final_message),
                 size=size,
             )
         else:
@@ -296,15 +312,6 @@ def _prompts_of(prompt: str | Sequence[Any]) -> list[str] | list[list[int]]:
         message = "`prompt` mixes texts, token ids and lists of token ids. Send one kind."
         raise ApiError(400, message, param="prompt", code="invalid_value")
     return [list(prompt)] if kinds == {int} else list(prompt)
-
-
-def _function_name(place: int, tool: dict[str, Any]) -> str:
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if tool.get("type") != "function" or not isinstance(name, str) or not name:
-        message = f'`tools[{place}]` must be {{"type": "function", "function": {{"name": …}}}}.'
-        raise ApiError(400, message, param=f"tools[{place}]", code="invalid_value")
-    return name
 
 
 def _json(body: msgspec.Struct, status: int = 200) -> Response:

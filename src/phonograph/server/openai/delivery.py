@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,6 +21,7 @@ from phonograph.server.openai.writers import ResponseWriter, split
 DONE = b"data: [DONE]\n\n"
 _CHARS_OF_AN_ENTRY = 256
 """Characters of text that are written in the time of one logprob."""
+NOTE_HEADER = "X-Phonograph-Note"
 GONE = 499
 """The status of a response whose client has left; no one sees it."""
 
@@ -63,6 +64,12 @@ class Delivery:
     off_loop: OffLoop
     """For responses that take long to write."""
     with_usage: bool = False
+    notes: Sequence[str] = ()
+    """What was asked for and has no effect: the client is told in a header."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {NOTE_HEADER: "; ".join(self.notes)} if self.notes else {}
 
     async def whole(self, request: Request) -> Response:
         """The response in one body."""
@@ -75,7 +82,7 @@ class Delivery:
                 return Response(status_code=GONE)
             self.log.end(generation, "done")
             body = await self.off_loop(_weight(choices), lambda: self.writer.body(choices, generation.usage))
-            return WholeResponse(body)
+            return WholeResponse(body, self.headers)
 
     async def events(self, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for what is new."""
@@ -120,8 +127,9 @@ def _weight(deltas: Sequence[Delta]) -> int:
 class WholeResponse(Response):
     """A body in pieces, of which a slow reader is sent one after the other."""
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        super().__init__(headers={"Content-Length": str(sum(map(len, pieces)))}, media_type="application/json")
+    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
+        size = str(sum(map(len, pieces)))
+        super().__init__(headers={"Content-Length": size, **headers}, media_type="application/json")
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +143,7 @@ class EventStream(Response):
     """Sends all that is new at once, whenever the client can take more: one chunk for many tokens if it is slow."""
 
     def __init__(self, delivery: Delivery, first: list[Delta]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **delivery.headers}
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._delivery = delivery

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import TokenLogprob
+from phonograph.server.openai.answer_reader import AnswerReader, Part, Reading, joined
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.responses import (
     CachedTokens,
@@ -23,14 +24,13 @@ from phonograph.server.openai.responses import (
     ChatResponse,
     CompletionResponse,
     Finish,
-    FunctionCall,
+    ReasoningTokens,
     TextChoice,
     TextLogprobs,
     ToolCall,
     ToolCallDelta,
     Usage,
 )
-from phonograph.server.openai.tool_calls import ToolCallReader
 
 _encode = msgspec.json.Encoder().encode
 
@@ -95,10 +95,10 @@ class CompletionWriter:
         return b"".join(self._event([self._choice(delta)], self._head.no_usage) for delta in shown)
 
     def usage_event(self, used: TokenUsage) -> bytes:
-        return self._event([], _usage(used))
+        return self._event([], usage_of(used))
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
-        whole = _encode(self._response([], _usage(used)))
+        whole = _encode(self._response([], usage_of(used)))
         return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
 
     def _pieces(self, delta: Delta) -> Iterator[bytes]:
@@ -135,21 +135,14 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """For /v1/chat/completions; with `tools`, calls of these names are looked for, at most `max_calls`."""
+    """For /v1/chat/completions; outputs are text, or what `reading` tells apart in them."""
 
-    def __init__(
-        self,
-        head: Head,
-        logprobs: LogprobWriter | None,
-        tools: Collection[str] | None,
-        max_calls: int | None = None,
-    ) -> None:
+    def __init__(self, head: Head, logprobs: LogprobWriter | None, reading: Reading | None) -> None:
         self.id = head.id
         self._head = head
         self._logprobs = logprobs
-        self._tools = tools
-        self._max_calls = max_calls
-        self._readers: dict[int, ToolCallReader] = {}
+        self._reading = reading or Reading()
+        self._readers: dict[int, AnswerReader] = {}
         self._num_calls: dict[int, int] = {}
         """By choice; who is not in it has not begun."""
 
@@ -161,11 +154,18 @@ class ChatWriter:
         )
 
     def usage_event(self, used: TokenUsage) -> bytes:
-        return event(_encode(self._chunk([], _usage(used))))
+        return event(_encode(self._chunk([], self._usage(used))))
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
-        whole = _encode(ChatResponse(self._head.id, self._head.created, self._head.model, [], _usage(used)))
-        return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
+        pieces = _few(piece for place, delta in enumerate(choices) for piece in self._listed(place, delta))
+        whole = _encode(ChatResponse(self._head.id, self._head.created, self._head.model, [], self._usage(used)))
+        return _few(_filled(whole, "choices", [pieces]))
+
+    def _listed(self, place: int, delta: Delta) -> Iterator[bytes]:
+        """A choice, with a comma in front of all but the first."""
+        if place:
+            yield b","
+        yield from self._pieces(delta)
 
     def _pieces(self, delta: Delta) -> Iterator[bytes]:
         """A choice, with its logprobs encoded block by block."""
@@ -177,44 +177,44 @@ class ChatWriter:
             yield from _filled(whole, "content", ([_encode(logprobs.chat(block).content)[1:-1]] for block in blocks))
 
     def _choice(self, delta: Delta) -> ChatChoice:
-        text, calls = self._read(delta)
+        thought, text, calls = joined(self._read(delta))
         logprobs = ChatLogprobs([]) if self._logprobs is not None else None
         made = [ToolCall(self._call_id(delta.choice, place), call) for place, call in enumerate(calls)]
-        message = ChatMessage(text, made) if made else ChatMessage(text)
-        if made and not text:
-            message = ChatMessage(None, made)
+        message = ChatMessage(None if made and not text else text, made or UNSET, thought or UNSET)
         return ChatChoice(delta.choice, message, self._finish(delta, len(made)) or "stop", logprobs)
 
     def _delta_choices(self, delta: Delta) -> Iterator[ChatDeltaChoice]:
         """An event with what is new, and one of its own for the end."""
         index = delta.choice
-        text, calls = self._read(delta)
+        thought, text, calls = joined(self._read(delta))
         logprobs: ChatLogprobs | None = None
         if self._logprobs is not None and delta.logprobs:
             logprobs = self._logprobs.chat(delta.logprobs)
         is_first = index not in self._num_calls
         first_call = self._num_calls.setdefault(index, 0)
         self._num_calls[index] += len(calls)
-        if text or is_first or logprobs is not None or calls:
+        if text or thought or is_first or logprobs is not None or calls:
             made = [
                 ToolCallDelta(place, self._call_id(index, place), call) for place, call in enumerate(calls, first_call)
             ]
-            new = ChatDelta("assistant" if is_first else UNSET, UNSET if made and not text else text, made or UNSET)
+            content = UNSET if (made or thought) and not text else text
+            new = ChatDelta("assistant" if is_first else UNSET, content, made or UNSET, thought or UNSET)
             yield ChatDeltaChoice(index, new, logprobs)
         if delta.finish is not None:
             yield ChatDeltaChoice(index, ChatDelta(), finish_reason=self._finish(delta, self._num_calls[index]))
 
-    def _read(self, delta: Delta) -> tuple[str, list[FunctionCall]]:
-        if self._tools is None:
-            return delta.text, []
+    def _read(self, delta: Delta) -> list[Part]:
         reader = self._readers.get(delta.choice)
         if reader is None:
-            reader = self._readers[delta.choice] = ToolCallReader(self._tools, self._max_calls)
-        text, calls = reader.add(delta.text)
-        if delta.finish is not None:
-            rest, more = reader.finish()
-            text, calls = text + rest, calls + more
-        return text, calls
+            reader = self._readers[delta.choice] = self._reading.reader()
+        parts = reader.add(delta.text, delta.tokens)
+        return [*parts, *reader.finish()] if delta.finish is not None else parts
+
+    def _usage(self, used: TokenUsage) -> Usage:
+        if self._reading.reasoning is None:
+            return usage_of(used)
+        thought = sum(reader.num_thought for reader in self._readers.values())
+        return msgspec.structs.replace(usage_of(used), completion_tokens_details=ReasoningTokens(thought))
 
     def _finish(self, delta: Delta, num_calls: int) -> Finish | None:
         found = _FINISH[delta.finish]
@@ -289,6 +289,6 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _usage(used: TokenUsage) -> Usage:
+def usage_of(used: TokenUsage) -> Usage:
     total = used.prompt_tokens + used.output_tokens
     return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens))
