@@ -1,0 +1,102 @@
+"""Tools, thoughts and templates over HTTP: calls that are forced, messages that are gone on with, notes."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from server.conftest import Server
+from server.test_http import CHAT, HELLO, NOW, RESULT, TEXT, calling, error_of, events
+
+NAMES = ("pick", "drop")
+
+
+def rendered(server: Server, **body: Any) -> str:
+    tokens = server.post("/tokenize", body).json()["tokens"]
+    found: str = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    return found
+
+
+def test_the_default_models_template_is_given_calls_as_text(real_server: Server) -> None:
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "what time is it?"}]
+    text = rendered(real_server, messages=[*asked, calling(), RESULT], tools=[NOW])
+    assert "You may call functions" in text
+    assert '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>' in text
+    assert '<|im_start|>user\n<tool_response>\n{"name": "f", "content": "noon"}\n</tool_response><|im_end|>' in text
+    assert error_of(real_server.post("/tokenize", {"messages": [*asked, RESULT]}), 400)["param"].endswith(
+        "tool_call_id"
+    )
+    assert real_server.post(CHAT, {"messages": [*asked, calling(), RESULT], "max_tokens": 2}).status_code == 200
+
+
+def test_the_last_message_is_gone_on_with(real_server: Server) -> None:
+    begun = [{"role": "user", "content": "Capital of France?"}, {"role": "assistant", "content": "The capital of Fr"}]
+    body = {"messages": begun, "continue_final_message": True}
+    assert rendered(real_server, **body).endswith("<|im_start|>assistant\nThe capital of Fr")
+    said = real_server.post(CHAT, {**body, "add_generation_prompt": False, "temperature": 0, "max_tokens": 20}).json()
+    assert said["choices"][0]["message"]["content"].startswith("ance is Paris")
+    closed = rendered(real_server, messages=begun, add_generation_prompt=False)
+    assert closed.rstrip().endswith("The capital of Fr<|im_end|>")
+    assert (
+        real_server.post(CHAT, {"messages": begun, "add_generation_prompt": False, "max_tokens": 2}).status_code == 200
+    )
+
+
+def test_what_has_no_effect_is_noted(tiny_server: Server) -> None:
+    body = {"messages": HELLO, "reasoning_effort": "high", "verbosity": "low", "max_tokens": 2}
+    for is_streamed in (False, True):
+        note = tiny_server.post(CHAT, {**body, "stream": is_streamed}).headers["x-phonograph-note"]
+        assert "reasoning_effort: the model's chat template has no place for it" in note
+        assert "verbosity: " in note
+    assert "x-phonograph-note" not in tiny_server.post(CHAT, {"messages": HELLO, "max_tokens": 2}).headers
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"regex": "ab+c"}, "ab+c"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"json": {"const": 5}}, "5"),
+        ({"json": '{"const": 5}', "regex": None}, "5"),
+        ({"grammar": 'start: "x"'}, "x"),
+        ({"json_object": True}, r"\{.*"),
+    ],
+)
+def test_structured_outputs_as_at_vllm(tiny_server: Server, wanted: dict[str, Any], pattern: str) -> None:
+    said = tiny_server.post(TEXT, {"prompt": "x", "structured_outputs": wanted, "max_tokens": 40, "temperature": 1})
+    assert re.match(pattern, said.json()["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("parallel", [None, False])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
+def test_a_call_that_must_be_made_is_made(
+    tiny_server: Server, choice: Any, parallel: bool | None, is_streamed: bool
+) -> None:
+    schema = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema, "strict": True}} for name in NAMES]
+    body = {"messages": HELLO, "tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": 5}
+    said = tiny_server.post(CHAT, {**body, "max_tokens": 250, "stream": is_streamed, "temperature": 1, "stop": ["}]"]})
+    assert said.status_code == 200, said.text
+    said = tiny_server.post(CHAT, {**body, "max_tokens": 250, "stream": is_streamed, "temperature": 1})
+    choices = [event["choices"][0] for event in events(said.content)] if is_streamed else said.json()["choices"]
+    messages = [choice["delta" if is_streamed else "message"] for choice in choices]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    if choices[-1]["finish_reason"] == "length":  # a random model may call until the context ends
+        assert parallel is None
+        return
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert not any(message.get("content") for message in messages)
+    assert len(calls) == 1 or (parallel is None and choice == "required")
+    for call in calls:
+        assert call["function"]["name"] in (NAMES if choice == "required" else ("pick",))
+        assert json.loads(call["function"]["arguments"])["side"] in ("left", "right")
+
+
+def test_a_choice_of_no_tool_hides_them(tiny_server: Server) -> None:
+    body = {"messages": HELLO, "tools": [NOW], "tool_choice": "none", "max_tokens": 2}
+    without = tiny_server.post(CHAT, {"messages": HELLO, "max_tokens": 2}).json()
+    assert tiny_server.post(CHAT, body).json()["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"]
