@@ -186,8 +186,9 @@ def test_tools_with_a_model_whose_template_has_none(client: openai.OpenAI) -> No
         tool_choice={"type": "function", "function": {"name": "weather"}},
     )
     assert done.choices[0].finish_reason == "tool_calls"
-    (call,) = done.choices[0].message.tool_calls or [None]
-    assert call is not None
+    calls = done.choices[0].message.tool_calls
+    assert calls is not None
+    (call,) = calls
     assert call.type == "function"
     arguments = json.loads(call.function.arguments)
     assert arguments["city"] in ("Paris", "Rome")

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from phonograph.cli import serve
 from phonograph.engine.text import ChatTemplate
 from phonograph.server.http.failures import ApiError
+from phonograph.server.openai import reasoning, tool_formats
 from phonograph.server.openai.tool_choice import ToolChoice, choice_of, grammar_of_calls
 from phonograph.server.openai.tool_formats import FORMATS, HERMES, JSON, ToolFormat, read_json
 from phonograph.server.openai.tool_messages import for_template
@@ -23,6 +25,11 @@ NOW: dict[str, Any] = {"type": "function", "function": {"name": "now", "paramete
 ADD: dict[str, Any] = {"type": "function", "function": {"name": 'a "dd" é', "description": "adds"}}
 TOOLS = [NOW, ADD]
 PLAIN = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+
+
+def test_flags_name_the_formats_that_there_are() -> None:
+    assert serve.TOOL_PARSERS == tool_formats.CHOICES
+    assert serve.REASONING_PARSERS == reasoning.CHOICES
 
 
 def named(name: str) -> dict[str, Any]:

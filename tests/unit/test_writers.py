@@ -29,7 +29,8 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>
 
 
 def events(data: bytes) -> list[Any]:
-    return [json.loads(event.removeprefix("data: ")) for event in data.decode().split("\n\n") if event]
+    written = data.decode().removesuffix("data: [DONE]\n\n").split("\n\n")
+    return [json.loads(event.removeprefix("data: ")) for event in written if event]
 
 
 def whole(pieces: list[bytes]) -> Any:
@@ -72,10 +73,10 @@ def test_thoughts_have_a_field_of_their_own() -> None:
     assert message["tool_calls"][0]["function"]["name"] == "now"
     one = whole(ChatWriter(HEAD, None, reading).body([Delta(0, text, tokens, finish=STOP)], USAGE))
     assert one["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
-    writer = ChatWriter(HEAD, None, reading)
+    writer = ChatWriter(Head("chatcmpl-abc", 7, "tiny", streams_usage=True), None, reading)
     found = events(writer.events([Delta(0, "<think>\nhm", [5, 5])]))
     found += events(writer.events([Delta(0, text[10:], tokens[2:], finish=STOP)]))
-    found += events(writer.usage_event(USAGE))
+    found += events(writer.end(USAGE))
     deltas = [event["choices"][0]["delta"] for event in found[:-1]]
     assert deltas[0] == {"role": "assistant", "reasoning_content": "hm"}
     assert deltas[1]["content"] == "Well. "

@@ -39,21 +39,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     where.add_argument("--served-name", action="append", default=[], help="the model's name in requests; repeatable")
     where.add_argument("--chat-template", type=Path, help="a file with a chat template, in place of the model's own")
-    where.add_argument(
-        "--tool-parser",
-        *_VLLM_NAMES["--tool-parser"],
-        choices=TOOL_PARSERS,
-        default="auto",
-        help="how the model writes calls of tools; auto goes by its chat template, none looks for no calls",
-    )
-    where.add_argument(
-        "--reasoning-parser",
-        choices=REASONING_PARSERS,
-        default="auto",
-        help="how the model writes what it thinks; auto goes by its chat template, none leaves it in the answer",
-    )
-    for flag, because in _VLLM_SWITCHES.items():
-        where.add_argument(flag, action="store_true", help=f"accepted and changes nothing: {because}")
     where.add_argument("--api-key-file", type=Path, help="a file with keys, one a line, of which requests need one")
     where.add_argument(
         "--allowed-hosts", nargs="+", default=[], help="names that a Host header may have; * is any (see the docs)"
@@ -76,10 +61,37 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--core-timeout", type=float, default=300.0, help="a core that is silent for so long is restarted"
     )
+    _add_answer_flags(parser)
     log = parser.add_argument_group("log")
     log.add_argument("--log-level", choices=_LEVELS, default="info", help="info has a line for each request")
     log.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
     add_engine_flags(parser)
+
+
+def _add_answer_flags(parser: argparse.ArgumentParser) -> None:
+    """How outputs are read, and how long responses are kept."""
+    answers = parser.add_argument_group("answers")
+    answers.add_argument(
+        "--tool-parser",
+        *_VLLM_NAMES["--tool-parser"],
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="how the model writes calls of tools; auto goes by its chat template, none looks for no calls",
+    )
+    answers.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="auto",
+        help="how the model writes what it thinks; auto goes by its chat template, none leaves it in the answer",
+    )
+    for flag, because in _VLLM_SWITCHES.items():
+        answers.add_argument(flag, action="store_true", help=f"accepted and changes nothing: {because}")
+    answers.add_argument(
+        "--response-store-bytes", type=int, default=64 << 20, help="of responses that are kept; 0 keeps none"
+    )
+    answers.add_argument(
+        "--response-store-seconds", type=float, default=24 * 3600.0, help="for which a response is kept"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -157,6 +169,8 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         reasoning_parser=args.reasoning_parser,
         api_keys=(*args.api_key, *(_keys(args.api_key_file) if args.api_key_file is not None else ())),
         max_queue=args.max_queue,
+        response_store_bytes=args.response_store_bytes,
+        response_store_seconds=args.response_store_seconds,
         max_body_bytes=args.max_body_bytes,
         max_prompt_chars=args.max_prompt_chars,
         max_connections=args.max_connections,

@@ -54,7 +54,7 @@ from phonograph.server.openai.sampling_params import completion_params
 from phonograph.server.openai.tool_choice import choice_of
 from phonograph.server.openai.tool_formats import JSON
 from phonograph.server.openai.tool_messages import for_template
-from phonograph.server.openai.writers import ChatWriter, CompletionWriter, Head
+from phonograph.server.openai.writers import ChatWriter, CompletionWriter, Head, ResponseWriter
 from phonograph.server.options import ServerOptions
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -76,15 +76,16 @@ class Api:
         self._llm = llm
         self._options = options
         self._created = int(time.time())
-        self._logprobs = LogprobWriter(llm.tokenizer)
+        self.logprobs = LogprobWriter(llm.tokenizer)
         self._arrivals = Arrivals(_BODIES * options.max_body_bytes)
         self._bounds: tuple[Ready, ModelBounds] | None = None
-        self._completion_bodies = self._reader(CompletionRequest, ONLY_NEUTRAL)
-        self._chat_bodies = self._reader(ChatRequest, ONLY_NEUTRAL)
-        self._tokenize_bodies = self._reader(TokenizeRequest)
-        self._detokenize_bodies = self._reader(DetokenizeRequest)
+        self._completion_bodies = self.reader(CompletionRequest, ONLY_NEUTRAL)
+        self._chat_bodies = self.reader(ChatRequest, ONLY_NEUTRAL)
+        self._tokenize_bodies = self.reader(TokenizeRequest)
+        self._detokenize_bodies = self.reader(DetokenizeRequest)
 
-    def _reader(self, kind: type[T], neutral: Mapping[str, NeutralField] | None = None) -> BodyReader[T]:
+    def reader(self, kind: type[T], neutral: Mapping[str, NeutralField] | None = None) -> BodyReader[T]:
+        """Reads bodies of a kind, which may have `neutral` fields too."""
         options = self._options
         most, seconds = options.max_body_bytes, options.body_timeout
         return BodyReader(kind, most, seconds, self._arrivals, self.bounds, neutral or {})
@@ -117,17 +118,17 @@ class Api:
             check_completion(body, self.bounds())
             return body, self._head("cmpl", body), completion_params(body), _prompts_of(body.prompt)
 
-        with self._refusals_counted():
+        with self.refusals_counted():
             found, _ = await self._completion_bodies.read(request, self._llm.text.off_loop, checked)
             body, head, params, given = found
             prompts = await self._llm.text.encode(given, check=self._fitting())
             check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
 
         def offsets(choice: int) -> TextOffsets:
-            return self._logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
+            return self.logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
 
-        writer = CompletionWriter(head, self._logprobs if body.logprobs is not None else None, offsets)
-        return await self._response(request, body, prompts, params, writer)
+        writer = CompletionWriter(head, self.logprobs if body.logprobs is not None else None, offsets)
+        return await self.deliver(request, prompts, params, writer, stream=bool(body.stream))
 
     async def chat(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
@@ -139,13 +140,13 @@ class Api:
             plan = planned(body, self._llm.text.template, self.formats, max_len)
             return body, self._head("chatcmpl", body), plan
 
-        with self._refusals_counted():
+        with self.refusals_counted():
             (body, head, plan), size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
             check_logprobs(plan.params, 1, max_len)
             prompt, reading = await self.rendered(plan, size)
-            self._check_context(prompt, "messages")
-        writer = ChatWriter(head, self._logprobs if body.logprobs else None, reading)
-        return await self._response(request, body, [prompt], plan.params, writer, plan)
+            self.check_context(prompt, "messages")
+        writer = ChatWriter(head, self.logprobs if body.logprobs else None, reading)
+        return await self.deliver(request, [prompt], plan.params, writer, stream=bool(body.stream), plan=plan)
 
     async def rendered(self, plan: ChatPlan, size: int) -> tuple[list[int], Reading]:
         """The prompt of a chat of about so many characters, and how to read what comes after it."""
@@ -163,7 +164,7 @@ class Api:
         return prompt, plan.reading.after(end, continues=plan.continues)
 
     @contextmanager
-    def _refusals_counted(self) -> Iterator[None]:
+    def refusals_counted(self) -> Iterator[None]:
         """Report requests that don't get as far as the engine to the observer; the engine reports the others."""
         try:
             yield
@@ -173,7 +174,7 @@ class Api:
 
     def _head(self, kind: str, body: SamplingFields) -> Head:
         with_usage = bool(body.stream and body.stream_options and body.stream_options.include_usage)
-        return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._checked_model(body.model), with_usage)
+        return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self.checked_model(body.model), with_usage)
 
     def _fitting(self) -> Callable[[Sequence[int]], None]:
         """Refuses prompts, one after the other: each one that is too long, and all together."""
@@ -181,23 +182,25 @@ class Api:
 
         def check(prompt: Sequence[int]) -> None:
             nonlocal total
-            self._check_context(prompt, "prompt")
+            self.check_context(prompt, "prompt")
             total += len(prompt)
             most.check(total)
 
         return check
 
-    def _check_context(self, prompt: Sequence[int], param: str) -> None:
+    def check_context(self, prompt: Sequence[int], param: str) -> None:
+        """Refuse a prompt that does not fit the context."""
         if prompt and (problem := self._llm.about.limits.misfit(len(prompt))):
             raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
-    async def _response(
+    async def deliver(
         self,
         request: Request,
-        body: SamplingFields,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        writer: ChatWriter | CompletionWriter,
+        writer: ResponseWriter,
+        *,
+        stream: bool,
         plan: ChatPlan | None = None,
     ) -> Response:
         """Run the prompts, those of a chat by their plan, and deliver what comes of them."""
@@ -214,10 +217,9 @@ class Api:
             continues=plan is None or plan.continues,
             kept_ids=plan.reading.kept_tokens if plan is not None else (),
         )
-        with_usage = bool(body.stream_options and body.stream_options.include_usage)
         notes = plan.notes if plan is not None else ()
-        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, with_usage, notes)
-        return await (delivery.stream(request) if body.stream else delivery.whole(request))
+        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, notes)
+        return await (delivery.stream(request) if stream else delivery.whole(request))
 
     # -- text -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Api:
             check_tokenize(body, self.bounds())
             check_message_fields(body.messages or (), self._llm.text.template.message_fields)
             check_continued(body.messages or (), body.add_generation_prompt, body.continue_final_message)
-            self._checked_model(body.model)
+            self.checked_model(body.model)
             if (body.prompt is None) == (body.messages is None):
                 found = "neither" if body.prompt is None else "both"
                 message = f"expected either `prompt` or `messages`, found {found}. Send one of them."
@@ -261,7 +263,7 @@ class Api:
 
         def checked(body: DetokenizeRequest) -> DetokenizeRequest:
             check_detokenize(body, self.bounds())
-            self._checked_model(body.model)
+            self.checked_model(body.model)
             return body
 
         body, _ = await self._detokenize_bodies.read(request, self._llm.text.off_loop, checked)
@@ -278,7 +280,7 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         """One of them."""
-        return _json(self._model(self._checked_model(request.path_params["model"])))
+        return _json(self._model(self.checked_model(request.path_params["model"])))
 
     async def health(self, request: Request) -> Response:
         """Whether requests are taken, and if not, or if some of them fail, why."""
@@ -295,7 +297,7 @@ class Api:
         sampling = {field: getattr(resolved, field) for field in NEUTRAL}
         return ModelCard(name, self._created, self._llm.about.limits.max_len, sampling)
 
-    def _checked_model(self, name: str | None) -> str:
+    def checked_model(self, name: str | None) -> str:
         """The name of the model in the response."""
         if name is not None and name not in self.names:
             message = f"the model {name[:100]!r} is not served here; expected {' or '.join(map(repr, self.names))}."

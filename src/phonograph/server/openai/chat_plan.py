@@ -149,8 +149,7 @@ def _variables(body: ChatRequest, template: ChatTemplate) -> tuple[dict[str, Any
     """What the template is told besides the messages, and what it has no place for."""
     found = dict(body.chat_template_kwargs or {})
     notes: list[str] = []
-    for name in ("reasoning_effort", "verbosity"):
-        value = getattr(body, name)
+    for name, value in (("reasoning_effort", body.reasoning_effort), ("verbosity", body.verbosity)):
         if value is None:
             continue
         if name in found and found[name] != value:

@@ -18,7 +18,6 @@ from phonograph.server.http.failures import failure_of, failure_of_finish
 from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.writers import ResponseWriter, split
 
-DONE = b"data: [DONE]\n\n"
 _CHARS_OF_AN_ENTRY = 256
 """Characters of text that are written in the time of one logprob."""
 NOTE_HEADER = "X-Phonograph-Note"
@@ -63,7 +62,6 @@ class Delivery:
     """What the request's deadline was, for the message when it is missed."""
     off_loop: OffLoop
     """For responses that take long to write."""
-    with_usage: bool = False
     notes: Sequence[str] = ()
     """What was asked for and has no effect: the client is told in a header."""
 
@@ -157,10 +155,10 @@ class EventStream(Response):
                 end, outcome = b"", "streamed"
                 try:
                     await self._send_all(send)
-                    end = delivery.writer.usage_event(generation.usage) if delivery.with_usage else b""
+                    end = delivery.writer.end(generation.usage)
                 except Exception as error:
-                    end, outcome = failure_of(error).event(), delivery.log.failed(error)
-                await send({"type": "http.response.body", "body": end + DONE, "more_body": False})
+                    end, outcome = delivery.writer.failure(failure_of(error)), delivery.log.failed(error)
+                await send({"type": "http.response.body", "body": end, "more_body": False})
             delivery.log.end(generation, "left by its client" if client.is_gone else outcome)
 
     async def _send_all(self, send: Send) -> None:

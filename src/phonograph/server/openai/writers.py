@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import TokenLogprob
+from phonograph.server.http.failures import ApiError
 from phonograph.server.openai.answer_reader import AnswerReader, Part, Reading, joined
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.responses import (
@@ -34,6 +35,7 @@ from phonograph.server.openai.responses import (
 
 _encode = msgspec.json.Encoder().encode
 
+DONE = b"data: [DONE]\n\n"
 BLOCK = 128
 """Tokens whose logprobs are encoded in one go: others wait for no more than 2,688 entries."""
 _SMALL = 256 << 10
@@ -53,8 +55,11 @@ class ResponseWriter(Protocol):
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for what is new."""
 
-    def usage_event(self, used: TokenUsage) -> bytes:
-        """The last event, for a client that set include_usage."""
+    def end(self, used: TokenUsage) -> bytes:
+        """The last events of a stream."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last events of a stream that fails after its first."""
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
         """The whole response, in pieces of limited size; takes the logprobs out of the choices."""
@@ -67,7 +72,7 @@ class Head(msgspec.Struct, frozen=True):
     created: int
     model: str
     streams_usage: bool = False
-    """Whether events say that their usage is not known yet."""
+    """Whether the last event of a stream has the usage, and the others say that it is not known yet."""
 
     @property
     def no_usage(self) -> UnsetType | None:
@@ -94,8 +99,11 @@ class CompletionWriter:
         shown = (delta for delta in deltas if delta.text or delta.finish is not None or delta.logprobs)
         return b"".join(self._event([self._choice(delta)], self._head.no_usage) for delta in shown)
 
-    def usage_event(self, used: TokenUsage) -> bytes:
-        return self._event([], usage_of(used))
+    def end(self, used: TokenUsage) -> bytes:
+        return (self._event([], usage_of(used)) if self._head.streams_usage else b"") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error.event() + DONE
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
         whole = _encode(self._response([], usage_of(used)))
@@ -153,8 +161,11 @@ class ChatWriter:
             for choice in self._delta_choices(delta)
         )
 
-    def usage_event(self, used: TokenUsage) -> bytes:
-        return event(_encode(self._chunk([], self._usage(used))))
+    def end(self, used: TokenUsage) -> bytes:
+        return (event(_encode(self._chunk([], self._usage(used)))) if self._head.streams_usage else b"") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error.event() + DONE
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
         pieces = _few(piece for place, delta in enumerate(choices) for piece in self._listed(place, delta))
