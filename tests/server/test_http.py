@@ -308,7 +308,12 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools[0]` must be", "tools[0]"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "needs `tools`", "tool_choice"),
     (CHAT, {"messages": HELLO, "structured_outputs": {"jsn": {}}}, "did you mean", "structured_outputs.jsn"),
-    (TEXT, {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["a"]}}, "one grammar", None),
+    (
+        TEXT,
+        {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "one grammar",
+        "structured_outputs.choice",
+    ),
     (TEXT, {"prompt": "x", "structured_outputs": {"choice": "a"}}, "a list of texts", "structured_outputs.choice"),
     (TEXT, {"prompt": "x", "structured_outputs": {"regex": ["a"]}}, "a text", "structured_outputs.regex"),
     (CHAT, {"messages": HELLO, "reasoning_effort": "most"}, "invalid enum value", "reasoning_effort"),

@@ -84,6 +84,12 @@ def _add_answer_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how the model writes what it thinks; auto goes by its chat template, none leaves it in the answer",
     )
+    answers.add_argument(
+        "--content-special-tokens",
+        choices=("text", "special"),
+        default="text",
+        help="what special tokens in the texts of messages are; as special ones, a user's words could end a message",
+    )
     for flag, because in _VLLM_SWITCHES.items():
         answers.add_argument(flag, action="store_true", help=f"accepted and changes nothing: {because}")
     answers.add_argument(
@@ -167,6 +173,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         names=tuple(args.served_name),
         tool_parser=args.tool_parser,
         reasoning_parser=args.reasoning_parser,
+        content_special_tokens=args.content_special_tokens,
         api_keys=(*args.api_key, *(_keys(args.api_key_file) if args.api_key_file is not None else ())),
         max_queue=args.max_queue,
         response_store_bytes=args.response_store_bytes,

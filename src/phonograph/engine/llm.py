@@ -37,7 +37,7 @@ from phonograph.engine.requests.request import FinishReason, Request, SamplingPa
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
 from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.scheduling.scheduler import Scheduler
-from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
+from phonograph.engine.text import ChatTemplate, ContentGuard, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CheckpointError, RequestError
@@ -297,8 +297,9 @@ class LLM:
         return len(self._rendered(messages))
 
     def _rendered(self, messages: Many[Message]) -> tuple[int, ...]:
+        """Special tokens in messages are text: a prompt has them as they are."""
         template: ChatTemplate = self.checkpoint.chat_template()
-        return tuple(self._text().encode(template.render(list(messages)), add_special=False))
+        return tuple(ContentGuard(self._text()).encoded(lambda hide: template.render(hide(list(messages)))))
 
     def _generated(
         self, prompts: Many[tuple[int, ...]], params: SamplingParams | None, *, continues: bool

@@ -29,6 +29,8 @@ class ServerOptions:
     """How the model writes calls of tools: a name of `tool_formats`, `auto` to go by its template, or `none`."""
     reasoning_parser: str = "auto"
     """How it writes what it thinks: a name of `reasoning`, `auto` or `none`."""
+    content_special_tokens: str = "text"
+    """What special tokens in the texts of messages are: `text`, or `special` as in a prompt. Requests may say it too."""
     max_queue: int = 1024
     """Sequences that may wait for a place; with more, requests get a 429."""
     response_store_bytes: int = 64 << 20

@@ -8,10 +8,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 from phonograph.engine.scheduling.admission import refuse_unlike_prompts
-from phonograph.engine.text import ChatTemplate, Tokenizer
+from phonograph.engine.text import ChatTemplate, ContentGuard, Tokenizer
 from phonograph.errors import RequestError
 
 T = TypeVar("T")
@@ -31,6 +32,10 @@ class FrontText:
         self._tokenizer = tokenizer
         self._template = template
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts", initializer=_let_others_go_first)
+
+    @cached_property
+    def _guard(self) -> ContentGuard:
+        return ContentGuard(self.tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -83,22 +88,24 @@ class FrontText:
         variables: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
         continues: bool = False,
+        special_content: bool = False,
         size: int = _INLINE,
     ) -> list[int]:
         """The token ids of a conversation, or of one whose last message is gone on with.
 
-        `size` is about how many characters it has.
+        Special tokens that messages and tools have in their texts are text, unless `special_content`. `size` is about
+        how many characters there are.
         """
         tokenizer, template = self.tokenizer, self.template
 
-        def rendered() -> list[int]:
+        def written(hide: Callable[[Any], Any] = lambda value: value) -> str:
+            given, shown, further = hide(list(messages)), hide(tools), hide(variables)
             if continues:
-                text = template.continued(messages, tools=tools, variables=variables)
-            else:
-                text = template.render(
-                    messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
-                )
-            return tokenizer.encode(text, add_special=False)
+                return template.continued(given, tools=shown, variables=further)
+            return template.render(given, tools=shown, variables=further, add_generation_prompt=add_generation_prompt)
+
+        def rendered() -> list[int]:
+            return tokenizer.encode(written(), add_special=False) if special_content else self._guard.encoded(written)
 
         return await self.off_loop(size, rendered)
 

@@ -157,11 +157,15 @@ class Api:
             variables=plan.variables,
             add_generation_prompt=plan.add_generation_prompt,
             continues=plan.continues,
+            special_content=self._has_special_content(plan.content_special_tokens),
             size=size,
         )
         end = text.tokenizer.decode(prompt[-_END_OF_PROMPT:], skip_special=False)
         end = str(plan.messages[-1]["content"]) if plan.continues else end
         return prompt, plan.reading.after(end, continues=plan.continues)
+
+    def _has_special_content(self, asked: str | None) -> bool:
+        return (asked or self._options.content_special_tokens) == "special"
 
     @contextmanager
     def refusals_counted(self) -> Iterator[None]:
@@ -250,6 +254,7 @@ class Api:
                 variables=body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continues=bool(body.continue_final_message),
+                special_content=self._has_special_content(body.content_special_tokens),
                 size=size,
             )
         else:

@@ -36,6 +36,8 @@ class ChatPlan:
     continues: bool
     """Whether the last message is gone on with."""
     reading: Reading
+    content_special_tokens: str | None = None
+    """What special tokens in the texts of messages are; None leaves it to the server."""
     notes: tuple[str, ...] = ()
     """What was asked for and has no effect with this model."""
 
@@ -99,7 +101,8 @@ def planned(body: ChatRequest, template: ChatTemplate, formats: AnswerFormats, m
     max_calls = None if parallel else 1
     reading = formats.reading(choice, max_calls=max_calls, follows_grammar=params.grammar is not None)
     is_begun = not continues and body.add_generation_prompt is not False
-    return ChatPlan(params, messages, tools, variables, is_begun, continues, reading, tuple(notes))
+    special = body.content_special_tokens
+    return ChatPlan(params, messages, tools, variables, is_begun, continues, reading, special, tuple(notes))
 
 
 def checked_tools(tools: Sequence[Message], template: ChatTemplate) -> Sequence[Message]:

@@ -103,6 +103,7 @@ def check_tokenize_fields(request: TokenizeRequest) -> None:
         "chat_template_kwargs": request.chat_template_kwargs,
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
+        "content_special_tokens": request.content_special_tokens,
     }
     unread = [name for name, value in of_messages.items() if value not in (None, [], {})]
     if request.prompt is not None and unread:

@@ -17,6 +17,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.STOP_CHARS.most})]
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": limits.STOPS.most})]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ContentTokens = Literal["text", "special"]
 Verbosity = Literal["low", "medium", "high"]
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -178,6 +179,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     """For templates that read it; with others the answer is as without it, and a header says so."""
     verbosity: Verbosity | None = None
     """As `reasoning_effort`."""
+    content_special_tokens: ContentTokens | None = None
+    """What special tokens in the texts of messages are. Default: the server's, which is text. Not in OpenAI's API."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,6 +195,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Of messages: end with the beginning of an answer. Default: true."""
     continue_final_message: bool | None = None
     """Of messages: end with the last one, without the template's end of it."""
+    content_special_tokens: ContentTokens | None = None
+    """Of messages: as in a chat."""
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

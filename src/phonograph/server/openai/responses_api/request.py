@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from phonograph.server.http import request_limits as limits
 from phonograph.server.http.neutral_fields import NeutralField
-from phonograph.server.openai.requests import Effort, Penalty, Probability, Stops, Verbosity
+from phonograph.server.openai.requests import ContentTokens, Effort, Penalty, Probability, Stops, Verbosity
 
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
@@ -96,3 +96,4 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Annotated[str, Meta(extra_json_schema={"maxLength": limits.STOP_CHARS.most})] | Stops | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    content_special_tokens: ContentTokens | None = None
