@@ -19,7 +19,7 @@ PATH = "/v1/responses"
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
-LOOK: dict[str, Any] = {
+LOOK: Any = {
     "type": "function",
     "name": "look",
     "description": "Look something up.",
@@ -55,10 +55,10 @@ def test_text_in_and_out(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_of_events(client: openai.OpenAI) -> None:
-    found = list(client.responses.create(model=MODEL, input=QUESTION, temperature=0, stream=True))
+    found: list[Any] = list(client.responses.create(model=MODEL, input=QUESTION, temperature=0, stream=True))
     assert [event.sequence_number for event in found] == list(range(len(found)))
     assert "".join(event.delta for event in found if event.type == "response.output_text.delta") == ANSWER
-    last: Any = found[-1]
+    last = found[-1]
     assert last.type == "response.completed"
     assert last.response.output_text == ANSWER
     assert client.responses.retrieve(last.response.id).output_text == ANSWER
@@ -149,14 +149,14 @@ def test_tools_there_and_back(client: openai.OpenAI, by_id: bool) -> None:
 def test_a_stream_of_a_call(client: openai.OpenAI) -> None:
     pytest.importorskip("llguidance")
     choice: Any = {"type": "function", "name": "look"}
-    found = list(
+    found: list[Any] = list(
         client.responses.create(
             model=MODEL, input="Where?", tools=[LOOK], tool_choice=choice, temperature=0, stream=True
         )
     )
     said = "".join(event.delta for event in found if event.type == "response.function_call_arguments.delta")
     assert json.loads(said)["where"] in ("here", "there")
-    last: Any = found[-1]
+    last = found[-1]
     assert last.type == "response.completed"
     call: Any = last.response.output[0]
     assert call.type == "function_call"

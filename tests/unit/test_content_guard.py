@@ -68,7 +68,7 @@ PIECES = (
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
-@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), min_size=1, max_size=3))
+@given(contents=st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), min_size=1, max_size=3))
 def test_only_the_templates_own_are_special(kind: str, contents: list[str], request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     ids = encoded(tokenizer, *contents)
@@ -79,7 +79,9 @@ def test_only_the_templates_own_are_special(kind: str, contents: list[str], requ
     )
 
 
-@given(st.lists(st.text(max_size=20).filter(lambda text: "<|" not in text and "\ue001" not in text), max_size=3))
+@given(
+    contents=st.lists(st.text(max_size=20).filter(lambda text: "<|" not in text and "\ue001" not in text), max_size=3)
+)
 def test_other_messages_are_encoded_as_ever(byte_level: Tokenizer, contents: list[str]) -> None:
     if contents:
         assert encoded(byte_level, *contents) == plain(byte_level, *contents)

@@ -30,7 +30,7 @@ class ServerOptions:
     reasoning_parser: str = "auto"
     """How it writes what it thinks: a name of `reasoning`, `auto` or `none`."""
     content_special_tokens: str = "text"
-    """What special tokens in the texts of messages are: `text`, or `special` as in a prompt. Requests may say it too."""
+    """What special tokens in the texts of messages are: `text`, or `special` as in a prompt. Requests may say too."""
     max_queue: int = 1024
     """Sequences that may wait for a place; with more, requests get a 429."""
     response_store_bytes: int = 64 << 20

@@ -1,4 +1,4 @@
-"""openai-agents: a plain run, a stream, a tool that must be used, an output type; over responses and chats. Prints JSON."""
+"""openai-agents: runs, streams, a tool that must be used, an output type; over responses and chats. Prints JSON."""
 
 from __future__ import annotations
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from phonograph.engine.text.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 _BEGIN, _END = "\ue001", "\ue002"
 """Characters that are assigned to nothing; what is hidden stands between them as a number."""
@@ -29,17 +27,16 @@ class ContentGuard:
         self._numbers = {text: number for number, text in enumerate(self._texts)}
         self._pattern = re.compile("|".join(map(re.escape, self._texts)))
 
-    def encoded(self, render: Callable[[Callable[[T], T]], str]) -> list[int]:
+    def encoded(self, render: Callable[[Callable[[Any], Any]], str]) -> list[int]:
         """The ids of what `render` writes; it is given a function that hides special tokens in what it writes."""
         has_hidden = False
 
-        def hide(value: T) -> T:
+        def hide(value: Any) -> Any:
             nonlocal has_hidden
             if not any(self._pattern.search(text) for text in _texts_in(value)):
                 return value
             has_hidden = True
-            changed: T = self._hidden(value)
-            return changed
+            return self._hidden(value)
 
         text = render(hide)
         return self._encoded(text) if has_hidden else self._tokenizer.encode(text, add_special=False)
