@@ -169,14 +169,16 @@ class ResponsesApi:
             return response
         return msgspec.structs.replace(response, store=False)
 
-    async def retrieve(self, request: Request) -> responses.Response:
-        """A response that was stored."""
+    async def stored(self, request: Request) -> responses.Response:
+        """A response that was stored, or its end."""
+        return await (self._delete(request) if request.method == "DELETE" else self._retrieve(request))
+
+    async def _retrieve(self, request: Request) -> responses.Response:
         _check_query(request, ())
         stored = self._stored(self._owner(request), request.path_params["id"])
         return responses.Response(stored.body, media_type="application/json")
 
-    async def delete(self, request: Request) -> responses.Response:
-        """Forget a response."""
+    async def _delete(self, request: Request) -> responses.Response:
         name = request.path_params["id"]
         if not self._store.delete(self._owner(request), name):
             self._refuse_missing(name)
