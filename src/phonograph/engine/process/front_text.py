@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from phonograph.engine.scheduling.admission import refuse_unlike_prompts
 from phonograph.engine.text import ChatTemplate, ContentGuard, Tokenizer
+from phonograph.engine.text.truncation import encoded_end, end_of, last_tokens
 from phonograph.errors import RequestError
 
 T = TypeVar("T")
@@ -56,13 +57,19 @@ class FrontText:
         prompts: Sequence[str | Sequence[int]],
         *,
         add_special: bool = True,
+        most: int | None = None,
         check: Callable[[Sequence[int]], None] = lambda tokens: None,
     ) -> list[Sequence[int]]:
-        """The token ids of several texts; what is token ids already stays as it is. `check` may refuse each."""
+        """The token ids of several texts; what is token ids already stays as it is. Of each the last, at most `most`,
+        are taken, and `check` may refuse it."""
 
         def encoded(prompt: str | Sequence[int]) -> Sequence[int]:
             refuse_unlike_prompts(prompt)
-            ids = self.tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+            ids: Sequence[int]
+            if isinstance(prompt, str):
+                ids = encoded_end(self.tokenizer, prompt, most, add_special=add_special)
+            else:
+                ids = last_tokens(prompt, most)
             check(ids)
             return ids
 
@@ -89,11 +96,14 @@ class FrontText:
         add_generation_prompt: bool = True,
         continues: bool = False,
         special_content: bool = False,
+        add_special: bool = False,
+        most: int | None = None,
         size: int = _INLINE,
     ) -> list[int]:
-        """The token ids of a conversation, or of one whose last message is gone on with.
+        """The token ids of a conversation, or of one whose last message is gone on with; the last, at most `most`.
 
-        Special tokens that messages and tools have in their texts are text, unless `special_content`. `size` is about
+        Special tokens that messages and tools have in their texts are text, unless `special_content`. With
+        `add_special`, what the tokenizer puts around a text comes on top of what the template writes. `size` is about
         how many characters there are.
         """
         tokenizer, template = self.tokenizer, self.template
@@ -105,7 +115,9 @@ class FrontText:
             return template.render(given, tools=shown, variables=further, add_generation_prompt=add_generation_prompt)
 
         def rendered() -> list[int]:
-            return tokenizer.encode(written(), add_special=False) if special_content else self._guard.encoded(written)
+            if special_content:
+                return encoded_end(tokenizer, written(), most, add_special=add_special)
+            return end_of(self._guard.written(written), most, add_special=add_special)
 
         return await self.off_loop(size, rendered)
 

@@ -29,6 +29,10 @@ class ContentGuard:
 
     def encoded(self, render: Callable[[Callable[[Any], Any]], str]) -> list[int]:
         """The ids of what `render` writes; it is given a function that hides special tokens in what it writes."""
+        return self.written(render)(False)
+
+    def written(self, render: Callable[[Callable[[Any], Any]], str]) -> Callable[[bool], list[int]]:
+        """What `render` writes, to be encoded with what the tokenizer puts around a text, or without."""
         has_hidden = False
 
         def hide(value: Any) -> Any:
@@ -39,7 +43,9 @@ class ContentGuard:
             return self._hidden(value)
 
         text = render(hide)
-        return self._encoded(text) if has_hidden else self._tokenizer.encode(text, add_special=False)
+        if has_hidden:
+            return lambda special: self._encoded(text, special)
+        return lambda special: self._tokenizer.encode(text, add_special=special)
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -48,7 +54,7 @@ class ContentGuard:
             return {self._hidden(name): self._hidden(part) for name, part in value.items()}
         return [self._hidden(part) for part in value] if isinstance(value, list | tuple) else value
 
-    def _encoded(self, written: str) -> list[int]:
+    def _encoded(self, written: str, add_special: bool) -> list[int]:
         """As a whole, so that all around is as it would be; then each that was hidden is spelled in its place."""
         text, spans = "", list[tuple[int, int]]()
         place = 0
@@ -61,7 +67,7 @@ class ContentGuard:
         text += written[place:]
         ids: list[int] = []
         number = 0
-        for token, (start, end) in self._tokenizer.encode_places(text):
+        for token, (start, end) in self._tokenizer.encode_places(text, add_special=add_special):
             while number < len(spans) and spans[number][1] <= start:
                 number += 1
             is_hidden = number < len(spans) and spans[number][0] < end and token in self._tokenizer.special_ids

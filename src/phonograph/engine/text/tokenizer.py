@@ -98,9 +98,9 @@ class Tokenizer:
                 field="prompt",
             ) from None
 
-    def encode_places(self, text: str) -> list[tuple[int, tuple[int, int]]]:
-        """The ids of a text without bos and the like, each with the characters that it is of: start and end."""
-        (found,) = self._backend.encode_batch([text], add_special_tokens=False)
+    def encode_places(self, text: str, *, add_special: bool = True) -> list[tuple[int, tuple[int, int]]]:
+        """As `encode`, each id with the characters that it is of: start and end, which are 0 of what is put around."""
+        (found,) = self._backend.encode_batch([text], add_special_tokens=add_special)
         return list(zip(found.ids, found.offsets, strict=True))
 
     def encode_exactly(self, text: str) -> list[int]:

@@ -25,7 +25,9 @@ from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.answer_reader import Reading
 from phonograph.server.openai.chat_plan import AnswerFormats, ChatPlan, check_continued, checked_tools, planned
 from phonograph.server.openai.delivery import Delivery
+from phonograph.server.openai.echo import Echo, echo_of
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
+from phonograph.server.openai.prompt_writer import PromptWriter
 from phonograph.server.openai.request_validation import (
     check_chat,
     check_completion,
@@ -121,14 +123,25 @@ class Api:
         with self.refusals_counted():
             found, _ = await self._completion_bodies.read(request, self._llm.text.off_loop, checked)
             body, head, params, given = found
-            prompts = await self._llm.text.encode(given, check=self._fitting())
-            check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
+            most = self._most_tokens(body, params)
+            special = body.add_special_tokens is not False
+            check = self._fitting(params.max_tokens)
+            prompts = await self._llm.text.encode(given, add_special=special, most=most, check=check)
+            check_logprobs(params, prompts, self._llm.about.limits.max_len)
 
         def offsets(choice: int) -> TextOffsets:
             return self.logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
 
-        writer = CompletionWriter(head, self.logprobs if body.logprobs is not None else None, offsets)
-        return await self.deliver(request, prompts, params, writer, stream=bool(body.stream))
+        def echo(choice: int) -> Echo:
+            place = choice // params.n
+            return echo_of(self._llm.tokenizer, given[place] if most is None else prompts[place], prompts[place])
+
+        shown = None
+        if body.echo or body.prompt_logprobs is not None:
+            echoed = echo if body.echo else None
+            shown = PromptWriter(self.logprobs, echoed, body.logprobs, body.prompt_logprobs)
+        writer = CompletionWriter(head, self.logprobs if body.logprobs is not None else None, offsets, shown)
+        return await self.deliver(request, prompts, params, writer, stream=bool(body.stream), priority=body.priority)
 
     async def chat(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
@@ -142,13 +155,19 @@ class Api:
 
         with self.refusals_counted():
             (body, head, plan), size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
-            check_logprobs(plan.params, 1, max_len)
-            prompt, reading = await self.rendered(plan, size)
-            self.check_context(prompt, "messages")
-        writer = ChatWriter(head, self.logprobs if body.logprobs else None, reading)
-        return await self.deliver(request, [prompt], plan.params, writer, stream=bool(body.stream), plan=plan)
+            params = plan.params
+            special, most = bool(body.add_special_tokens), self._most_tokens(body, params)
+            prompt, reading = await self.rendered(plan, size, add_special=special, most=most)
+            self.check_context(prompt, "messages", params.max_tokens)
+            check_logprobs(params, [prompt], max_len)
+        ranked, stream = body.prompt_logprobs, bool(body.stream)
+        shown = None if ranked is None else PromptWriter(self.logprobs, num_ranked=ranked)
+        writer = ChatWriter(head, self.logprobs if body.logprobs else None, reading, shown)
+        return await self.deliver(request, [prompt], params, writer, stream=stream, priority=body.priority, plan=plan)
 
-    async def rendered(self, plan: ChatPlan, size: int) -> tuple[list[int], Reading]:
+    async def rendered(
+        self, plan: ChatPlan, size: int, *, add_special: bool = False, most: int | None = None
+    ) -> tuple[list[int], Reading]:
         """The prompt of a chat of about so many characters, and how to read what comes after it."""
         text = self._llm.text
         prompt = await text.render(
@@ -158,6 +177,8 @@ class Api:
             add_generation_prompt=plan.add_generation_prompt,
             continues=plan.continues,
             special_content=self._has_special_content(plan.content_special_tokens),
+            add_special=add_special,
+            most=most,
             size=size,
         )
         end = text.tokenizer.decode(prompt[-_END_OF_PROMPT:], skip_special=False)
@@ -180,21 +201,29 @@ class Api:
         with_usage = bool(body.stream and body.stream_options and body.stream_options.include_usage)
         return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self.checked_model(body.model), with_usage)
 
-    def _fitting(self) -> Callable[[Sequence[int]], None]:
+    def _most_tokens(self, body: SamplingFields, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens are taken."""
+        most = body.truncate_prompt_tokens
+        if most == 0:
+            message = "`truncate_prompt_tokens` is 0, and nothing of the prompt would be left. Send 1 or more, or -1."
+            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+        return self._llm.about.limits.longest_prompt(params.max_tokens) if most == -1 else most
+
+    def _fitting(self, max_outputs: int) -> Callable[[Sequence[int]], None]:
         """Refuses prompts, one after the other: each one that is too long, and all together."""
         total, most = 0, self.bounds().prompt_tokens
 
         def check(prompt: Sequence[int]) -> None:
             nonlocal total
-            self.check_context(prompt, "prompt")
+            self.check_context(prompt, "prompt", max_outputs)
             total += len(prompt)
             most.check(total)
 
         return check
 
-    def check_context(self, prompt: Sequence[int], param: str) -> None:
-        """Refuse a prompt that does not fit the context."""
-        if prompt and (problem := self._llm.about.limits.misfit(len(prompt))):
+    def check_context(self, prompt: Sequence[int], param: str, max_outputs: int) -> None:
+        """Refuse a prompt that does not fit the context with so many tokens of output."""
+        if prompt and (problem := self._llm.about.limits.misfit(len(prompt), max_outputs)):
             raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
     async def deliver(
@@ -205,9 +234,10 @@ class Api:
         writer: ResponseWriter,
         *,
         stream: bool,
+        priority: int | None = None,
         plan: ChatPlan | None = None,
     ) -> Response:
-        """Run the prompts, those of a chat by their plan, and deliver what comes of them."""
+        """Run the prompts, those of a chat by their plan, and deliver what comes of them; a low priority goes first."""
         log = RequestLog(writer.id, with_texts=self._options.log_prompts)
         if self._options.log_prompts:
             for prompt in prompts:
@@ -217,6 +247,7 @@ class Api:
             prompts,
             params,
             request_id=writer.id,
+            priority=-(priority or 0),
             timeout=timeout,
             continues=plan is None or plan.continues,
             kept_ids=plan.reading.kept_tokens if plan is not None else (),

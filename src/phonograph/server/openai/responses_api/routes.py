@@ -156,7 +156,7 @@ class ResponsesApi:
         if (grammar := plan.params.grammar) is not None and grammar.field == "response_format":
             plan = replace(plan, params=replace(plan.params, grammar=replace(grammar, field="text.format")))
         prompt, reading = await api.rendered(plan, asked.size)
-        api.check_context(prompt, "messages")
+        api.check_context(prompt, "messages", plan.params.max_tokens)
         return plan, prompt, reading, asked
 
     # -- what is kept -----------------------------------------------------------------------------------------------
