@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.conftest import Server
+from server.conftest import TINY_FLAGS, Server, serving
 from server.test_http import CHAT, HELLO, NOW, RESULT, TEXT, calling, error_of, events
 
 NAMES = ("pick", "drop")
@@ -103,6 +105,61 @@ def test_a_choice_of_no_tool_hides_them(tiny_server: Server) -> None:
     body = {"messages": HELLO, "tools": [NOW], "tool_choice": "none", "max_tokens": 2}
     without = tiny_server.post(CHAT, {"messages": HELLO, "max_tokens": 2}).json()
     assert tiny_server.post(CHAT, body).json()["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"]
+
+
+def test_calls_beside_a_schema_are_told_from_what_it_says(real_server: Server) -> None:
+    """With marks around calls, either may come; what the schema says is content, also where it looks like a call."""
+    said = {"name": "now", "arguments": {}}
+    body = {
+        "messages": HELLO,
+        "tools": [NOW],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": said}}},
+        "temperature": 0,
+        "max_tokens": 60,
+    }
+    (choice,) = real_server.post(CHAT, body).json()["choices"]
+    if choice["finish_reason"] == "stop":
+        assert json.loads(choice["message"]["content"]) == said
+    else:
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+    bias = dict.fromkeys(real_server.tokens("<"), -100)
+    (choice,) = real_server.post(CHAT, {**body, "logit_bias": bias}).json()["choices"]
+    assert json.loads(choice["message"]["content"]) == said
+    assert choice["finish_reason"] == "stop"
+
+
+THINKS = """\
+{%- for message in messages %}<|start|>{{ message.role }} {{ message.content }}<|end|>{% endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant <think>
+{% endif -%}{#- </think> -#}
+"""
+
+
+@pytest.fixture(scope="module")
+def thinking(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    template = tmp_path_factory.mktemp("thinks") / "template.jinja"
+    template.write_text(THINKS)
+    with serving("--model", str(tiny_model), *TINY_FLAGS, "--chat-template", str(template)) as server:
+        yield server
+
+
+def test_a_prompt_that_begins_the_thought(thinking: Server, tiny_server: Server) -> None:
+    body: dict[str, Any] = {"messages": HELLO, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    tokens = thinking.post("/tokenize", {"messages": HELLO}).json()["tokens"]
+    same = tiny_server.post(TEXT, {"prompt": tokens, "temperature": 0, "max_tokens": 12, "ignore_eos": True}).json()
+    message = thinking.post(CHAT, body).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (same["choices"][0]["text"].strip(), "")
+    deltas = [event["choices"][0]["delta"] for event in events(thinking.post(CHAT, {**body, "stream": True}).content)]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    assert not any(delta.get("content") for delta in deltas)
+    response = thinking.post("/v1/responses", {"input": "hello", "temperature": 0, "max_output_tokens": 12}).json()
+    assert response["output"][0]["type"] == "reasoning"
+    begun = [*HELLO, {"role": "assistant", "content": "<think>so</think> and"}]
+    goes_on = {**body, "messages": begun, "continue_final_message": True}
+    message = thinking.post(CHAT, goes_on).json()["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    guided = thinking.post(CHAT, {**body, "guided_choice": ["yes"]}).json()["choices"][0]["message"]
+    assert guided["content"].startswith("yes")
 
 
 def test_special_tokens_in_messages_are_text(tiny_server: Server) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from phonograph.cli import serve
+from phonograph.engine.requests.request import GrammarSpec
 from phonograph.engine.text import ChatTemplate
 from phonograph.server.http.failures import ApiError
 from phonograph.server.openai import reasoning, tool_formats
+from phonograph.server.openai.answer_reader import Reading
 from phonograph.server.openai.tool_choice import ToolChoice, choice_of, grammar_of_calls
 from phonograph.server.openai.tool_formats import FORMATS, HERMES, JSON, ToolFormat, read_json
 from phonograph.server.openai.tool_messages import for_template
@@ -108,6 +110,22 @@ def test_the_grammar_takes_calls_that_fit_and_no_others(format: ToolFormat) -> N
     assert follows(only, format, written(format, good))
     assert not follows(only, format, written(format, good, good))
     assert not follows(only, format, written(format, other))
+
+
+def test_an_output_may_be_calls_or_what_a_schema_says() -> None:
+    llguidance = pytest.importorskip("llguidance")
+    said = GrammarSpec("json_schema", '{"const": {"name": "now", "arguments": {}}}', "response_format")
+    spec = grammar_of_calls(choice_of("auto", TOOLS), HERMES.spelling, parallel=True, instead=said)
+    assert spec.field == "response_format"
+    for text in ('{"name":"now","arguments":{}}', written(HERMES, ("now", '{"zone": "UTC"}'), ('a "dd" é', "{}"))):
+        matcher = llguidance.LLMatcher(
+            llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(spec.text)
+        )
+        assert matcher.consume_tokens(list(text.encode()))
+        assert matcher.is_accepting()
+    reader = Reading(("now",), HERMES, takes_bare=False).reader()
+    assert reader.add('{"name":"now","arguments":{}}') == ['{"name":"now","arguments":{}}']
+    assert reader.finish() == []
 
 
 def test_strict_closes_objects() -> None:

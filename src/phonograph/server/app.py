@@ -17,6 +17,7 @@ from phonograph.errors import PhonographError
 from phonograph.server.http.access import CorsGuard, HostGuard, KeyGuard
 from phonograph.server.http.failures import ApiError, respond
 from phonograph.server.openai.api import Api
+from phonograph.server.openai.delivery import NOTE_HEADER
 from phonograph.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phonograph.server.openai.responses import (
     ChatChunk,
@@ -136,6 +137,10 @@ def create_app(
         guarded = KeyGuard(guarded, options.api_keys, {"/health", *open_paths})
     if options.cors_origins:
         guarded = CorsGuard(
-            guarded, allow_origins=options.cors_origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
+            guarded,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[NOTE_HEADER],
         )
     return HostGuard(guarded, options.hosts) if options.hosts else guarded

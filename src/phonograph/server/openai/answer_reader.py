@@ -37,6 +37,8 @@ class Reading:
     """The token of the mark that ends a thought, where it is one token."""
     kept_tokens: frozenset[int] = frozenset()
     """Special tokens that are text here: marks that readers look for."""
+    takes_bare: bool = True
+    """Whether an output that is nothing but the JSON of calls is calls, though it has no marks."""
 
     def after(self, end_of_prompt: str, *, continues: bool) -> Reading:
         """The same, of outputs that come after such a prompt; one that `continues` a message may be amid a thought."""
@@ -57,7 +59,7 @@ class AnswerReader:
     def __init__(self, reading: Reading) -> None:
         marks = reading.reasoning
         self._reasoning = ReasoningReader(marks, is_open=reading.thinks) if marks is not None else None
-        self._calls = ToolCallReader(reading.tools, reading.format, reading.max_calls) if reading.tools else None
+        self._calls = _calls_of(reading) if reading.tools else None
         self._last_of_thought = reading.last_of_thought
         self.num_thought = 0
         """Tokens of what was thought, its last mark included."""
@@ -90,6 +92,10 @@ class AnswerReader:
             self._has_thought = True
             self.num_thought = self._num_tokens + list(tokens).index(self._last_of_thought) + 1
         self._num_tokens += len(tokens)
+
+
+def _calls_of(reading: Reading) -> ToolCallReader:
+    return ToolCallReader(reading.tools, reading.format, reading.max_calls, takes_bare=reading.takes_bare)
 
 
 def joined(parts: Sequence[Part]) -> tuple[str, str, list[FunctionCall]]:

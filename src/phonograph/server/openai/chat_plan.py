@@ -62,10 +62,10 @@ class AnswerFormats:
         thinks = reasoning.format_of(template) if reasoning_parser == "auto" else thinks
         return cls(tools, thinks, tokenizer)
 
-    def reading(self, choice: ToolChoice, *, max_calls: int | None, follows_grammar: bool) -> Reading:
-        """How to read the outputs of a request; what follows a grammar is no thought, and a call if it must be one."""
+    def reading(self, choice: ToolChoice, max_calls: int | None, *, follows_grammar: bool) -> Reading:
+        """How to read the outputs of a request with these tools; what follows a grammar is no thought."""
         written = JSON if self.tools is None and choice.is_forced else self.tools
-        names = choice.names if written is not None and (choice.is_forced or not follows_grammar) else ()
+        names = choice.names if written is not None else ()
         thinks = None if follows_grammar else self.reasoning
         marks = [*(written.marks if names and written else ()), *((thinks.opening, thinks.closing) if thinks else ())]
         ids = {mark: self.tokenizer.token_id(mark) for mark in marks} if self.tokenizer is not None else {}
@@ -87,19 +87,26 @@ def planned(body: ChatRequest, template: ChatTemplate, formats: AnswerFormats, m
     checked_tools(choice.tools, template)
     params = chat_params(body, max_len)
     parallel = body.parallel_tool_calls is not False
-    if choice.is_forced:
-        params = _forced(body, params, choice, formats.tools or JSON, parallel=parallel)
     spelled = formats.tools or JSON
+    if choice.is_forced:
+        params = _forced(body, params, choice, spelled, parallel=parallel)
+    may_call = _is_either(choice, params, spelled)
+    if may_call:
+        grammar = grammar_of_calls(choice, spelled.spelling, parallel=parallel, instead=params.grammar)
+        params = replace(params, grammar=grammar)
     given, dropped = _without_thoughts(body.messages, template)
     messages, tools = for_template(given, choice.tools, template, spelled)
     variables, notes = _variables(body, template)
     if dropped:
         notes.append("messages[].reasoning_content: the chat template does not read it; earlier thoughts are left out")
-    if choice.mode == "auto" and any(tool["function"].get("strict") for tool in choice.tools):
+    if choice.mode == "auto" and not may_call and any(tool["function"].get("strict") for tool in choice.tools):
         notes.append('tools[].function.strict: calls follow their schema under tool_choice "required" or a function')
     continues = check_continued(body.messages, body.add_generation_prompt, body.continue_final_message)
     max_calls = None if parallel else 1
-    reading = formats.reading(choice, max_calls=max_calls, follows_grammar=params.grammar is not None)
+    has_calls = choice.is_forced or may_call or params.grammar is None
+    reading = formats.reading(choice if has_calls else ToolChoice(), max_calls, follows_grammar=bool(params.grammar))
+    if may_call:
+        reading = replace(reading, takes_bare=False)
     is_begun = not continues and body.add_generation_prompt is not False
     special = body.content_special_tokens
     return ChatPlan(params, messages, tools, variables, is_begun, continues, reading, special, tuple(notes))
@@ -138,6 +145,13 @@ def _forced(
             problem = f"`{name}` can't be served: the output can follow one grammar, and `tool_choice` asks for calls."
             raise ApiError(400, f"{problem} Leave one out.", param=name, code="unsupported")
     return replace(params, grammar=grammar_of_calls(choice, format.spelling, parallel=parallel))
+
+
+def _is_either(choice: ToolChoice, params: SamplingParams, format: ToolFormat) -> bool:
+    """Whether an output is calls or what `response_format` says, which marks tell apart."""
+    grammar = params.grammar
+    is_format = grammar is not None and grammar.field == "response_format"
+    return is_format and choice.mode == "auto" and bool(choice.tools) and bool(format.spelling.before)
 
 
 def _without_thoughts(messages: Sequence[Message], template: ChatTemplate) -> tuple[list[Message], bool]:

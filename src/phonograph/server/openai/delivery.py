@@ -79,12 +79,18 @@ class Delivery:
                 self.log.end(generation, "left by its client")
                 return Response(status_code=GONE)
             self.log.end(generation, "done")
-            body = await self.off_loop(_weight(choices), lambda: self.writer.body(choices, generation.usage))
+            weight = _weight(choices) + self.writer.size // _CHARS_OF_AN_ENTRY
+            body = await self.off_loop(weight, lambda: self.writer.body(choices, generation.usage))
             return WholeResponse(body, self.headers)
 
     async def events(self, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for what is new."""
         return await self.off_loop(_weight(deltas), lambda: self.writer.events(deltas))
+
+    async def end(self) -> bytes:
+        """The last events."""
+        weight = self.writer.size // _CHARS_OF_AN_ENTRY
+        return await self.off_loop(weight, lambda: self.writer.end(self.generation.usage))
 
     async def stream(self, request: Request) -> Response:
         """The response as server-sent events; what fails before the first token has a status of its own."""
@@ -156,7 +162,7 @@ class EventStream(Response):
                 end, outcome = b"", "streamed"
                 try:
                     await self._send_all(send)
-                    end = delivery.writer.end(generation.usage)
+                    end = await delivery.end()
                 except Exception as error:
                     end, outcome = delivery.writer.failure(failure_of(error)), delivery.log.failed(error)
                 await send({"type": "http.response.body", "body": end, "more_body": False})

@@ -18,8 +18,16 @@ class ToolCallReader:
     given. Of more calls than `most`, the later ones are dropped.
     """
 
-    def __init__(self, names: Collection[str], format: ToolFormat = HERMES, most: int | None = None) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        format: ToolFormat = HERMES,
+        most: int | None = None,
+        *,
+        takes_bare: bool = True,
+    ) -> None:
         self._names = frozenset(names)
+        self._takes_bare = takes_bare
         self._format = format
         self._left = most
         self._held = ""
@@ -124,7 +132,7 @@ class ToolCallReader:
             if len(begun) < len(opening) and opening.startswith(begun):
                 return False  # Mistral's mark begins as a list does
             self._at_start = False
-            self._in_json = begun[0] in "{[" and not (opening and begun.startswith(opening))
+            self._in_json = self._takes_bare and begun[0] in "{[" and not (opening and begun.startswith(opening))
         return not self._at_start
 
 

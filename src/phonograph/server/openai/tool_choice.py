@@ -97,8 +97,10 @@ def _check_tool(place: int, tool: dict[str, Any]) -> None:
         raise ApiError(400, message, param=f"tools[{place}]", code="invalid_value")
 
 
-def grammar_of_calls(choice: ToolChoice, spelling: Spelling, *, parallel: bool) -> GrammarSpec:
-    """The grammar of an output that is calls and nothing else, each valid for its tool's schema."""
+def grammar_of_calls(
+    choice: ToolChoice, spelling: Spelling, *, parallel: bool, instead: GrammarSpec | None = None
+) -> GrammarSpec:
+    """The grammar of an output that is calls and nothing else, each valid for its tool's schema, or JSON `instead`."""
     rules: list[str] = []
     for place, tool in enumerate(choice.tools):
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
@@ -110,8 +112,11 @@ def grammar_of_calls(choice: ToolChoice, spelling: Spelling, *, parallel: bool) 
     is_list = parallel and not choice.is_named
     more = f" ({_text(spelling.separator)} call){{0,{MAX_FORCED_CALLS - 1}}}" if is_list else ""
     begin, end = (_text(text) + " " if text else "" for text in (spelling.begin, spelling.end))
-    text = "\n".join([f"start: {begin}call{more} {end}".rstrip(), *rules])
-    return GrammarSpec("lark", text.replace("\x7f", "\\u007f"), "tools")
+    if instead is not None:
+        rules.append(f"said: %json {instead.text}")
+    start = f"{begin}call{more} {end}".rstrip() + (" | said" if instead is not None else "")
+    text = "\n".join([f"start: {start}", *rules])
+    return GrammarSpec("lark", text.replace("\x7f", "\\u007f"), "tools" if instead is None else instead.field)
 
 
 def _text(text: str) -> str:

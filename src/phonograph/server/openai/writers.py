@@ -56,6 +56,8 @@ class ResponseWriter(Protocol):
     """Writes the response to one request; it has a state, so there is one for each request."""
 
     id: str
+    size: int
+    """Characters, besides those of deltas, that are handled in the end."""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for what is new."""
@@ -96,6 +98,7 @@ class CompletionWriter:
     ) -> None:
         """`offsets` makes those of a choice; `prompts` writes what is shown of prompts."""
         self.id = head.id
+        self.size = 0
         self._head = head
         self._logprobs = logprobs
         self._prompts = prompts
@@ -185,6 +188,7 @@ class ChatWriter:
         prompts: PromptWriter | None = None,
     ) -> None:
         self.id = head.id
+        self.size = 0
         self._head = head
         self._logprobs = logprobs
         self._prompts = prompts

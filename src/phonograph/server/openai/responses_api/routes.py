@@ -46,7 +46,7 @@ class _Asked:
     body: ResponsesRequest
     messages: Sequence[Message]
     """Without instructions."""
-    size: int
+    size: int = 0
     """About how many characters all have."""
 
     def from_turn(self, place: int) -> _Asked:
@@ -75,8 +75,9 @@ class ResponsesApi:
         self._llm.refuse_unless_ready()
         api, owner = self._api, self._owner(request)
         with api.refusals_counted():
-            (body, model), size = await self._bodies.read(request, self._llm.text.off_loop, self._checked)
-            asked = await self._asked(owner, body, size)
+            (asked, model), size = await self._bodies.read(request, self._llm.text.off_loop, self._checked)
+            body = asked.body
+            asked = await self._with_what_came_before(owner, replace(asked, size=size))
             with _in_words_of_responses():
                 plan, prompt, reading, asked = await self._fitted(asked)
         is_stored = body.store is not False and self._store.is_on
@@ -93,12 +94,12 @@ class ResponsesApi:
             return self._kept(owner, asked, response) if response.store else response
 
         logprobs = api.logprobs if plan.params.logprobs is not None else None
-        writer = ResponsesWriter(begun, logprobs, reading, ended)
+        writer = ResponsesWriter(begun, logprobs, reading, ended, asked.size)
         plan = replace(plan, notes=(*plan.notes, *notes_of(body)))
         return await api.deliver(request, [prompt], plan.params, writer, stream=bool(body.stream), plan=plan)
 
-    def _checked(self, body: ResponsesRequest) -> tuple[ResponsesRequest, str]:
-        """The body, whose sizes are within their limits, and the name of the model."""
+    def _checked(self, body: ResponsesRequest) -> tuple[_Asked, str]:
+        """The request, whose sizes are within their limits, and the name of the model."""
         bounds = self._api.bounds()
         limits.LABEL_CHARS.check(len(body.previous_response_id or ""), "previous_response_id")
         limits.INCLUDES.check(len(body.include or ()))
@@ -108,16 +109,17 @@ class ResponsesApi:
         bounds.prompt_chars.check(len(body.instructions or ""), "instructions")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "`stream_options` needs `stream`: true.", param="stream_options", code="invalid_value")
-        return body, self._api.checked_model(body.model)
+        return _Asked(body, messages_of(body.input)), self._api.checked_model(body.model)
 
-    async def _asked(self, owner: bytes, body: ResponsesRequest, size: int) -> _Asked:
-        """With the messages before, where a response is named."""
-        if body.previous_response_id is None:
-            return _Asked(body, messages_of(body.input), size)
-        stored = self._stored(owner, body.previous_response_id, "previous_response_id")
-        size += len(stored.messages)
+    async def _with_what_came_before(self, owner: bytes, asked: _Asked) -> _Asked:
+        """The request with the messages of the response that it names."""
+        previous = asked.body.previous_response_id
+        if previous is None:
+            return asked
+        stored = self._stored(owner, previous, "previous_response_id")
+        size = asked.size + len(stored.messages)
         before = await self._llm.text.off_loop(size, lambda: _decode_objects(stored.messages))
-        return _Asked(body, [*before, *messages_of(body.input)], size)
+        return replace(asked, messages=[*before, *asked.messages], size=size)
 
     async def _fitted(self, asked: _Asked) -> tuple[ChatPlan, list[int], Reading, _Asked]:
         """The plan and the prompt, without the oldest turns where `truncation` says so and all do not fit."""

@@ -42,8 +42,11 @@ class ResponsesWriter:
         logprobs: LogprobWriter | None,
         reading: Reading,
         on_end: Callable[[Response], Response],
+        size: int = 0,
     ) -> None:
-        """`begun` is the response before anything is said; `on_end` gets it when all is, and may change it."""
+        """`begun` is the response before anything is said; `on_end` gets it when all is, and may change it. `size` is
+        about how many characters `on_end` handles."""
+        self.size = size
         self.id = begun.id
         self._response = begun
         self._logprobs = logprobs
