@@ -35,7 +35,7 @@ test-slow: setup .venv/.clients
 
 # The documentation, into site/: no network, and any warning is an error.
 docs: .venv/.docs
-	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --clean
 
 # The pages of docs/reference that are made from the code; a test says when they are not what the code is.
 reference: setup
