@@ -13,6 +13,12 @@ def cache_folder() -> Path:
     return (Path(named) if named else Path.home() / ".cache") / "phonograph"
 
 
+def state_folder() -> Path:
+    """Where the platform keeps what a user did, as a history, and in it our own folder; else ~/.local/state."""
+    named = os.environ.get("XDG_STATE_HOME")
+    return (Path(named) if named else Path.home() / ".local" / "state") / "phonograph"
+
+
 def use_compile_cache(torch_version: str, torchs_own: str) -> Path:
     """Have torch's compiler keep what it compiles in our folder, one for each version of torch; a folder that the
     user's own variable names prevails.

@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"phonograph: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # after a bar that was being drawn
         return 130
     return status
 
