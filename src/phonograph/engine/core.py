@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -65,6 +66,8 @@ class EngineCore(Generic[E]):
         self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
         """Steps with what the executor gave for them, or with what they sampled."""
         self._news: list[Update] = []
+        self.on_prompts: Callable[[ScheduledStep], None] | None = None
+        """Told of each step that computes parts of prompts, once it is launched."""
 
     def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
         """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
@@ -116,6 +119,8 @@ class EngineCore(Generic[E]):
         step = self.scheduler.schedule()
         if step is not None:
             launched = self._execute(step)
+            if step.prefills and self.on_prompts is not None:
+                self.on_prompts(step)
             if launched is not None:
                 self._in_flight.append((step, launched))
         if self._in_flight and (step is None or len(self._in_flight) > self.scheduler.limits.max_ahead):

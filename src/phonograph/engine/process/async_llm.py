@@ -25,6 +25,7 @@ from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.request import Request, SamplingParams
 from phonograph.engine.scheduling.admission import refuse_oversized, refuse_unknown_tokens, refuse_unlike_prompts
 from phonograph.engine.text import ChatTemplate
+from phonograph.engine.text.reader import TextForm
 from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
@@ -201,12 +202,13 @@ class AsyncLLM:
         request_id: str | None = None,
         timeout: float | None = None,
         continues: bool = False,
+        form: TextForm = TextForm(),
     ) -> Generation:
         """Like `submit`; many tokens or choices are made ready in a thread."""
         self.refuse_unless_ready()
 
         def work() -> tuple[Generation, list[msgspec.Raw]]:
-            return self._prepared(self._requests(prompts, params, request_id, 0, timeout), continues)
+            return self._prepared(self._requests(prompts, params, request_id, 0, timeout), continues, form)
 
         size = sum(map(len, prompts)) + _CHOICE_SIZE * len(prompts) * params.n
         with self._refusals_counted():
@@ -252,11 +254,13 @@ class AsyncLLM:
             self.observer.rejected("invalid")
             raise
 
-    def _prepared(self, requests: Sequence[Request], continues: bool) -> tuple[Generation, list[msgspec.Raw]]:
+    def _prepared(
+        self, requests: Sequence[Request], continues: bool, form: TextForm = TextForm()
+    ) -> tuple[Generation, list[msgspec.Raw]]:
         """The generation, and what the core is told of it; any thread may make them."""
         eos_ids = self.about.limits.eos_ids
         generation = Generation(
-            requests, self.tokenizer, self.observer, self._closed, eos_ids=eos_ids, continues=continues
+            requests, self.tokenizer, self.observer, self._closed, eos_ids=eos_ids, continues=continues, form=form
         )
         return generation, [self._core.encoded(Add(request)) for request in requests]
 
@@ -272,6 +276,10 @@ class AsyncLLM:
         self.busy_since = self.busy_since or time.monotonic()
         self._idle.clear()
         return generation
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request runs or waits."""
+        return request_id in self._live
 
     def refuse_unless_ready(self) -> None:
         """Raise UnavailableError while no request is taken."""
@@ -338,6 +346,8 @@ class AsyncLLM:
             if generation.num_left < num_left:
                 self._ends.append(now)
                 self._ended(generation, num_left)
+        for trace in output.ended:
+            self.observer.traced(trace)
 
     def checked(self, found: IntegrityReport) -> None:
         report = self._checks.popleft()

@@ -40,6 +40,7 @@ from phonograph.engine.process.messages import (
     ToCore,
 )
 from phonograph.engine.process.statistics import engine_stats
+from phonograph.engine.process.traces import SequenceTrace, Traces
 from phonograph.engine.requests.constraints import Constraint
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence
@@ -71,6 +72,10 @@ class CoreLoop:
         """Requests whose grammars are being compiled, while the others go on."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
         self._outputs: list[Output] = []
+        serving = {name for name, one in core.executor.passes.items() if one.declared.serves}
+        self._traces = Traces({name: runner for name, runner in core.executor.runners.items() if name in serving})
+        core.on_prompts = self._traces.launched
+        self._ended: list[SequenceTrace] = []
         self._stats_due = 0.0
         self._is_over = False
 
@@ -106,8 +111,9 @@ class CoreLoop:
         stats = engine_stats(self._core) if now >= self._stats_due or rests else None
         if stats is not None:
             self._stats_due = now + STATS_SECONDS
-        if outputs or stats is not None:
-            self.send(StepOutput(tuple(outputs), stats))
+        if outputs or stats is not None or self._ended:
+            self.send(StepOutput(tuple(outputs), stats, tuple(self._ended)))
+            self._ended.clear()
 
     def send(self, message: FromCore) -> None:
         self._channel.send(self._encode(message))
@@ -121,13 +127,14 @@ class CoreLoop:
             case Cancel(request_id):
                 if (compiling := self._compiling.pop(request_id, None)) is not None:
                     compiling[1].cancel()
-                self._live.pop(request_id, None)
+                for left in list(self._live.get(request_id, {}).values()):
+                    self._forget(left, FinishReason.CANCELLED)
                 self._core.cancel(request_id)
             case Finish(request_id, index):
                 sequence = self._live.get(request_id, {}).get(index)
                 if sequence is not None:
                     self._core.finish(sequence, FinishReason.STOP)
-                    self._forget(sequence)
+                    self._forget(sequence, FinishReason.STOP)
             case CheckIntegrity():
                 self.send(self._checked())
             case Shutdown():
@@ -163,9 +170,11 @@ class CoreLoop:
         told = (sequence.error, sequence.num_cached, logprobs)
         self._outputs.append(Output(request_id, index, tokens, finish, *told, field=sequence.error_field))
         if finish is not None:
-            self._forget(sequence)
+            self._forget(sequence, finish)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: Sequence, finish: FinishReason) -> None:
+        """The front knows its end."""
+        self._ended.append(self._traces.ended(sequence, finish))
         siblings = self._live[sequence.request.id]
         del siblings[sequence.index]
         if not siblings:

@@ -13,6 +13,7 @@ from phonograph.engine.process.observer import Observer
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import TokenLogprob
 from phonograph.engine.text import StopStrings, TextReader, Tokenizer
+from phonograph.engine.text.reader import TextForm
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Generation:
         *,
         eos_ids: Sequence[int],
         continues: bool = False,
+        form: TextForm = TextForm(),
     ) -> None:
         self.requests = tuple(requests)
         self._first = {request.id: place * request.params.n for place, request in enumerate(requests)}
@@ -84,6 +86,7 @@ class Generation:
                     stop_ids=request.params.stop_ids(eos_ids),
                     after=request.prompt if continues else (),
                     verbatim=request.params.grammar is not None,
+                    form=form,
                 ),
             )
             for request, first in zip(requests, self._first.values(), strict=True)
