@@ -303,6 +303,14 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "json_object or json_schema", "response_format"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "`schema`", "response_format"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs `logprobs`", "top_logprobs"),
+    *(
+        (path, {**body, "return_tokens_as_token_ids": True}, "needs `logprobs`", "return_tokens_as_token_ids")
+        for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "x"}))
+    ),
+    *(
+        (TEXT, {"prompt": "x", name: 1}, "expected `bool | null`", name)
+        for name in ("skip_special_tokens", "include_stop_str_in_output", "return_token_ids")
+    ),
     (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools[0]` must be", "tools[0]"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "a call can't be forced", "tool_choice"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"think": 1}}, "does not read 'think'", "chat_template_kwargs"),
@@ -349,8 +357,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
             ("min_tokens", False),
             ("min_tokens", "0"),
             ("min_tokens", [0] * 100),
-            ("skip_special_tokens", False),
-            ("skip_special_tokens", 1),
+            ("spaces_between_special_tokens", 1),
             ("length_penalty", 1.01),
             ("priority", -1),
             ("prompt_logprobs", 0),
@@ -372,9 +379,9 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     (
         TEXT,
-        {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "unknown field `stream_options.continuous_usage_stats`",
-        "stream_options.continuous_usage_stats",
+        {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stat": True}},
+        "did you mean `stream_options.continuous_usage_stats`?",
+        "stream_options.continuous_usage_stat",
     ),
     ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "unknown field", "skip_special_tokens"),
     *(

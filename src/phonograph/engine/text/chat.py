@@ -34,6 +34,8 @@ class ChatTemplate:
     ) -> None:
         self.source = Path(source).name
         """What messages call it: clients read them, and where the file lies is not for them."""
+        self.text = template
+        """As the model has it."""
         self._special_tokens = dict(special_tokens or {})
         self._template = None if template is None else _compiled(template, source)
         names = frozenset[str]() if template is None else _names_in(template)

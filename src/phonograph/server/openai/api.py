@@ -23,6 +23,7 @@ from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.delivery import Delivery
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
+from phonograph.server.openai.output_form import OutputForm, output_form
 from phonograph.server.openai.request_validation import (
     check_chat,
     check_completion,
@@ -49,6 +50,7 @@ from phonograph.server.openai.responses import (
     TokenizeResponse,
 )
 from phonograph.server.openai.sampling_params import chat_params, completion_params
+from phonograph.server.openai.token_ids import TokenIds
 from phonograph.server.openai.tool_calls import for_template
 from phonograph.server.openai.writers import ChatWriter, CompletionWriter, Head
 from phonograph.server.options import ServerOptions
@@ -69,7 +71,8 @@ class Api:
         self._llm = llm
         self._options = options
         self._created = int(time.time())
-        self._logprobs = LogprobWriter(llm.tokenizer)
+        self._logprobs: dict[tuple[bool, bool], LogprobWriter] = {}
+        """By what of vLLM's fields they follow; each keeps texts that it has looked up."""
         self._arrivals = Arrivals(_BODIES * options.max_body_bytes)
         self._bounds: tuple[Ready, ModelBounds] | None = None
         self._completion_bodies = self._reader(CompletionRequest, ONLY_NEUTRAL)
@@ -109,12 +112,15 @@ class Api:
             body, head, params, given = found
             prompts = await self._llm.text.encode(given, check=self._fitting())
             check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
+            form = output_form(body, has_logprobs=body.logprobs is not None)
+        logprobs = self._logprob_writer(form)
 
         def offsets(choice: int) -> TextOffsets:
-            return self._logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
+            return logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
 
-        writer = CompletionWriter(head, self._logprobs if body.logprobs is not None else None, offsets)
-        return await self._response(request, body, prompts, params, writer)
+        ids = TokenIds(prompts, params.n) if form.with_ids else None
+        writer = CompletionWriter(head, logprobs if body.logprobs is not None else None, offsets, ids)
+        return await self._response(request, body, prompts, params, writer, form)
 
     async def chat(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
@@ -140,10 +146,19 @@ class Api:
                 size=size,
             )
             self._check_context(prompt, "messages")
+            form = output_form(body, has_logprobs=bool(body.logprobs))
         max_calls = 1 if body.parallel_tool_calls is False else None
         callable_tools = tools if params.grammar is None else None  # what follows a grammar is content
-        writer = ChatWriter(head, self._logprobs if body.logprobs else None, callable_tools, max_calls)
-        return await self._response(request, body, [prompt], params, writer)
+        ids = TokenIds([prompt], params.n) if form.with_ids else None
+        logprobs = self._logprob_writer(form) if body.logprobs else None
+        writer = ChatWriter(head, logprobs, callable_tools, max_calls, ids)
+        return await self._response(request, body, [prompt], params, writer, form)
+
+    def _logprob_writer(self, form: OutputForm) -> LogprobWriter:
+        kind = form.text.with_special, form.names_ids
+        if kind not in self._logprobs:
+            self._logprobs[kind] = LogprobWriter(self._llm.tokenizer, with_special=kind[0], by_id=kind[1])
+        return self._logprobs[kind]
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
@@ -190,6 +205,7 @@ class Api:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         writer: ChatWriter | CompletionWriter,
+        form: OutputForm,
     ) -> Response:
         """Run the prompts and deliver what comes of them."""
         log = RequestLog(writer.id, with_texts=self._options.log_prompts)
@@ -203,9 +219,12 @@ class Api:
             request_id=writer.id,
             timeout=timeout,
             continues=isinstance(writer, CompletionWriter),
+            form=form.text,
         )
-        with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, with_usage)
+        if form.counts_on:
+            writer.usage_so_far = lambda: generation.usage
+        num_ids = params.n * sum(map(len, prompts)) if form.with_ids else 0
+        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, form.with_usage, num_ids)
         return await (delivery.stream(request) if body.stream else delivery.whole(request))
 
     # -- text -------------------------------------------------------------------------------------------------------
@@ -277,7 +296,7 @@ class Api:
     def _model(self, name: str) -> ModelCard:
         resolved = SamplingParams().resolved(self._llm.sampling)
         sampling = {field: getattr(resolved, field) for field in NEUTRAL}
-        return ModelCard(name, self._created, self._llm.about.limits.max_len, sampling)
+        return ModelCard(name, self._created, self._llm.about.limits.max_len, sampling, self._llm.arguments.name)
 
     def _checked_model(self, name: str | None) -> str:
         """The name of the model in the response."""

@@ -21,6 +21,8 @@ from phonograph.server.openai.writers import ResponseWriter, split
 DONE = b"data: [DONE]\n\n"
 _CHARS_OF_AN_ENTRY = 256
 """Characters of text that are written in the time of one logprob."""
+_IDS_OF_AN_ENTRY = 32
+"""Token ids that are."""
 GONE = 499
 """The status of a response whose client has left; no one sees it."""
 
@@ -63,6 +65,8 @@ class Delivery:
     off_loop: OffLoop
     """For responses that take long to write."""
     with_usage: bool = False
+    num_ids: int = 0
+    """Token ids of prompts that the response shows."""
 
     async def whole(self, request: Request) -> Response:
         """The response in one body."""
@@ -74,7 +78,8 @@ class Delivery:
                 self.log.end(generation, "left by its client")
                 return Response(status_code=GONE)
             self.log.end(generation, "done")
-            body = await self.off_loop(_weight(choices), lambda: self.writer.body(choices, generation.usage))
+            weight = _weight(choices) + self.num_ids // _IDS_OF_AN_ENTRY
+            body = await self.off_loop(weight, lambda: self.writer.body(choices, generation.usage))
             return WholeResponse(body)
 
     async def events(self, deltas: Sequence[Delta]) -> bytes:
@@ -114,7 +119,8 @@ class Delivery:
 def _weight(deltas: Sequence[Delta]) -> int:
     """About how long it takes to write these, in the unit of `off_loop`; all tokens have as many alternatives."""
     entries = sum(len(delta.logprobs) * (1 + len(delta.logprobs[0].top)) for delta in deltas if delta.logprobs)
-    return entries + len(deltas) + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
+    chars, ids = sum(len(delta.text) for delta in deltas), sum(len(delta.tokens) for delta in deltas)
+    return entries + len(deltas) + chars // _CHARS_OF_AN_ENTRY + ids // _IDS_OF_AN_ENTRY
 
 
 class WholeResponse(Response):

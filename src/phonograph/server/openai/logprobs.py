@@ -41,10 +41,13 @@ class TextOffsets:
 
 
 class LogprobWriter:
-    """Writes tokens as texts; without a tokenizer, as `token_id:7`."""
+    """Writes tokens as texts; without a tokenizer, or with `by_id`, as `token_id:7`."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, with_special: bool = False, by_id: bool = False) -> None:
+        """`with_special`: special tokens are part of the text, and so of the logprobs."""
         self._tokenizer = tokenizer
+        self._left_out = frozenset[int]() if with_special or tokenizer is None else tokenizer.special_ids
+        self._by_id = by_id
         self._entry = lru_cache(_CACHED)(self._looked_up)
 
     def offsets(self, prompt: Sequence[int], *, verbatim: bool) -> TextOffsets:
@@ -81,6 +84,8 @@ class LogprobWriter:
         return names
 
     def _possible_names(self, token: int) -> Iterator[str]:
+        if self._by_id:
+            yield f"token_id:{token}"
         written = self._bytes(token)
         with suppress(UnicodeDecodeError):
             yield written.decode()
@@ -90,8 +95,7 @@ class LogprobWriter:
 
     def _said(self, found: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         """Without the tokens that are no text, as the end-of-sequence token: they are not in the text."""
-        special = self._tokenizer.special_ids if self._tokenizer is not None else frozenset[int]()
-        return [one for one in found if one.token not in special]
+        return [one for one in found if one.token not in self._left_out]
 
     def _token(self, found: TokenLogprob) -> ChatTokenLogprob:
         top = []
@@ -113,4 +117,4 @@ class LogprobWriter:
     def _looked_up(self, token: int) -> tuple[str, list[int]]:
         """Its text and its bytes; a list for each entry would keep the collector of garbage busy."""
         written = self._bytes(token)
-        return written.decode("utf-8", "replace"), list(written)
+        return f"token_id:{token}" if self._by_id else written.decode("utf-8", "replace"), list(written)

@@ -33,13 +33,10 @@ WITHOUT_EFFECT = {
 
 _ONLY_TEXT = "text is all that is read and written"
 _ONE_TEMPLATE = "messages are written by the model's own template"
-_NO_IDS = "tokens are written as texts"
 
 ONLY_NEUTRAL = {
     "min_tokens": NeutralField("an answer may end at any token", (0,)),
-    "skip_special_tokens": NeutralField("special tokens are never part of the text", (True,)),
-    "spaces_between_special_tokens": NeutralField("special tokens are never part of the text", (True, False)),
-    "include_stop_str_in_output": NeutralField("what ends an answer is not part of its text", (False,)),
+    "spaces_between_special_tokens": NeutralField("it is true or false, and no space is put between", (True, False)),
     "use_beam_search": NeutralField("tokens are sampled, not searched", (False,)),
     "length_penalty": NeutralField("it is of beam search, and tokens are sampled", (1,)),
     "early_stopping": NeutralField("it is of beam search, and tokens are sampled", (False,)),
@@ -54,8 +51,6 @@ ONLY_NEUTRAL = {
     "priority": NeutralField("requests are served as they come", (0,)),
     "truncate_prompt_tokens": NeutralField("a prompt is taken whole or refused"),
     "prompt_logprobs": NeutralField("only tokens of the answer have logprobs"),
-    "return_tokens_as_token_ids": NeutralField(_NO_IDS, (False,)),
-    "return_token_ids": NeutralField(_NO_IDS, (False,)),
     "add_generation_prompt": NeutralField("a chat is always continued by an answer", (True,)),
     "continue_final_message": NeutralField("a chat is always continued by an answer", (False,)),
     "add_special_tokens": NeutralField("prompts have the model's special tokens, and a template writes its own"),
@@ -84,6 +79,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Send the numbers of tokens in a last event."""
     include_obfuscation: bool = False
     """Accepted; nothing is obfuscated here."""
+    continuous_usage_stats: bool = False
+    """Send the numbers of tokens so far in every event. Not in OpenAI's API."""
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,6 +116,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Go on after the end-of-sequence token. Not in OpenAI's API."""
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     """Not in OpenAI's API."""
+    skip_special_tokens: bool | None = None
+    """False leaves special tokens in the text, and in the logprobs. Not in OpenAI's API."""
+    include_stop_str_in_output: bool | None = None
+    """Let the text end with the stop string or token that ended it. Not in OpenAI's API."""
+    return_token_ids: bool | None = None
+    """Add `token_ids` to choices, and `prompt_token_ids`. Not in OpenAI's API."""
+    return_tokens_as_token_ids: bool | None = None
+    """In logprobs, call tokens `token_id:7`. Not in OpenAI's API."""
 
     response_format: dict[str, Any] | None = None
     guided_json: Any = None

@@ -30,6 +30,7 @@ from phonograph.server.openai.responses import (
     ToolCallDelta,
     Usage,
 )
+from phonograph.server.openai.token_ids import TokenIds
 from phonograph.server.openai.tool_calls import ToolCallReader
 
 _encode = msgspec.json.Encoder().encode
@@ -82,17 +83,23 @@ class CompletionWriter:
         head: Head,
         logprobs: LogprobWriter | None,
         offsets: Callable[[int], TextOffsets] = lambda choice: TextOffsets(),
+        ids: TokenIds | None = None,
     ) -> None:
         """`offsets` makes those of a choice."""
         self.id = head.id
+        self.usage_so_far: Callable[[], TokenUsage] | None = None
+        """For a client that wants counts in every event."""
         self._head = head
+        self._ids = ids or TokenIds()
         self._logprobs = logprobs
         self._new_offsets = offsets
         self._offsets: dict[int, TextOffsets] = {}
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        shown = (delta for delta in deltas if delta.text or delta.finish is not None or delta.logprobs)
-        return b"".join(self._event([self._choice(delta)], self._head.no_usage) for delta in shown)
+        ids = self._ids.are_shown
+        shown = (d for d in deltas if d.text or d.finish is not None or d.logprobs or (ids and d.tokens))
+        usage = _so_far(self.usage_so_far, self._head)
+        return b"".join(self._event([self._choice(delta)], usage) for delta in shown)
 
     def usage_event(self, used: TokenUsage) -> bytes:
         return self._event([], _usage(used))
@@ -125,7 +132,8 @@ class CompletionWriter:
             if delta.choice not in self._offsets:
                 self._offsets[delta.choice] = self._new_offsets(delta.choice)
             logprobs = self._logprobs.text(delta.logprobs, self._offsets[delta.choice])
-        return TextChoice(delta.choice, delta.text, logprobs, _FINISH[delta.finish])
+        ids, prompt = self._ids.output(delta), self._ids.prompt(delta.choice)
+        return TextChoice(delta.choice, delta.text, logprobs, _FINISH[delta.finish], ids, prompt)
 
     def _response(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -143,9 +151,13 @@ class ChatWriter:
         logprobs: LogprobWriter | None,
         tools: Collection[str] | None,
         max_calls: int | None = None,
+        ids: TokenIds | None = None,
     ) -> None:
         self.id = head.id
+        self.usage_so_far: Callable[[], TokenUsage] | None = None
+        """For a client that wants counts in every event."""
         self._head = head
+        self._ids = ids or TokenIds()
         self._logprobs = logprobs
         self._tools = tools
         self._max_calls = max_calls
@@ -154,8 +166,9 @@ class ChatWriter:
         """By choice; who is not in it has not begun."""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
+        usage = _so_far(self.usage_so_far, self._head)
         return b"".join(
-            event(_encode(self._chunk([choice], self._head.no_usage)))
+            event(_encode(self._chunk([choice], usage, self._ids.prompt())))
             for delta in deltas
             for choice in self._delta_choices(delta)
         )
@@ -164,7 +177,10 @@ class ChatWriter:
         return event(_encode(self._chunk([], _usage(used))))
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
-        whole = _encode(ChatResponse(self._head.id, self._head.created, self._head.model, [], _usage(used)))
+        head = self._head
+        whole = _encode(
+            ChatResponse(head.id, head.created, head.model, [], _usage(used), prompt_token_ids=self._ids.prompt())
+        )
         return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
 
     def _pieces(self, delta: Delta) -> Iterator[bytes]:
@@ -183,7 +199,8 @@ class ChatWriter:
         message = ChatMessage(text, made) if made else ChatMessage(text)
         if made and not text:
             message = ChatMessage(None, made)
-        return ChatChoice(delta.choice, message, self._finish(delta, len(made)) or "stop", logprobs)
+        finish = self._finish(delta, len(made)) or "stop"
+        return ChatChoice(delta.choice, message, finish, logprobs, self._ids.output(delta))
 
     def _delta_choices(self, delta: Delta) -> Iterator[ChatDeltaChoice]:
         """An event with what is new, and one of its own for the end."""
@@ -195,12 +212,13 @@ class ChatWriter:
         is_first = index not in self._num_calls
         first_call = self._num_calls.setdefault(index, 0)
         self._num_calls[index] += len(calls)
-        if text or is_first or logprobs is not None or calls:
+        ids = self._ids.output(delta)
+        if text or is_first or logprobs is not None or calls or ids:
             made = [
                 ToolCallDelta(place, self._call_id(index, place), call) for place, call in enumerate(calls, first_call)
             ]
             new = ChatDelta("assistant" if is_first else UNSET, UNSET if made and not text else text, made or UNSET)
-            yield ChatDeltaChoice(index, new, logprobs)
+            yield ChatDeltaChoice(index, new, logprobs, token_ids=ids)
         if delta.finish is not None:
             yield ChatDeltaChoice(index, ChatDelta(), finish_reason=self._finish(delta, self._num_calls[index]))
 
@@ -223,8 +241,14 @@ class ChatWriter:
     def _call_id(self, choice: int, place: int) -> str:
         return f"call_{self._head.id.rpartition('-')[2]}_{choice}_{place}"
 
-    def _chunk(self, choices: list[ChatDeltaChoice], usage: Usage | UnsetType | None) -> ChatChunk:
-        return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage)
+    def _chunk(
+        self,
+        choices: list[ChatDeltaChoice],
+        usage: Usage | UnsetType | None,
+        prompt_ids: Sequence[int] | UnsetType = UNSET,
+    ) -> ChatChunk:
+        head = self._head
+        return ChatChunk(head.id, head.created, head.model, choices, usage, prompt_token_ids=prompt_ids)
 
 
 def split(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
@@ -287,6 +311,11 @@ def _few(pieces: Iterable[bytes]) -> list[bytes]:
 def event(data: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + data + b"\n\n"
+
+
+def _so_far(used: Callable[[], TokenUsage] | None, head: Head) -> Usage | UnsetType | None:
+    """What an event says of the tokens up to here."""
+    return head.no_usage if used is None else _usage(used())
 
 
 def _usage(used: TokenUsage) -> Usage:
