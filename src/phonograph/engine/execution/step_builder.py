@@ -82,7 +82,7 @@ class StepBuilder:
             decodes,
             longest,
             lengths,
-            tuple(PromptChunk(one.sequence.row, one.start, one.tokens, one.samples) for one in prefills),
+            tuple(PromptChunk(one.sequence.row, one.start, one.tokens, one.samples, one.targets) for one in prefills),
             needs_of(planned.sampling, self.honoured) if prefills else decodes.needs,
             updates,
             serial,

@@ -13,6 +13,7 @@ from phonograph.engine.ops.attention.apart import ApartAttention
 from phonograph.engine.ops.attention.gaps import GapAttention
 from phonograph.engine.ops.queries import Queries, Span
 from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.prompt_scores import PromptScores, score_prompts
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import PREFILL, PassDeclaration
 from phonograph.engine.passes.rounds import Rounds, joined
@@ -35,13 +36,22 @@ class PrefillBatch:
     """Of rows that decode several tokens in a step, the offset from the row's length, which only the tables know."""
     decoding: Any
     ends: Any
-    """Index of the last token of every sequence that samples; of one that decodes, all of its tokens."""
+    """Index of the last token of every sequence that samples; of one that decodes, all of its tokens. Then those of
+    prompt tokens that the likelihood of the next one is wanted after."""
     width: int
     needs: SamplingNeeds
     spans: tuple[Span, ...] | None
     """Of the sequences whose places the host knows."""
     spans_from: int = 0
     """Index of the first token that spans tell of; before it are those of rows that decode several."""
+    targets: Any = None
+    """What follows the last of `ends` in their prompts, as many as there are; None where no prompt is scored."""
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of `ends` something is sampled after."""
+        count: int = self.ends.shape[0]
+        return count if self.targets is None else count - len(self.targets)
 
 
 class RoundEnds(NamedTuple):
@@ -68,8 +78,11 @@ class PrefillBatches:
         spans = [Span(row, index, length - 1, 1) for index, (row, length) in counted if is_exact]
         ends = list(range(num_decoding))
         known = [0] * num_decoding  # their tokens are in the tables
+        scored, targets = list[int](), list[int]()
         for chunk in step.prefills:
             spans.append(Span(chunk.row, len(known), chunk.start, len(chunk.tokens)))
+            scored += range(len(known), len(known) + len(chunk.targets))
+            targets += chunk.targets
             known += chunk.tokens
             if chunk.samples:
                 ends.append(len(known) - 1)
@@ -84,11 +97,12 @@ class PrefillBatches:
             rows,
             positions,
             decoding,
-            np.asarray(ends, dtype=np.int64),
+            np.asarray(ends + scored, dtype=np.int64),
             -(-max(lengths) // self._page_size),
             step.needs,
             tuple(spans),
             0 if is_exact else num_decoding,
+            np.asarray(targets, dtype=np.int64) if targets else None,
         )
 
 
@@ -125,16 +139,31 @@ class PrefillBody:
 
     def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         """Logits and tokens, of as many sequences as there are."""
-        ends = batch.ends
+        scores = self._scores(hidden, batch)
+        ends = batch.ends if scores is None else batch.ends[: batch.num_sampled]
         queries = Queries(batch.rows[ends], batch.positions[ends], self._parts.tables.pages, tokens_per_row=1)
         # A graph whose places for them never change in number puts out all of them.
         logits = self._model.logits(hidden[: ends.shape[0]])
-        return self._parts.tail.next_tokens(logits, queries, batch.needs)
+        picked = self._parts.tail.next_tokens(logits, queries, batch.needs)
+        return picked if scores is None else picked._replace(scores=scores)
+
+    def _scores(self, hidden: torch.Tensor, batch: PrefillBatch) -> PromptScores | None:
+        """How likely the tokens of prompts are. Before anything is written: it may fail, and the step be run again."""
+        if batch.targets is None:
+            return None
+        targets = torch.as_tensor(batch.targets).to(hidden.device)
+        wanted = hidden[batch.num_sampled : batch.ends.shape[0]]
+        return score_prompts(wanted, targets, self._model.logits, self._parts.sampler)
 
     def rounds_tail(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
         """As `tail`, where rows that decode have rounds; the rows of prompts get one token each."""
+        scores = self._scores(found.hidden, batch)
+        picked = self._picked_rounds(found, batch)
+        return picked if scores is None else picked._replace(scores=scores)
+
+    def _picked_rounds(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
         assert self._rounds is not None
-        pages, count, first = self._parts.tables.pages, batch.ends.shape[0], batch.spans_from
+        pages, count, first = self._parts.tables.pages, batch.num_sampled, batch.spans_from
         logits = self._model.logits(found.hidden[:count])
         tokens, rows, positions = found.tokens[:first], found.rows, found.positions
         width = self._parts.limits.tokens_per_row
@@ -230,7 +259,7 @@ def prefill_pass(
             Slot("decoding", ("tokens",), torch.bool, pad=Pad.fill(False)),
             Slot("ends", ("sampled",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_tokens - 1)),
         ],
-        dims=[Dim("sampled", limit=limits.max_seqs * limits.tokens_per_row)],
+        dims=[Dim("sampled", limit=limits.num_places)],
         batch=PrefillBatches(limits).batch,
         written=written,
         public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from"),

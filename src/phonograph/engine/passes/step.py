@@ -30,6 +30,8 @@ class PromptChunk:
     tokens: tuple[int, ...]
     samples: bool
     """Whether the row's next token is sampled."""
+    targets: tuple[int, ...] = ()
+    """What follows its first tokens in the prompt, where the likelihood of each is wanted."""
 
 
 NO_ROWS = Decodes()

@@ -43,7 +43,7 @@ from phonograph.engine.process.statistics import engine_stats
 from phonograph.engine.process.traces import SequenceTrace, Traces
 from phonograph.engine.requests.constraints import Constraint
 from phonograph.engine.requests.request import FinishReason, Request
-from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.sequence import PromptLogprob, Sequence
 from phonograph.engine.requests.step import Update
 from phonograph.errors import PhonographError, RequestError
 
@@ -71,6 +71,8 @@ class CoreLoop:
         self._compiling: dict[str, tuple[Request, Future[Many[Constraint]]]] = {}
         """Requests whose grammars are being compiled, while the others go on."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
+        self._num_scored: dict[Sequence, int] = {}
+        """Tokens of prompts whose scores the front has, by sequence."""
         self._outputs: list[Output] = []
         serving = {name for name, one in core.executor.passes.items() if one.declared.serves}
         self._traces = Traces({name: runner for name, runner in core.executor.runners.items() if name in serving})
@@ -168,12 +170,22 @@ class CoreLoop:
             return
         logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
         told = (sequence.error, sequence.num_cached, logprobs)
-        self._outputs.append(Output(request_id, index, tokens, finish, *told, field=sequence.error_field))
+        scores = self._new_scores(sequence) if sequence.prompt_logprobs else ()
+        self._outputs.append(
+            Output(request_id, index, tokens, finish, *told, field=sequence.error_field, prompt_logprobs=scores)
+        )
         if finish is not None:
             self._forget(sequence, finish)
 
+    def _new_scores(self, sequence: Sequence) -> tuple[PromptLogprob, ...]:
+        """What the front does not know of the prompt's: as steps bring it, since all of it would be a long message."""
+        first = self._num_scored.get(sequence, 0)
+        self._num_scored[sequence] = len(sequence.prompt_logprobs)
+        return tuple(sequence.prompt_logprobs[first:])
+
     def _forget(self, sequence: Sequence, finish: FinishReason) -> None:
         """The front knows its end."""
+        self._num_scored.pop(sequence, None)
         self._ended.append(self._traces.ended(sequence, finish))
         siblings = self._live[sequence.request.id]
         del siblings[sequence.index]

@@ -11,7 +11,7 @@ from types import TracebackType
 from phonograph.engine.process import messages
 from phonograph.engine.process.observer import Observer
 from phonograph.engine.requests.request import FinishReason, Request
-from phonograph.engine.requests.sequence import TokenLogprob
+from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
 from phonograph.engine.text import StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.reader import TextForm
 
@@ -30,6 +30,8 @@ class Delta:
     """What went wrong, for FinishReason.ERROR."""
     error_field: str = ""
     """The field of the request that is at fault, where one is."""
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    """Of further tokens of the prompt, from the second on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +89,7 @@ class Generation:
                     after=request.prompt if continues else (),
                     verbatim=request.params.grammar is not None,
                     form=form,
+                    min_tokens=request.params.min_tokens,
                 ),
             )
             for request, first in zip(requests, self._first.values(), strict=True)
@@ -187,9 +190,9 @@ class Generation:
         choice.num_tokens += count
         choice.cached = output.cached
         finish = FinishReason.STOP if hit else output.finish
-        delta = self._pending.get(choice.number)
-        if delta is None:
-            delta = self._pending[choice.number] = Delta(choice.number)
+        if output.prompt_logprobs:
+            self._put_scores(choice, output.prompt_logprobs)
+        delta = self._delta(choice.number)
         delta.text += text
         delta.tokens += output.tokens[:count]
         delta.logprobs += output.logprobs[:count]
@@ -199,6 +202,19 @@ class Generation:
         if not self._wants_all or not self._left:
             self._wake()
         return hit and output.finish is None
+
+    def _delta(self, number: int) -> Delta:
+        """What is not taken yet of a choice."""
+        delta = self._pending.get(number)
+        if delta is None:
+            delta = self._pending[number] = Delta(number)
+        return delta
+
+    def _put_scores(self, first: _Choice, scores: Sequence[PromptLogprob]) -> None:
+        """Of a prompt, for all of its choices: none of them has a token before all scores are there."""
+        for choice in self._choices[first.number : first.number + first.request.params.n]:
+            if choice.finish is None:
+                self._delta(choice.number).prompt_logprobs += scores
 
     def fail(self, error: Exception, now: float) -> None:
         """End everything: the reader gets the error, once what came before is taken."""
