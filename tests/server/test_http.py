@@ -528,7 +528,8 @@ def test_every_field_of_a_body_is_read_or_known_to_be_without_effect() -> None:
     """Where requests are made of it: that a field is within its bounds is no reading."""
     folder = Path(requests.__file__).parent
     trees = [
-        ast.parse((folder / name).read_text()) for name in ("api.py", "sampling_params.py", "request_validation.py")
+        ast.parse((folder / name).read_text())
+        for name in ("api.py", "output_form.py", "sampling_params.py", "request_validation.py")
     ]
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
