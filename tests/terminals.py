@@ -28,6 +28,8 @@ class Terminal:
         self._seen = 0
 
     def type(self, keys: bytes | str) -> None:
+        """As a person would: not in the moment in which a prompt appears, when Python's readline may miss a signal."""
+        time.sleep(0.3)
         os.write(self._end, keys.encode() if isinstance(keys, str) else keys)
 
     def until(self, text: str, seconds: float = 90) -> str:

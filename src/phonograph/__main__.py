@@ -16,7 +16,14 @@ def run() -> int:
 
     if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return main()
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        status = 130
+    # Python notes that an interrupt went through code of a string, as that of a dataclass, and then dies by the signal,
+    # though it was caught. The next such code begins anew.
+    exec("")
+    return status
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def test_a_conversation_with_commands(chat: Terminal, home: Path) -> None:
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_history_is_there_the_next_time(chat: Terminal, home: Path) -> None:
     chat.type("What is the capital of France?\n")
     chat.until(ANSWER)
@@ -81,6 +82,7 @@ def test_history_is_there_the_next_time(chat: Terminal, home: Path) -> None:
     assert not (home / "other").exists()
 
 
+@pytest.mark.slow
 def test_messages_of_several_lines(chat: Terminal) -> None:
     chat.type("What is the capital\\\n")
     chat.until("… ")
@@ -120,7 +122,8 @@ def test_an_interrupt_stops_an_answer_and_not_the_program(chat: Terminal) -> Non
     assert "Traceback" not in chat.screen
 
 
-@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6, 2.5])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6, 2.5, 4.0])
 @pytest.mark.parametrize(
     "command",
     [

@@ -22,9 +22,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    _open_closed_streams()
-    args = _parser().parse_args(argv)
     try:
+        _open_closed_streams()
+        args = _parser().parse_args(argv)
         status: int = args.run(args)
     except PhonographError as error:
         print(f"phonograph: {error}", file=sys.stderr)

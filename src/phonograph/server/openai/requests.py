@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from phonograph.server.http import request_limits as limits
 from phonograph.server.http.neutral_fields import NeutralField
+from phonograph.server.openai import message_schemas
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Tokens = Annotated[list[TokenId], Meta(min_length=1)]
@@ -18,8 +19,10 @@ Stop = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": limits.STOPS.most})]
 BadWord = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.BAD_WORD_CHARS.most})]
 _MAX_ALLOWED = {"maxItems": limits.ALLOWED_TOKENS.most}
-Message = dict[str, Any]
-Tool = dict[str, Any]
+_SOME = {"minLength": 1}
+_ANY_OF_SOME = {"minItems": 1}
+Message = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.MESSAGE)]
+Tool = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.TOOL)]
 
 WITHOUT_EFFECT = {
     "user": "for OpenAI's own accounts",
@@ -98,14 +101,20 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Texts that end the output, and are not part of it. An empty text in place of a list is none."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+        ]
+        | None
+    ) = None
     """Token id → what is added to its logit."""
 
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     """Sample among this many likeliest tokens; 0 and -1 are off. Not in OpenAI's API."""
     min_p: Probability | None = None
     """Leave out tokens less likely than this share of the likeliest. Not in OpenAI's API."""
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, extra_json_schema={"maximum": 3e38})] | None = None
     """Not in OpenAI's API."""
     ignore_eos: bool | None = None
     """Go on after the end-of-sequence token. Not in OpenAI's API."""
@@ -135,11 +144,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Put what the tokenizer puts around a text. Default: true, and false for a chat, whose template writes it out.
     Not in OpenAI's API."""
 
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.RESPONSE_FORMAT)] | None = None
     guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_regex: Annotated[str, Meta(extra_json_schema=_SOME)] | None = None
+    guided_choice: (
+        Annotated[list[Annotated[str, Meta(extra_json_schema=_SOME)]], Meta(extra_json_schema=_ANY_OF_SOME)] | None
+    ) = None
+    guided_grammar: Annotated[str, Meta(extra_json_schema=_SOME)] | None = None
 
     # Accepted, and without effect: `WITHOUT_EFFECT` says why.
     user: str | None = None
@@ -162,7 +173,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
     echo: bool | None = None
     """Begin the text with the prompt, and with `logprobs` report those of its tokens."""
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Annotated[str, Meta(extra_json_schema={"maxLength": 0})] | None = None
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
