@@ -47,29 +47,29 @@ class TextReader:
         stops: StopStrings,
         *,
         stop_ids: Collection[int] = (),
+        kept_ids: Collection[int] = (),
         after: Sequence[int] = (),
         verbatim: bool = False,
-        form: TextForm = TextForm(),
         min_tokens: int = 0,
+        form: TextForm = TextForm(),
     ) -> None:
-        """`stop_ids` end the output and are no part of its text, if its form does not say so; `after` is the prompt
-        that the text continues. Within the first `min_tokens` no stop string ends it.
+        """`stop_ids` end the output and are no part of its text, if its form does not say so; `kept_ids` are part of it
+        though they are special; `after` is the prompt that the text continues. Within the first `min_tokens` no stop
+        string ends it.
 
         A `verbatim` text follows a grammar: no space in front of it is the vocabulary's own.
         """
         self._ends = () if form.with_stop else stop_ids
-        self._detokenizer = (
-            Detokenizer(
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(
                 tokenizer,
                 skip_special=not form.with_special,
                 without=self._ends,
-                keeping=_named(tokenizer, stops) if form.with_stop else (),
+                kept=[*kept_ids, *(_named(tokenizer, stops) if form.with_stop else ())],
                 after=after,
                 verbatim=verbatim,
             )
-            if tokenizer is not None
-            else None
-        )
         self._stops = stops
         self._form = form
         self._num_early = min_tokens

@@ -1,6 +1,8 @@
-"""About: the server's version, whether it is there, and its model's tokenizer, for tools that ask as they ask vLLM."""
+"""About: the server itself: its models, whether it is there, its version, and its tokenizer, as vLLM tells of them."""
 
 from __future__ import annotations
+
+import time
 
 import msgspec
 from starlette.requests import Request
@@ -8,8 +10,11 @@ from starlette.responses import Response
 
 import phonograph
 from phonograph.engine.process.async_llm import AsyncLLM
+from phonograph.engine.requests.request import NEUTRAL, SamplingParams
 from phonograph.engine.text import ChatTemplate, Tokenizer
-from phonograph.server.http.failures import ApiError
+from phonograph.server.http.failures import SERVER, ApiError, Error
+from phonograph.server.openai.api import Api
+from phonograph.server.openai.responses import HealthResponse, ModelCard, ModelList
 
 
 class VersionResponse(msgspec.Struct, frozen=True):
@@ -51,12 +56,37 @@ def tokenizer_info(tokenizer: Tokenizer, template: ChatTemplate, max_len: int) -
 
 
 class About:
-    """The routes; what they say does not change while the server runs, and is written once."""
+    """The routes of what is served, and of how it goes."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, api: Api, llm: AsyncLLM) -> None:
+        self._api = api
         self._llm = llm
+        self._created = int(time.time())
         self._version = msgspec.json.encode(VersionResponse(phonograph.__version__))
         self._tokenizer: bytes | None = None
+
+    async def models(self, request: Request) -> Response:
+        """All names of the model."""
+        return _json(ModelList([self._model(name) for name in self._api.names]))
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        return _json(self._model(self._api.checked_model(request.path_params["model"])))
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken, and if not, or if some of them fail, why."""
+        health = self._llm.health
+        if health.state == "ready":
+            return _json(HealthResponse(health.state, health.reason))
+        reason = health.reason or "the engine core is starting"
+        what = "some requests fail" if health.is_serving else "no request is taken now"
+        error = Error(f"{what}: {reason}.", SERVER, None, health.state)
+        return _json(HealthResponse(health.state, reason, error), 503)
+
+    def _model(self, name: str) -> ModelCard:
+        resolved = SamplingParams().resolved(self._llm.sampling)
+        sampling = {field: getattr(resolved, field) for field in NEUTRAL}
+        return ModelCard(name, self._created, self._llm.about.limits.max_len, sampling, self._llm.arguments.name)
 
     async def version(self, request: Request) -> Response:
         """Which phonograph this is."""
@@ -75,3 +105,7 @@ class About:
 
             self._tokenizer = await self._llm.text.off_loop(len(template.text or "") + tokenizer.vocab_size, written)
         return Response(self._tokenizer, media_type="application/json")
+
+
+def _json(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -18,8 +18,6 @@ class OutputForm:
     """Show the token ids of prompt and output."""
     names_ids: bool = False
     """In logprobs, call tokens by their ids."""
-    with_usage: bool = False
-    """Count tokens in a last event."""
     counts_on: bool = False
     """Count tokens in every event."""
 
@@ -35,6 +33,5 @@ def output_form(request: SamplingFields, *, has_logprobs: bool) -> OutputForm:
         TextForm(with_special=request.skip_special_tokens is False, with_stop=bool(request.include_stop_str_in_output)),
         with_ids=bool(request.return_token_ids),
         names_ids=bool(request.return_tokens_as_token_ids),
-        with_usage=streaming is not None and streaming.include_usage,
         counts_on=streaming is not None and streaming.continuous_usage_stats,
     )

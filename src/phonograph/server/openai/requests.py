@@ -17,6 +17,9 @@ Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.STOP_CHARS.most})]
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": limits.STOPS.most})]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ContentTokens = Literal["text", "special"]
+Verbosity = Literal["low", "medium", "high"]
 BadWord = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.BAD_WORD_CHARS.most})]
 _MAX_ALLOWED = {"maxItems": limits.ALLOWED_TOKENS.most}
 _SOME = {"minLength": 1}
@@ -37,6 +40,7 @@ WITHOUT_EFFECT = {
 """Fields that clients send and nobody reads, with the reason that no answer would be another. All others are read."""
 
 _ONLY_TEXT = "text is all that is read and written"
+_SHARED = "prompts share what they begin with, whoever sends them"
 _ONE_TEMPLATE = "messages are written by the model's own template"
 
 ONLY_NEUTRAL = {
@@ -47,22 +51,31 @@ ONLY_NEUTRAL = {
     "typical_p": NeutralField("this kind of sampling is not built in", (1,)),
     "top_a": NeutralField("this kind of sampling is not built in", (0,)),
     "logits_processors": NeutralField("no code of a request is run"),
-    "structured_outputs": NeutralField("use `response_format` or a `guided_` field"),
     "guided_decoding_backend": NeutralField("there is one"),
     "guided_whitespace_pattern": NeutralField("white space is that of JSON"),
-    "add_generation_prompt": NeutralField("a chat is always continued by an answer", (True,)),
-    "continue_final_message": NeutralField("a chat is always continued by an answer", (False,)),
+    "add_generation_prompt": NeutralField("a prompt is rendered by no template", (True,)),
+    "continue_final_message": NeutralField("a prompt is always continued", (False,)),
     "chat_template": NeutralField(f"{_ONE_TEMPLATE}, or by --chat-template"),
     "documents": NeutralField(f"{_ONE_TEMPLATE}, which is given none"),
-    "reasoning_effort": NeutralField("no model is told to think more or less"),
-    "verbosity": NeutralField("no model is told to say more or less"),
+    "reasoning_effort": NeutralField("a prompt is rendered by no template"),
+    "verbosity": NeutralField("a prompt is rendered by no template"),
     "prediction": NeutralField("answers are not predicted by clients"),
     "audio": NeutralField(_ONLY_TEXT),
     "mm_processor_kwargs": NeutralField(_ONLY_TEXT),
     "web_search_options": NeutralField("nothing is looked up"),
     "functions": NeutralField("OpenAI has put `tools` in its place", ([],)),
     "function_call": NeutralField("OpenAI has put `tool_choice` in its place"),
-    "cache_salt": NeutralField("prompts share what they begin with, whoever sends them"),
+    "cache_salt": NeutralField(_SHARED),
+    "moderation": NeutralField("nothing is moderated"),
+    "prompt_cache_options": NeutralField(_SHARED),
+    "prompt_cache_retention": NeutralField(_SHARED),
+    "request_id": NeutralField("the server gives ids, and a response has its own"),
+    "prompt_embeds": NeutralField("prompts are texts or token ids"),
+    "structural_tag": NeutralField("use `response_format` or a `guided_` field"),
+    "include_reasoning": NeutralField("thoughts are told apart, and never left out", (True,)),
+    "kv_transfer_params": NeutralField("there is one engine, and nothing to hand over"),
+    "media_io_kwargs": NeutralField(_ONLY_TEXT),
+    "vllm_xargs": NeutralField("there are no plugins that would read them"),
     "echo": NeutralField("the prompt is not repeated", (False,)),
     "best_of": NeutralField("no more choices are made than are returned: use `n`"),
 }
@@ -151,6 +164,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Annotated[list[Annotated[str, Meta(extra_json_schema=_SOME)]], Meta(extra_json_schema=_ANY_OF_SOME)] | None
     ) = None
     guided_grammar: Annotated[str, Meta(extra_json_schema=_SOME)] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's form of the `guided_` fields: an object with one of json, json_object, regex, choice and grammar."""
 
     # Accepted, and without effect: `WITHOUT_EFFECT` says why.
     user: str | None = None
@@ -194,6 +209,16 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     chat_template_kwargs: dict[str, Any] | None = None
     """Further names that the chat template knows. Not in OpenAI's API."""
     modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of an answer. Default: true. Not in OpenAI's API."""
+    continue_final_message: bool | None = None
+    """Go on with the last message in place of answering it. Not in OpenAI's API."""
+    reasoning_effort: Effort | None = None
+    """For templates that read it; with others the answer is as without it, and a header says so."""
+    verbosity: Verbosity | None = None
+    """As `reasoning_effort`."""
+    content_special_tokens: ContentTokens | None = None
+    """What special tokens in the texts of messages are. Default: the server's, which is text. Not in OpenAI's API."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,6 +231,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Put what the tokenizer puts around a text. Default: true; not for messages, whose template writes it out."""
     add_generation_prompt: bool | None = None
     """Of messages: end with the beginning of an answer. Default: true."""
+    continue_final_message: bool | None = None
+    """Of messages: end with the last one, without the template's end of it."""
+    content_special_tokens: ContentTokens | None = None
+    """Of messages: as in a chat."""
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -8,6 +8,9 @@ from msgspec import UNSET, UnsetType
 
 from phonograph.engine.process.generation import Delta
 
+_CHARS = 8
+"""Of a token id in a response."""
+
 
 class TokenIds:
     """Of one response: ids of its prompts, each with `n` choices, and of what is new; nothing without prompts."""
@@ -18,8 +21,9 @@ class TokenIds:
         self._told: set[int] = set()
 
     @property
-    def are_shown(self) -> bool:
-        return bool(self._prompts)
+    def size(self) -> int:
+        """Of the prompts' ids, in characters."""
+        return _CHARS * self._n * sum(map(len, self._prompts))
 
     def output(self, delta: Delta) -> list[int] | UnsetType:
         """Those of a delta."""
