@@ -147,7 +147,8 @@ class EngineCore(Generic[E]):
             for sequence, problem in sampled.outside(step, self.executor.vocab):
                 self._news += self.scheduler.fail(sequence, problem)
         scored, unscored = take_scores(step, sampled) if step.prefills else ((), ())
-        for sequence, problem in (*unscored, *add_sums(step, sampled)):
+        unpooled = add_sums(step, sampled.pooled) if sampled.pooled is not None else ()
+        for sequence, problem in (*unscored, *unpooled):
             self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
