@@ -153,7 +153,7 @@ class EngineCore(Generic[E]):
                 self._news += self.scheduler.fail(sequence, problem)
         scored, failed = take_scores(step, sampled) if step.prefills else ((), ())
         if sampled.pooled is not None:
-            failed = [*failed, *add_sums(step, sampled)]
+            failed = [*failed, *add_sums(step, sampled.pooled)]
         for sequence, problem in failed:
             self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
