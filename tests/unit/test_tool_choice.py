@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
@@ -32,6 +33,10 @@ PLAIN = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% end
 def test_flags_name_the_formats_that_there_are() -> None:
     assert serve.TOOL_PARSERS == tool_formats.CHOICES
     assert serve.REASONING_PARSERS == reasoning.CHOICES
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args = parser.parse_args(["--tool-call-parser", "hermes", "--enable-auto-tool-choice"])
+    assert (args.tool_parser, args.reasoning_parser) == ("hermes", "auto")
 
 
 def named(name: str) -> dict[str, Any]:
