@@ -232,7 +232,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "temperature": "hot"}, "expected `float | null`, got `str`", "temperature"),
     (TEXT, {"prompt": "x", "temperature": -1}, ">= 0", "temperature"),
     (TEXT, {"prompt": "x", "top_p": 0}, "> 0", "top_p"),
-    (TEXT, {"prompt": "x", "max_tokens": -5}, ">= 1", "max_tokens"),
+    (TEXT, {"prompt": "x", "max_tokens": -5}, ">= 0", "max_tokens"),
     (TEXT, {"prompt": "x", "max_tokens": 1.5}, "got `float`", "max_tokens"),
     (TEXT, {"prompt": "x", "n": 0}, ">= 1", "n"),
     (TEXT, {"prompt": "x", "n": 10**30}, "<= 128", "n"),
@@ -295,7 +295,15 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "17 texts; at most 16", "stop"),
     (TEXT, {"prompt": "x", "stream": "yes"}, "expected `bool | null`", "stream"),
     (TEXT, {"prompt": "x", "stream_options": {}}, "`stream_options` needs `stream`", "stream_options"),
-    (TEXT, {"prompt": "x", "echo": True}, "`echo` can't be served", "echo"),
+    (TEXT, {"prompt": "x", "prompt_logprobs": 0, "stream": True}, "a stream has no place", "prompt_logprobs"),
+    (TEXT, {"prompt": "x", "min_tokens": 17}, "max_tokens 16", "min_tokens"),
+    (TEXT, {"prompt": "x", "truncate_prompt_tokens": 0}, "nothing of the prompt", "truncate_prompt_tokens"),
+    (TEXT, {"prompt": "x", "allowed_token_ids": [99999]}, "not in the vocabulary", "allowed_token_ids"),
+    (TEXT, {"prompt": "x", "allowed_token_ids": []}, "length >= 1", "allowed_token_ids"),
+    (TEXT, {"prompt": "x", "bad_words": [""]}, "length >= 1", "bad_words[0]"),
+    (TEXT, {"prompt": "x", "bad_words": ["a"] * 129}, "129 texts; at most 128", "bad_words"),
+    (TEXT, {"prompt": "x", "bad_words": ["a", "b" * 257]}, "257 characters", "bad_words[1]"),
+    (TEXT, {"prompt": "x", "prompt_logprobs": 21}, "<= 20", "prompt_logprobs"),
     (TEXT, {"prompt": "x", "best_of": 3}, "use `n`", "best_of"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "`suffix` can't be served", "suffix"),
     (TEXT, {"prompt": "x", "temprature": 1}, "did you mean `temperature`", "temprature"),
@@ -369,23 +377,20 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
         for name, value in (
             ("top_a", 0.2),
             ("typical_p", 0.9),
-            ("min_tokens", 4),
-            ("min_tokens", False),
-            ("min_tokens", "0"),
-            ("min_tokens", [0] * 100),
+            ("top_a", False),
+            ("top_a", "0"),
+            ("top_a", [0] * 100),
             ("skip_special_tokens", False),
             ("skip_special_tokens", 1),
             ("length_penalty", 1.01),
-            ("priority", -1),
-            ("prompt_logprobs", 0),
             ("use_beam_search", True),
             ("reasoning_effort", "high"),
         )
     ),
     (CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, "`tools` in its place", "functions"),
-    (TEXT, {"prompt": "x", "min_tokens": 0, "temprature": None}, "did you mean `temperature`", "temprature"),
-    (TEXT, {"prompt": "x", "min_tokens": 0, "temperature": "hot"}, "got `str`", "temperature"),
-    (TEXT, {"prompt": "x", "min_tokens": 0, "top_p": 0}, "> 0", "top_p"),
+    (TEXT, {"prompt": "x", "top_a": 0, "temprature": None}, "did you mean `temperature`", "temprature"),
+    (TEXT, {"prompt": "x", "top_a": 0, "temperature": "hot"}, "got `str`", "temperature"),
+    (TEXT, {"prompt": "x", "top_a": 0, "top_p": 0}, "> 0", "top_p"),
     ("/tokenize", {"prompt": "x", "min_tokens": 0}, "unknown field", "min_tokens"),
     (
         CHAT,
@@ -591,7 +596,7 @@ def test_fields_of_others_are_known_and_documented() -> None:
     )
 )
 def test_a_body_without_neutral_fields_is_otherwise_the_same(body: dict[str, Any]) -> None:
-    data = msgspec.json.encode({"min_tokens": 0, **body, "echo": 5, "priority": None})
+    data = msgspec.json.encode({"top_a": 0, **body, "echo": 5, "verbosity": None})
     assert json.loads(without_neutral(data, ONLY_NEUTRAL, ("echo",))) == {**body, "echo": 5}
 
 

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from phonograph import __version__
-from phonograph.cli import bench, chat, doctor, explain, generate, serve, verify
+from phonograph.cli import bench, chat, doctor, explain, generate, run_batch, serve, verify
 from phonograph.errors import PhonographError
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "run-batch": run_batch,
     "explain": explain,
     "verify": verify,
     "bench": bench,

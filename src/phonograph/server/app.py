@@ -18,6 +18,7 @@ from phonograph.server.http.access import CorsGuard, HostGuard, KeyGuard
 from phonograph.server.http.failures import ApiError, respond
 from phonograph.server.openai.api import Api
 from phonograph.server.openai.delivery import NOTE_HEADER
+from phonograph.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from phonograph.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phonograph.server.openai.responses import (
     ChatChunk,
@@ -90,6 +91,7 @@ OPERATIONS = (
         statuses=(400, 404),
         parameters=("id",),
     ),
+    Operation("/v1/embeddings", "post", "A vector of each text", EmbeddingResponse, EmbeddingRequest, statuses=_ENGINE),
     Operation("/v1/models", "get", "The names of the model", ModelList, statuses=()),
     Operation("/v1/models/{model}", "get", "One of the names", ModelCard, statuses=(404,), parameters=("model",)),
     Operation(
@@ -121,6 +123,7 @@ def create_app(
         Route("/v1/responses", kept.create, methods=["POST"]),
         Route("/v1/responses/{id}", kept.stored, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/input_items", kept.input_items),
+        Route("/v1/embeddings", api.embeddings, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{model:path}", api.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),

@@ -165,9 +165,9 @@ class CoreLoop:
         logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
         told = (sequence.error, sequence.num_cached, logprobs)
         scores = self._new_scores(sequence) if sequence.prompt_logprobs else ()
-        self._outputs.append(
-            Output(request_id, index, tokens, finish, *told, field=sequence.error_field, prompt_logprobs=scores)
-        )
+        vector = b"" if sequence.embedding is None else sequence.embedding.tobytes()
+        further = (False, sequence.error_field, scores, vector)
+        self._outputs.append(Output(request_id, index, tokens, finish, *told, *further))
         if finish is not None:
             self._forget(sequence)
 

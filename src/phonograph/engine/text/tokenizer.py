@@ -101,7 +101,7 @@ class Tokenizer:
     def encode_places(
         self, text: str, *, add_special: bool = True
     ) -> tuple[list[int], Callable[[int], tuple[int, int] | None]]:
-        """As `encode`, and a function that says of an id's place which characters it is of; none if it was put around."""
+        """As `encode`, and a function from an id's place to the characters that it is of; none if it was put around."""
         (found,) = self._backend.encode_batch([text], add_special_tokens=add_special)
         return found.ids, found.token_to_chars
 
