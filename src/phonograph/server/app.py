@@ -58,6 +58,7 @@ OPERATIONS = (
         event=ChatChunk,
         statuses=_ENGINE,
     ),
+    Operation("/v1/embeddings", "post", "A vector of each text", EmbeddingResponse, EmbeddingRequest, statuses=_ENGINE),
     Operation(
         "/v1/responses",
         "post",
@@ -91,7 +92,6 @@ OPERATIONS = (
         statuses=(400, 404),
         parameters=("id",),
     ),
-    Operation("/v1/embeddings", "post", "A vector of each text", EmbeddingResponse, EmbeddingRequest, statuses=_ENGINE),
     Operation("/v1/models", "get", "The names of the model", ModelList, statuses=()),
     Operation("/v1/models/{model}", "get", "One of the names", ModelCard, statuses=(404,), parameters=("model",)),
     Operation(
@@ -120,10 +120,10 @@ def create_app(
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/embeddings", api.embeddings, methods=["POST"]),
         Route("/v1/responses", kept.create, methods=["POST"]),
         Route("/v1/responses/{id}", kept.stored, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/input_items", kept.input_items),
-        Route("/v1/embeddings", api.embeddings, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{model:path}", api.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),

@@ -20,9 +20,9 @@ from phonograph.server.openai.writers import ResponseWriter, split
 
 _CHARS_OF_AN_ENTRY = 256
 """Characters of text that are written in the time of one logprob."""
-NOTE_HEADER = "X-Phonograph-Note"
 _BYTES_OF_AN_ENTRY = 32
 """Bytes of a vector that are written in the time of one logprob."""
+NOTE_HEADER = "X-Phonograph-Note"
 GONE = 499
 """The status of a response whose client has left; no one sees it."""
 

@@ -115,6 +115,8 @@ def inputs_at_fault() -> Iterator[None]:
 class EmbeddingWriter:
     """Vectors as a response, one after the other: none is encoded in one go with another."""
 
+    size = 0
+
     def __init__(self, name: str, model: str, request: EmbeddingRequest) -> None:
         self.id = name
         self.size = 0
