@@ -158,8 +158,9 @@ def test_a_prompt_that_begins_the_thought(thinking: Server, tiny_server: Server)
     goes_on = {**body, "messages": begun, "continue_final_message": True}
     message = thinking.post(CHAT, goes_on).json()["choices"][0]["message"]
     assert "reasoning_content" not in message
-    guided = thinking.post(CHAT, {**body, "guided_choice": ["yes"]}).json()["choices"][0]["message"]
-    assert guided["content"].startswith("yes")
+    guided = thinking.post(CHAT, {**body, "guided_choice": ["yes"]}).json()
+    assert guided["choices"][0]["message"]["content"].startswith("yes")
+    assert guided["usage"]["prompt_tokens"] == len(tokens) + len("\n</think>\n\n"), "the thought is ended in the prompt"
 
 
 def test_special_tokens_in_messages_are_text(tiny_server: Server) -> None:
