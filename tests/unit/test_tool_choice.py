@@ -179,6 +179,24 @@ def test_tools_are_written_where_the_template_has_none() -> None:
     assert for_template([first], [], PLAIN, HERMES) == ([first], None)
 
 
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+DROPS = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [REFUSES + "{{ messages[0].content }}", DROPS])
+def test_tools_go_before_the_first_words_where_there_is_no_system_message(template: str) -> None:
+    chat = ChatTemplate(template)
+    assert not chat.takes_system
+    assert PLAIN.takes_system
+    (message,), _ = for_template([{"role": "user", "content": "hi"}], TOOLS, chat, HERMES)
+    assert message["role"] == "user"
+    assert message["content"].startswith("You may call")
+    assert message["content"].endswith("answer as usual.\n\nhi")
+    parts = [{"type": "text", "text": "hi"}]
+    (message,), _ = for_template([{"role": "user", "content": parts}], TOOLS, chat, HERMES)
+    assert [part["text"][:7] for part in message["content"]] == ["You may", "hi"]
+
+
 def called(*names: str, content: str | None = None) -> dict[str, Any]:
     calls = [
         {"id": f"id-{name}", "type": "function", "function": {"name": name, "arguments": '{"zone": "UTC"}'}}
