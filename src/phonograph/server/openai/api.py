@@ -71,9 +71,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 _BODIES = 32
 """Bodies of the largest size that may be on their way at a time."""
 
-_END_OF_PROMPT = 16
-"""Tokens at a prompt's end that show whether the template has begun a thought."""
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -201,9 +198,7 @@ class Api:
             most=most,
             size=size,
         )
-        end = text.tokenizer.decode(prompt[-_END_OF_PROMPT:], skip_special=False)
-        end = str(plan.messages[-1]["content"]) if plan.continues else end
-        return prompt, plan.reading.after(end, continues=plan.continues)
+        return plan.rendered(prompt, text.tokenizer)
 
     def _has_special_content(self, asked: str | None) -> bool:
         return (asked or self._options.content_special_tokens) == "special"
