@@ -22,7 +22,7 @@ from phonograph.server.http.neutral_fields import NeutralField
 from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.delivery import Delivery
-from phonograph.server.openai.echo import Echo, echo_of
+from phonograph.server.openai.echo import Echo, echo_text
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.prompt_writer import PromptWriter
 from phonograph.server.openai.request_validation import (
@@ -113,18 +113,16 @@ class Api:
             special = body.add_special_tokens is not False
             check = self._fitting(params.max_tokens)
             prompts = await self._llm.text.encode(given, add_special=special, most=most, check=check)
-            check_logprobs(params, prompts, self._llm.about.limits.max_len)
+            field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+            check_logprobs(params, prompts, self._llm.about.limits.max_len, field)
 
         def offsets(choice: int) -> TextOffsets:
             return self._logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
 
-        def echo(choice: int) -> Echo:
-            place = choice // params.n
-            return echo_of(self._llm.tokenizer, given[place] if most is None else prompts[place], prompts[place])
-
         shown = None
         if body.echo or body.prompt_logprobs is not None:
-            echoed = echo if body.echo else None
+            # What was cut is not shown, so that of a prompt that may be cut its tokens are.
+            echoed = await self._echoes(given if most is None else prompts, prompts, params.n) if body.echo else None
             shown = PromptWriter(self._logprobs, echoed, body.logprobs, body.prompt_logprobs)
         writer = CompletionWriter(head, self._logprobs if body.logprobs is not None else None, offsets, shown)
         return await self._response(request, body, prompts, params, writer)
@@ -161,6 +159,15 @@ class Api:
         shown = None if ranked is None else PromptWriter(self._logprobs, num_ranked=ranked)
         writer = ChatWriter(head, self._logprobs if body.logprobs else None, callable_tools, max_calls, shown)
         return await self._response(request, body, [prompt], params, writer)
+
+    async def _echoes(
+        self, given: Sequence[str | Sequence[int]], prompts: Sequence[Sequence[int]], n: int
+    ) -> Callable[[int], Echo]:
+        """What makes the echo of each choice."""
+        tokenizer = self._llm.tokenizer
+        size = sum(len(prompt) for prompt in given if not isinstance(prompt, str))
+        texts = await self._llm.text.off_loop(size, lambda: [echo_text(tokenizer, prompt) for prompt in given])
+        return lambda choice: Echo(tokenizer, texts[choice // n], prompts[choice // n])
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
