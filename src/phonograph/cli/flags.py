@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phonograph import settings
-from phonograph.engine.passes.registry import PHASES
+from phonograph.engine.passes.registry import ALL_PHASES, EMBED, passes_for, phases_of
+from phonograph.errors import PlanError
 from phonograph.graphs.planning import flags as graph_flags
 
 if TYPE_CHECKING:
@@ -56,7 +57,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="where a temperature, top-k, top-p, min-p or repetition penalty that is left out comes from: "
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
-    graph_flags.add_flags(parser, PHASES)
+    parser.add_argument(
+        "--embeddings",
+        action="store_true",
+        help="make vectors of texts too (/v1/embeddings): a pass of its own, with as many recordings as prefill has",
+    )
+    graph_flags.add_flags(parser, ALL_PHASES)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,13 +123,18 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         trust_remote_code=args.trust_remote_code,
         hf_layers=args.hf_layers,
         sampling=args.sampling,
+        embeddings=args.embeddings,
         eager_copies=args.eager_copies,
         verify=args.verify,
         shadow_verify=args.shadow_verify,
         shadow_dir=Path(args.shadow_dir) if args.shadow_dir else None,
         shadow_tokens=getattr(args, "log_prompts", False),
     )
-    asked = graph_flags.asked_from(args, PHASES, variables=settings.environment())
+    phases = phases_of(passes_for(embeddings=args.embeddings))
+    asked = graph_flags.asked_from(args, phases, variables=settings.environment())
+    unread = None if args.embeddings else graph_flags.first_flag_of(args, EMBED.defaults)
+    if unread is not None:
+        raise PlanError(f"{unread} is for the pass that makes embeddings, which is off. Add --embeddings.")
     return EngineArguments(args.model, args.shape, args.device, options, asked)
 
 

@@ -65,6 +65,9 @@ class EngineOptions:
     shadow_tokens: bool = False
     """Whether token ids may be written there."""
 
+    embeddings: bool = False
+    """Whether prompts can be embedded: a pass of its own, with as many recordings as prefill has."""
+
     model_impl: ModelImplementation = "auto"
     """Whose layers a model has."""
     trust_remote_code: bool = False

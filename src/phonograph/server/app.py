@@ -17,6 +17,7 @@ from phonograph.errors import PhonographError
 from phonograph.server.http.access import CorsGuard, HostGuard, KeyGuard
 from phonograph.server.http.failures import ApiError, respond
 from phonograph.server.openai.api import Api
+from phonograph.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from phonograph.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phonograph.server.openai.responses import (
     ChatChunk,
@@ -53,6 +54,7 @@ OPERATIONS = (
         event=ChatChunk,
         statuses=_ENGINE,
     ),
+    Operation("/v1/embeddings", "post", "A vector of each text", EmbeddingResponse, EmbeddingRequest, statuses=_ENGINE),
     Operation("/v1/models", "get", "The names of the model", ModelList, statuses=()),
     Operation("/v1/models/{model}", "get", "One of the names", ModelCard, statuses=(404,), parameters=("model",)),
     Operation(
@@ -80,6 +82,7 @@ def create_app(
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/embeddings", api.embeddings, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{model:path}", api.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),

@@ -15,7 +15,7 @@ from phonograph.engine.models.interface import Model
 from phonograph.engine.models.registry import UNCOMPILED
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.prompt_scores import scoring_bytes
-from phonograph.engine.passes.registry import PASSES, PHASES, kept_by
+from phonograph.engine.passes.registry import PassDeclaration, kept_by, passes_for, phases_of
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.sampler import Sampler
 from phonograph.errors import DeviceError, PlanError
@@ -61,25 +61,26 @@ def plan_for(
 
     `breaks` are modules of the model that run between two graphs.
     """
-    measured = []
+    passes = passes_for(embeddings=options.embeddings)
+    phases, measured = phases_of(passes), []
     if device.torch_device.type == "cuda":
         backend = "full"
         reason = "attention reads lengths and pages from device memory, so one graph serves any number of requests"
         if options.attention == "flashinfer":
             backend, reason = "breakable", "FlashInfer plans every prompt on the host, between graphs"
-        measured = [Measured(f"{one.name}.backend", backend, reason) for one in PASSES if one.is_ragged]
+        measured = [Measured(f"{one.name}.backend", backend, reason) for one in passes if one.is_ragged]
         memory, size = f"the device has {device.memory().total / _GIB:.0f} GiB of memory", _step_size(device)
-        measured += [Measured(f"{one.name}.limit", one.limit(size), memory) for one in PASSES if one.serves]
+        measured += [Measured(f"{one.name}.limit", one.limit(size), memory) for one in passes if one.serves]
     if breaks:
         reason = f"{breaks[0]} reads the device from the host, so it runs between graphs"
         measured = [one for one in measured if not one.setting.endswith(".backend")]
-        measured += [Measured(f"{phase.name}.backend", "breakable", reason) for phase in PHASES]
+        measured += [Measured(f"{phase.name}.backend", "breakable", reason) for phase in phases]
     if device.torch_device.type == "cpu" and on_cpu_by_default:
         reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
-        measured = [Measured(f"{phase.name}.backend", "disabled", reason) for phase in PHASES]
+        measured = [Measured(f"{phase.name}.backend", "disabled", reason) for phase in phases]
     packed = "the C++ kernels" if options.kernels == "cpu" else ""
     facts = replace(facts_of(device), known_failure=UNCOMPILED.get(architecture, ""), packed_weights=packed)
-    return resolve(asked, facts, PHASES, measured=measured)
+    return resolve(asked, facts, phases, measured=measured)
 
 
 def _step_size(device: Device) -> _StepSize:
@@ -148,7 +149,8 @@ def cache_size(
         return CacheSize(limits.num_pages, f"{options.cache_tokens:,} tokens were asked for")
     if device.torch_device.type == "cpu":
         return CacheSize(limits.num_pages, f"a default on the CPU, for {limits.max_seqs} sequences")
-    needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, progress)
+    passes = passes_for(embeddings=options.embeddings)
+    needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, passes, progress)
     memory = device.memory()
     allowed = int(memory.total * options.memory) - memory.used
     page = page_bytes(kept_by(model), limits.page_size, model.dtype)
@@ -170,7 +172,13 @@ def cache_size(
 
 
 def _rehearsed(
-    model: Model, sampler: Sampler, device: Device, plan: Plan, limits: Limits, progress: Progress
+    model: Model,
+    sampler: Sampler,
+    device: Device,
+    plan: Plan,
+    limits: Limits,
+    passes: Sequence[PassDeclaration],
+    progress: Progress,
 ) -> tuple[int, int]:
     """Bytes that graphs and activations take, found by recording the largest of every phase over a tiny cache.
 
@@ -179,7 +187,7 @@ def _rehearsed(
     """
     _settle(device)
     before = device.memory().used
-    trial = Executor(model, sampler, device, plan, replace(limits, num_pages=2), largest_only=True)
+    trial = Executor(model, sampler, device, plan, replace(limits, num_pages=2), passes=passes, largest_only=True)
     trial.capture(progress)
     needed = device.memory().used - before
     needed += scoring_bytes(model.config.vocab, model.dtype.itemsize)  # an eager tail's, which no recording holds

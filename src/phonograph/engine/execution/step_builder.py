@@ -47,8 +47,9 @@ class StepTables:
             "decodes": [one.name for one in self.passes if one.serves],
             "mixed": [one.name for one in self.passes if one.serves and one.is_ragged],
         }
-        for kind, name in (("decodes", named.decodes), ("mixed", named.mixed)):
-            if name not in fit[kind]:
+        fit["embeds"] = [one.name for one in self.passes if one.serves and one.pools]
+        for kind, name in (("decodes", named.decodes), ("mixed", named.mixed), ("embeds", named.embeds)):
+            if name is not None and name not in fit[kind]:
                 raise PlanError(
                     f"StepPasses names {name!r} for {kind}: no pass of the executor that can run such a step. "
                     f"Name one of: {', '.join(fit[kind]) or 'none'}."
@@ -82,7 +83,10 @@ class StepBuilder:
             decodes,
             longest,
             lengths,
-            tuple(PromptChunk(one.sequence.row, one.start, one.tokens, one.samples, one.targets) for one in prefills),
+            tuple(
+                PromptChunk(one.sequence.row, one.start, one.tokens, one.samples, one.targets, one.pooled)
+                for one in prefills
+            ),
             needs_of(planned.sampling, self.honoured) if prefills else decodes.needs,
             updates,
             serial,

@@ -54,8 +54,8 @@ class PrefillBatch:
         return count if self.targets is None else count - len(self.targets)
 
 
-class RoundEnds(NamedTuple):
-    """What the tail takes over where rows decode several tokens: all that is known of the tokens at `ends`."""
+class TokenStates(NamedTuple):
+    """Hidden states, and all that is known of the tokens."""
 
     hidden: torch.Tensor
     tokens: torch.Tensor
@@ -120,8 +120,16 @@ class PrefillBody:
         inner = model.attention
         self._model = model.with_attention(GapAttention(inner if rounds is None else ApartAttention(inner)))
 
-    def __call__(self, batch: PrefillBatch) -> torch.Tensor | RoundEnds:
+    def __call__(self, batch: PrefillBatch) -> torch.Tensor | TokenStates:
         """Hidden states of the tokens that something is sampled after."""
+        found = self.found(batch, batch.ends)
+        if self._rounds is None:
+            return found.hidden
+        ends = batch.ends
+        return TokenStates(found.hidden, found.tokens[ends], found.rows[ends], found.positions[ends])
+
+    def found(self, batch: PrefillBatch, wanted: torch.Tensor | None) -> TokenStates:
+        """Hidden states of the wanted tokens, or of all; and all that is known of every token."""
         tables, rows, rounds, positions = self._parts.tables, batch.rows, self._rounds, batch.positions
         if rounds is None:
             decoded = tables.last_token[rows]
@@ -132,10 +140,8 @@ class PrefillBody:
         # A recording may not look at the host's spans; an eager pass is faster with them.
         spans = batch.spans if current().stage is Stage.EAGER else None
         queries = Queries(rows, positions, tables.pages[:, : batch.width], None, spans, batch.spans_from)
-        hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=batch.ends).states
-        if rounds is None:
-            return hidden
-        return RoundEnds(hidden, tokens[batch.ends], rows[batch.ends], positions[batch.ends])
+        hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted).states
+        return TokenStates(hidden, tokens, rows, positions)
 
     def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         """Logits and tokens, of as many sequences as there are."""
@@ -155,13 +161,13 @@ class PrefillBody:
         wanted = hidden[batch.num_sampled : batch.ends.shape[0]]
         return score_prompts(wanted, targets, self._model.logits, self._parts.sampler)
 
-    def rounds_tail(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
+    def rounds_tail(self, found: TokenStates, batch: PrefillBatch) -> Picked:
         """As `tail`, where rows that decode have rounds; the rows of prompts get one token each."""
         scores = self._scores(found.hidden, batch)
         picked = self._picked_rounds(found, batch)
         return picked if scores is None else picked._replace(scores=scores)
 
-    def _picked_rounds(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
+    def _picked_rounds(self, found: TokenStates, batch: PrefillBatch) -> Picked:
         assert self._rounds is not None
         pages, count, first = self._parts.tables.pages, batch.num_sampled, batch.spans_from
         logits = self._model.logits(found.hidden[:count])

@@ -5,7 +5,7 @@ It needs no torch: what a pass computes is in its own file, which is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from phonograph.engine.cache.groups import Kept
     from phonograph.engine.models.interface import Model
     from phonograph.engine.passes.base import Pass, PassParts
+    from phonograph.engine.requests.step import Chunk
     from phonograph.engine.state.column import Column
 
 
@@ -49,6 +50,8 @@ class PassDeclaration:
     host, outside of graphs."""
     serves: bool = True
     """Whether requests are served by it. Only such a pass needs a graph for every batch where coverage is strict."""
+    pools: bool = False
+    """Whether it sums hidden states, for requests that want a vector."""
     columns: Callable[[], Sequence[Column]] = _nothing
     """Request state of its own, besides what every engine has."""
     keeps: Callable[[Model], Sequence[Kept]] | None = None
@@ -71,6 +74,12 @@ def _prefill(parts: PassParts, backend: str) -> Pass:
     return prefill_pass(parts, backend)
 
 
+def _embed(parts: PassParts, backend: str) -> Pass:
+    from phonograph.engine.passes.embed import embed_pass
+
+    return embed_pass(parts, backend)
+
+
 def _heartbeat(parts: PassParts, backend: str) -> Pass:
     from phonograph.engine.passes.heartbeat import heartbeat_pass
 
@@ -80,9 +89,27 @@ def _heartbeat(parts: PassParts, backend: str) -> Pass:
 DECODE = PassDeclaration(KNOWN_PHASES["decode"], limit=lambda size: size.max_seqs, make=_decode)
 PREFILL = PassDeclaration(KNOWN_PHASES["prefill"], limit=lambda size: size.max_tokens, make=_prefill, is_ragged=True)
 HEARTBEAT = PassDeclaration(KNOWN_PHASES["idle"], limit=lambda size: 1, make=_heartbeat, serves=False)
+EMBED = PassDeclaration(
+    KNOWN_PHASES["embed"], limit=lambda size: size.max_tokens, make=_embed, is_ragged=True, pools=True
+)
 PASSES = (DECODE, PREFILL, HEARTBEAT)
-PHASES = tuple(declared.defaults for declared in PASSES)
-"""As a plan and its flags take them."""
+"""Those that every engine has."""
+
+
+def passes_for(*, embeddings: bool) -> tuple[PassDeclaration, ...]:
+    """The passes of an engine, with that for embeddings only where they are asked for: it has as many recordings as
+    prefill."""
+    return (*PASSES, EMBED) if embeddings else PASSES
+
+
+def phases_of(passes: Iterable[PassDeclaration]) -> tuple[PhaseDefaults, ...]:
+    """As a plan takes them."""
+    return tuple(declared.defaults for declared in passes)
+
+
+PHASES = phases_of(PASSES)
+ALL_PHASES = phases_of(passes_for(embeddings=True))
+"""Those of every pass that an engine may have: as flags are made for them."""
 
 
 def kept_by(model: Model, passes: Sequence[PassDeclaration] = PASSES) -> list[Kept]:
@@ -98,3 +125,11 @@ class StepPasses:
     """Decodes alone."""
     mixed: str = PREFILL.name
     """Prefills, and decodes among them."""
+    embeds: str | None = None
+    """As mixed, with a chunk among them that is pooled; None where no request may be."""
+
+    def with_prefills(self, chunks: Iterable[Chunk]) -> str:
+        """The pass of a step with these prefills."""
+        if self.embeds is not None and any(chunk.pooled is not None for chunk in chunks):
+            return self.embeds
+        return self.mixed

@@ -22,8 +22,14 @@ from phonograph.engine.process.health import Health, health_in_service
 from phonograph.engine.process.messages import Add, Cancel, CheckIntegrity, Finish, IntegrityReport, Ready, StepOutput
 from phonograph.engine.process.observer import Observer, Observers
 from phonograph.engine.process.statistics import EngineStats
+from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import Request, SamplingParams
-from phonograph.engine.scheduling.admission import refuse_oversized, refuse_unknown_tokens, refuse_unlike_prompts
+from phonograph.engine.scheduling.admission import (
+    refuse_oversized,
+    refuse_pooling,
+    refuse_unknown_tokens,
+    refuse_unlike_prompts,
+)
 from phonograph.engine.text import ChatTemplate
 from phonograph.engine.text.bad_words import with_bad_words
 from phonograph.engine.text.stops import with_special_stops
@@ -203,12 +209,13 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
         continues: bool = False,
+        pooling: Pooling | None = None,
     ) -> Generation:
-        """Like `submit`; many tokens or choices are made ready in a thread."""
+        """Like `submit`; many tokens or choices are made ready in a thread. With `pooling`, prompts are embedded."""
         self.refuse_unless_ready()
 
         def work() -> tuple[Generation, list[msgspec.Raw]]:
-            return self._prepared(self._requests(prompts, params, request_id, priority, timeout), continues)
+            return self._prepared(self._requests(prompts, params, request_id, priority, timeout, pooling), continues)
 
         size = sum(map(len, prompts)) + _CHOICE_SIZE * len(prompts) * params.n
         with self._refusals_counted():
@@ -223,6 +230,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         timeout: float | None,
+        pooling: Pooling | None = None,
     ) -> list[Request]:
         """The prompts as requests that the engine can serve; any thread may make them."""
         now, about = time.monotonic(), self.about
@@ -239,10 +247,13 @@ class AsyncLLM:
         for prompt in prompts:
             refuse_unlike_prompts(prompt)
         requests = [
-            Request(f"{name}-{place}" if place else name, tuple(prompt), params, priority, deadline, now)
+            Request(
+                *(f"{name}-{place}" if place else name, tuple(prompt), params, priority, deadline, now), pooling=pooling
+            )
             for place, prompt in enumerate(prompts)
         ]
         for request in requests:
+            refuse_pooling(request, embeddings=self.arguments.options.embeddings)
             refuse_unknown_tokens(request, about.vocab)
             refuse_oversized(request, about.limits)
         return requests

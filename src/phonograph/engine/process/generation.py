@@ -31,6 +31,8 @@ class Delta:
     """The field of the request that is at fault, where one is."""
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """Of further tokens of the prompt, from the second on."""
+    embedding: bytes = b""
+    """Of a prompt that is pooled, its vector: numbers of float32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,6 +197,7 @@ class Generation:
         delta.logprobs += output.logprobs[:count]
         if finish is not None:
             delta.finish, delta.error, delta.error_field = finish, output.error, output.field
+            delta.embedding = output.embedding
             self._end(choice, finish, now)
         if not self._wants_all or not self._left:
             self._wake()

@@ -96,6 +96,12 @@ def asked_from(namespace: argparse.Namespace, phases: Sequence[PhaseDefaults], v
     return Asked(tuple(asks), tuple(dict.fromkeys(warnings)))
 
 
+def first_flag_of(namespace: argparse.Namespace, phase: PhaseDefaults) -> str | None:
+    """The first flag of one phase alone that the command line has, or None."""
+    of_phase = [flag for flag, setting in _by_flag([phase]).items() if setting.phase is not None]
+    return next((flag for flag in of_phase if _found(vars(namespace), flag)), None)
+
+
 def _found(given: Mapping[str, object], flag: str) -> list[object]:
     """The values of a flag in the order given; none where it isn't used."""
     found = given.get(flag.removeprefix("--").replace("-", "_"))

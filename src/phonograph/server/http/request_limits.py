@@ -132,9 +132,13 @@ class ModelBounds:
 DERIVED = (
     ("the body", "`--max-body-bytes`", "bytes (413)"),
     ("the body", f"the larger of {2 * MANY_TOKENS:,} and 2 × `--max-len`", "values"),
-    ("prompt", "`--max-seqs` + `--max-queue`", "prompts"),
-    ("prompt, messages", "`--max-len` × the longest token of the vocabulary, and `--max-prompt-chars`", "characters"),
-    ("prompt", f"the larger of {MANY_TOKENS:,} and `--max-len`", "tokens in all prompts"),
+    ("prompt, input", "`--max-seqs` + `--max-queue`", "prompts"),
+    (
+        "prompt, input, messages",
+        "`--max-len` × the longest token of the vocabulary, and `--max-prompt-chars`",
+        "characters",
+    ),
+    ("prompt, input", f"the larger of {MANY_TOKENS:,} and `--max-len`", "tokens in all prompts"),
     ("tokens", f"the larger of {MANY_TO_DECODE:,} and `--max-len`", "token ids"),
 )
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.process.messages import Ready
 from phonograph.engine.requests.request import NEUTRAL, SamplingParams
+from phonograph.engine.scheduling.admission import NO_EMBEDDINGS
 from phonograph.errors import RequestError
 from phonograph.server.http.bodies import Arrivals, BodyReader
 from phonograph.server.http.failures import SERVER, ApiError, Error
@@ -23,6 +24,13 @@ from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.delivery import Delivery
 from phonograph.server.openai.echo import Echo, echo_text
+from phonograph.server.openai.embeddings import (
+    NEUTRAL_FOR_EMBEDDINGS,
+    EmbeddingRequest,
+    EmbeddingWriter,
+    check_embeddings,
+    inputs_at_fault,
+)
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.prompt_writer import PromptWriter
 from phonograph.server.openai.request_validation import (
@@ -76,6 +84,7 @@ class Api:
         self._bounds: tuple[Ready, ModelBounds] | None = None
         self._completion_bodies = self._reader(CompletionRequest, ONLY_NEUTRAL)
         self._chat_bodies = self._reader(ChatRequest, ONLY_NEUTRAL)
+        self._embedding_bodies = self._reader(EmbeddingRequest, NEUTRAL_FOR_EMBEDDINGS)
         self._tokenize_bodies = self._reader(TokenizeRequest)
         self._detokenize_bodies = self._reader(DetokenizeRequest)
 
@@ -104,7 +113,7 @@ class Api:
             body: CompletionRequest,
         ) -> tuple[CompletionRequest, Head, SamplingParams, list[str] | list[list[int]]]:
             check_completion(body, self.bounds())
-            return body, self._head("cmpl", body), completion_params(body), _prompts_of(body.prompt)
+            return body, self._head("cmpl", body), completion_params(body), _prompts_of(body.prompt, "prompt")
 
         with self._refusals_counted():
             found, _ = await self._completion_bodies.read(request, self._llm.text.off_loop, checked)
@@ -169,6 +178,29 @@ class Api:
         texts = await self._llm.text.off_loop(size, lambda: [echo_text(tokenizer, prompt) for prompt in given])
         return lambda choice: Echo(tokenizer, texts[choice // n], prompts[choice // n])
 
+    async def embeddings(self, request: Request) -> Response:
+        """A vector of each input."""
+        self._llm.refuse_unless_ready()
+        if not self._llm.arguments.options.embeddings:
+            raise ApiError(400, NO_EMBEDDINGS, code="unsupported")
+
+        def checked(body: EmbeddingRequest) -> tuple[EmbeddingRequest, str, list[str] | list[list[int]]]:
+            check_embeddings(body, self.bounds(), self._llm.checkpoint.config.hidden)
+            return body, self._checked_model(body.model), _prompts_of(body.input, "input")
+
+        with self._refusals_counted(), inputs_at_fault():
+            found, _ = await self._embedding_bodies.read(request, self._llm.text.off_loop, checked)
+            body, model, given = found
+            inputs = await self._llm.text.encode(given, check=self._fitting(0, "input"))
+        writer = EmbeddingWriter(f"embd-{uuid.uuid4().hex}", model, body)
+        log, timeout = await self._logged(writer.id, inputs), self._options.request_timeout
+        params, pooling = SamplingParams(max_tokens=0), body.pooling or "mean"
+        with inputs_at_fault():
+            generation = await self._llm.submit_long(
+                inputs, params, request_id=writer.id, timeout=timeout, pooling=pooling
+            )
+        return await Delivery(generation, writer, log, timeout, self._llm.text.off_loop).whole(request)
+
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
         """Report requests that don't get as far as the engine to the observer; the engine reports the others."""
@@ -190,15 +222,15 @@ class Api:
             raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
         return self._llm.about.limits.longest_prompt(params.max_tokens) if most == -1 else most
 
-    def _fitting(self, max_outputs: int) -> Callable[[Sequence[int]], None]:
+    def _fitting(self, max_outputs: int, field: str = "prompt") -> Callable[[Sequence[int]], None]:
         """Refuses prompts, one after the other: each one that is too long, and all together."""
         total, most = 0, self.bounds().prompt_tokens
 
         def check(prompt: Sequence[int]) -> None:
             nonlocal total
-            self._check_context(prompt, "prompt", max_outputs)
+            self._check_context(prompt, field, max_outputs)
             total += len(prompt)
-            most.check(total)
+            most.check(total, field)
 
         return check
 
@@ -224,11 +256,7 @@ class Api:
         writer: ChatWriter | CompletionWriter,
     ) -> Response:
         """Run the prompts and deliver what comes of them."""
-        log = RequestLog(writer.id, with_texts=self._options.log_prompts)
-        if self._options.log_prompts:
-            for prompt in prompts:
-                log.prompt(await self._text_of(prompt) if self._llm.tokenizer is not None else prompt)
-        timeout = self._options.request_timeout
+        log, timeout = await self._logged(writer.id, prompts), self._options.request_timeout
         generation = await self._llm.submit_long(
             prompts,
             params,
@@ -240,6 +268,14 @@ class Api:
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
         delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, with_usage)
         return await (delivery.stream(request) if body.stream else delivery.whole(request))
+
+    async def _logged(self, name: str, prompts: Sequence[Sequence[int]]) -> RequestLog:
+        """The log of a request, with its prompts where these may be written."""
+        log = RequestLog(name, with_texts=self._options.log_prompts)
+        if self._options.log_prompts:
+            for prompt in prompts:
+                log.prompt(await self._text_of(prompt) if self._llm.tokenizer is not None else prompt)
+        return log
 
     # -- text -------------------------------------------------------------------------------------------------------
 
@@ -320,14 +356,14 @@ class Api:
         return name or self.names[0]
 
 
-def _prompts_of(prompt: str | Sequence[Any]) -> list[str] | list[list[int]]:
+def _prompts_of(prompt: str | Sequence[Any], field: str) -> list[str] | list[list[int]]:
     """Every form that a prompt may have, as texts or as lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
     if len(kinds) > 1:
-        message = "`prompt` mixes texts, token ids and lists of token ids. Send one kind."
-        raise ApiError(400, message, param="prompt", code="invalid_value")
+        message = f"`{field}` mixes texts, token ids and lists of token ids. Send one kind."
+        raise ApiError(400, message, param=field, code="invalid_value")
     return [list(prompt)] if kinds == {int} else list(prompt)
 
 
