@@ -183,6 +183,8 @@ def calling(**changes: object) -> dict[str, object]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
+NOW = {"type": "function", "function": {"name": "now", "parameters": {}}}
+
 MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {}, "`prompt` is missing", "prompt"),
     (CHAT, {}, "`messages` is missing", "messages"),
@@ -312,7 +314,29 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "`schema`", "response_format"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs `logprobs`", "top_logprobs"),
     (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools[0]` must be", "tools[0]"),
-    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "a call can't be forced", "tool_choice"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "needs `tools`", "tool_choice"),
+    (CHAT, {"messages": HELLO, "structured_outputs": {"jsn": {}}}, "did you mean", "structured_outputs.jsn"),
+    (
+        TEXT,
+        {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "one grammar",
+        "structured_outputs.choice",
+    ),
+    (TEXT, {"prompt": "x", "structured_outputs": {"choice": "a"}}, "a list of texts", "structured_outputs.choice"),
+    (TEXT, {"prompt": "x", "structured_outputs": {"regex": ["a"]}}, "a text", "structured_outputs.regex"),
+    (CHAT, {"messages": HELLO, "reasoning_effort": "most"}, "invalid enum value", "reasoning_effort"),
+    (
+        CHAT,
+        {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+        "asks for a new one",
+        "continue_final_message",
+    ),
+    (
+        CHAT,
+        {"messages": HELLO, "tools": [NOW], "tool_choice": "required", "guided_regex": "a"},
+        "one grammar",
+        "guided_regex",
+    ),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"think": 1}}, "does not read 'think'", "chat_template_kwargs"),
     (
         CHAT,
@@ -360,7 +384,6 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
             ("skip_special_tokens", 1),
             ("length_penalty", 1.01),
             ("use_beam_search", True),
-            ("structured_outputs", {"regex": "a"}),
             ("reasoning_effort", "high"),
         )
     ),
@@ -526,7 +549,8 @@ def test_every_field_of_a_body_is_read_or_known_to_be_without_effect() -> None:
     """Where requests are made of it: that a field is within its bounds is no reading."""
     folder = Path(requests.__file__).parent
     trees = [
-        ast.parse((folder / name).read_text()) for name in ("api.py", "sampling_params.py", "request_validation.py")
+        ast.parse((folder / name).read_text())
+        for name in ("api.py", "chat_plan.py", "sampling_params.py", "request_validation.py")
     ]
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
@@ -600,36 +624,22 @@ RESULT = {"role": "tool", "content": "noon", "tool_call_id": "a"}
 
 
 @pytest.mark.parametrize(
-    ("message", "read", "refused"),
+    ("message", "refused"),
     [
-        (calling(), (), "tool_calls"),
-        (calling(), ("tool_call_id",), "tool_calls"),
-        (calling(), ("tool_calls",), None),
-        (RESULT, (), "tool_call_id"),
-        (RESULT, ("tool_call_id",), None),
-        (RESULT, ("tool_calls",), None),  # results follow their calls
-        ({**RESULT, "tool_call_id": ""}, (), None),
-        ({"role": "user", "content": "x", "tool_calls": [], "tool_call_id": None}, (), None),
+        (calling(), None),
+        (RESULT, None),
+        ({**RESULT, "role": "user"}, "tool_call_id"),
+        ({**calling(), "role": "user"}, "tool_calls"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "y"}, None),
+        ({"role": "user", "content": "x", "reasoning_content": "y"}, "reasoning_content"),
+        ({"role": "user", "content": "x", "tool_calls": [], "tool_call_id": None}, None),
     ],
 )
-def test_calls_and_results_reach_the_template_or_are_refused(
-    message: dict[str, Any], read: tuple[str, ...], refused: str | None
-) -> None:
+def test_calls_results_and_thoughts_are_of_one_role(message: dict[str, Any], refused: str | None) -> None:
     if refused is None:
-        check_message_fields([*HELLO, message], read)
+        check_message_fields([*HELLO, message], ())
         return
     with pytest.raises(ApiError) as found:
-        check_message_fields([*HELLO, message], read)
+        check_message_fields([*HELLO, message], ())
     assert found.value.error.param == f"messages[1].{refused}"
     assert f"`messages[1].{refused}` can't be served" in found.value.error.message
-    assert "chat template does not read calls of tools" in found.value.error.message
-
-
-def test_the_default_models_template_reads_no_calls(real_server: Server) -> None:
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "what time is it?"}]
-    for path in (CHAT, "/tokenize"):
-        found = error_of(real_server.post(path, {"messages": [*asked, calling(), RESULT]}), 400)
-        assert found["param"] == "messages[1].tool_calls"
-        assert error_of(real_server.post(path, {"messages": [*asked, RESULT]}), 400)["param"].endswith("tool_call_id")
-    plain = {**RESULT, "tool_call_id": None}
-    assert real_server.post("/tokenize", {"messages": [*asked, plain]}).status_code == 200

@@ -143,10 +143,11 @@ def _smi() -> list[str]:
 
 
 def _memory() -> tuple[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return f"{cores} cores", ""
-    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        cores = len(os.sched_getaffinity(0))
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # not on every platform
+        return f"{os.cpu_count()} cores", ""
     return f"{cores} cores, {size / _GIB:.0f} GiB of host memory", ""
 
 

@@ -146,15 +146,17 @@ class EngineCore(Generic[E]):
         if sampled.tokens and max(sampled.tokens) >= self.executor.vocab:
             for sequence, problem in sampled.outside(step, self.executor.vocab):
                 self._news += self.scheduler.fail(sequence, problem)
-        scored, unscored = take_scores(step, sampled) if step.prefills else ((), ())
-        for sequence, problem in (*unscored, *add_sums(step, sampled)):
+        scored, failed = take_scores(step, sampled) if step.prefills else ((), ())
+        if sampled.pooled is not None:
+            failed = [*failed, *add_sums(step, sampled)]
+        for sequence, problem in failed:
             self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
-                followed, failed = self._follow(sequence, tokens)
+                followed, ended = self._follow(sequence, tokens)
                 updates[place] = sequence, followed, finish
-                updates += failed
+                updates += ended
         if sampled.logprobs is not None:
             _note_logprobs(step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
         if scored:

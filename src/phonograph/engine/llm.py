@@ -43,7 +43,7 @@ from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLo
 from phonograph.engine.requests.vectors import embedding_of, normalized
 from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.scheduling.scheduler import Scheduler
-from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
+from phonograph.engine.text import ChatTemplate, ContentGuard, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.bad_words import with_bad_words
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.stops import with_special_stops
@@ -334,8 +334,9 @@ class LLM:
         return len(self._rendered(messages))
 
     def _rendered(self, messages: Many[Message]) -> tuple[int, ...]:
+        """Special tokens in messages are text: a prompt has them as they are."""
         template: ChatTemplate = self.checkpoint.chat_template()
-        return tuple(self._text().encode(template.render(list(messages)), add_special=False))
+        return tuple(ContentGuard(self._text()).encoded(lambda hide: template.render(hide(list(messages)))))
 
     def _generated(
         self, prompts: Many[tuple[int, ...]], params: SamplingParams | None, *, continues: bool

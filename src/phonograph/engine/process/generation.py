@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -73,7 +73,9 @@ class Generation:
         *,
         eos_ids: Sequence[int],
         continues: bool = False,
+        kept_ids: Collection[int] = (),
     ) -> None:
+        """`continues`: outputs go on where their prompts end; `kept_ids`: special tokens that are text in them."""
         self.requests = tuple(requests)
         self._first = {request.id: place * request.params.n for place, request in enumerate(requests)}
         """The number of each request's first choice."""
@@ -86,6 +88,7 @@ class Generation:
                     tokenizer,
                     stops.again(),
                     stop_ids=request.params.stop_ids(eos_ids),
+                    kept_ids=kept_ids,
                     after=request.prompt if continues else (),
                     verbatim=request.params.grammar is not None,
                     min_tokens=request.params.min_tokens,

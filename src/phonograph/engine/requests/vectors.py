@@ -34,9 +34,8 @@ class PooledSum:
 
 def add_sums(step: ScheduledStep, sampled: Sampled) -> list[tuple[Sequence, str]]:
     """Add each chunk's sum to its sequence, and make the vectors of those that end; returns who fails, and why."""
+    assert sampled.pooled is not None
     failed: list[tuple[Sequence, str]] = []
-    if sampled.pooled is None:
-        return failed
     for chunk, part in zip(step.pooling, sampled.pooled, strict=True):
         sequence, pooling = chunk.sequence, chunk.sequence.request.pooling
         if sequence.finish is not None or pooling is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from phonograph.engine.text import Tokenizer
 from phonograph.engine.text.detokenizer import LeadingSpaces
 from phonograph.engine.text.reader import id_text
+from phonograph.server.http.bodies import OffLoop
 from phonograph.server.openai.logprobs import TextOffsets
 
 
@@ -42,3 +43,16 @@ class Echo:
         if is_special and not self.text.startswith(written.decode("utf-8", "replace"), self._offsets.end):
             written = b""
         return min(self._offsets.after(written), len(self.text))
+
+
+async def echoes(
+    off_loop: OffLoop,
+    tokenizer: Tokenizer | None,
+    given: Sequence[str | Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    n: int,
+) -> Callable[[int], Echo]:
+    """What makes the echo of each choice, n for each of the prompts that became these tokens."""
+    size = sum(len(prompt) for prompt in given if not isinstance(prompt, str))
+    texts = await off_loop(size, lambda: [echo_text(tokenizer, prompt) for prompt in given])
+    return lambda choice: Echo(tokenizer, texts[choice // n], prompts[choice // n])

@@ -115,6 +115,8 @@ def inputs_at_fault() -> Iterator[None]:
 class EmbeddingWriter:
     """Vectors as a response, one after the other: none is encoded in one go with another."""
 
+    size = 0
+
     def __init__(self, name: str, model: str, request: EmbeddingRequest) -> None:
         self.id = name
         self._model = model
@@ -129,7 +131,10 @@ class EmbeddingWriter:
     def events(self, deltas: Sequence[Delta]) -> bytes:
         raise NotImplementedError("embeddings are not streamed")
 
-    def usage_event(self, used: TokenUsage) -> bytes:
+    def end(self, used: TokenUsage) -> bytes:
+        raise NotImplementedError("embeddings are not streamed")
+
+    def failure(self, error: ApiError) -> bytes:
         raise NotImplementedError("embeddings are not streamed")
 
     def _entries(self, choices: Sequence[Delta]) -> Iterator[bytes]:

@@ -19,6 +19,12 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    """Of the output's tokens, those that were thought."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Numbers of tokens, over all choices."""
 
@@ -26,6 +32,8 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
+    """Where outputs are looked through for thoughts."""
 
 
 # -- /v1/completions ------------------------------------------------------------------------------------------------
@@ -132,6 +140,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     content: str | None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """What the model thought before it answered."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
 
@@ -163,6 +173,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatDeltaChoice(msgspec.Struct, frozen=True):
