@@ -84,6 +84,9 @@ class OracleRounds:
         tables["rounds"].index_put_((rows,), rounds + 1)
         return Picked(as_block(picked, counts))
 
+    def begin(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+        return self._parts.tail.next_tokens(logits, queries, needs)
+
 
 def columns(answers: Mapping[tuple[int, ...], Sequence[int]]) -> list[Column]:
     def oracle(entry: Any) -> list[int]:

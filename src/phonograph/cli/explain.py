@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from phonograph.cli.flags import add_engine_flags, arguments_from
-from phonograph.engine.passes.registry import PHASES
+from phonograph.engine.passes.registry import passes_of
 
 if TYPE_CHECKING:
     from phonograph.engine.process.arguments import EngineArguments
@@ -78,8 +78,9 @@ def _traces(arguments: EngineArguments, phase: str) -> str:
     from phonograph.graphs.progress import silent
     from phonograph.graphs.trust.guard import traced
 
-    if phase != "all" and phase not in {declared.name for declared in PHASES}:
-        raise unknown("phase", phase, ("all", *(declared.name for declared in PHASES)), "--trace")
+    names = [declared.name for declared in passes_of(speculates=arguments.options.speculates)]
+    if phase not in ("all", *names):
+        raise unknown("phase", phase, ("all", *names), "--trace")
     llm = arguments.open(silent)
     lines: list[str] = [str(covered) for covered in llm.executor.coverage.values()]
     for name, runner in llm.executor.runners.items():

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phonograph import settings
-from phonograph.engine.passes.registry import PHASES
+from phonograph.cli.speculation import add_speculation_flags, phases_for, speculation_from
+from phonograph.engine.passes.registry import ALL_PHASES
 from phonograph.graphs.planning import flags as graph_flags
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="where a temperature, top-k, top-p, min-p or repetition penalty that is left out comes from: "
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
-    graph_flags.add_flags(parser, PHASES)
+    add_speculation_flags(parser)
+    graph_flags.add_flags(parser, ALL_PHASES)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +105,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
     from phonograph.engine.options import EngineOptions
     from phonograph.engine.process.arguments import EngineArguments
 
+    speculate, depth = speculation_from(args)
     options = EngineOptions(
         max_seqs=args.max_seqs,
         max_tokens=args.max_step_tokens,
@@ -117,13 +120,16 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         trust_remote_code=args.trust_remote_code,
         hf_layers=args.hf_layers,
         sampling=args.sampling,
+        speculate=speculate,
+        speculate_depth=depth,
         eager_copies=args.eager_copies,
         verify=args.verify,
         shadow_verify=args.shadow_verify,
         shadow_dir=Path(args.shadow_dir) if args.shadow_dir else None,
         shadow_tokens=getattr(args, "log_prompts", False),
     )
-    asked = graph_flags.asked_from(args, PHASES, variables=settings.environment())
+    phases = phases_for(args, speculates=options.speculates)
+    asked = graph_flags.asked_from(args, phases, variables=settings.environment())
     return EngineArguments(args.model, args.shape, args.device, options, asked)
 
 

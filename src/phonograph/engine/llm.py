@@ -32,6 +32,9 @@ from phonograph.engine.models.interface import Model, ModelParts, Noted
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.ngram import ngram
+from phonograph.engine.passes.registry import PASSES, PassDeclaration, step_passes_of
+from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.precision import precision_for
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
@@ -149,7 +152,8 @@ class LLM:
                 del loaded  # there may not be room for the weights twice
                 loaded = self._model(attention, limits.num_positions, progress)
         sampler = select_sampler(self.device, options, self.plan)
-        self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress)
+        passes = self._passes()
+        self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress, passes)
         self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(
             loaded,
@@ -157,6 +161,7 @@ class LLM:
             self.device,
             self.plan,
             self.limits,
+            passes=passes,
             options=RunnerOptions(
                 eager_copies=options.eager_copies, facts="off" if options.verify == "off" else "verify"
             ),
@@ -169,7 +174,12 @@ class LLM:
         """What was checked before the first request, by phase."""
         refuse_failures(self.verified)
         self.prefix_sharing = prefix_sharing(options.prefix_cache, self.executor.step_tables.prompt_state)
-        scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed)
+        scheduler = Scheduler(
+            self.limits,
+            prefix_cache=self.prefix_sharing.is_on,
+            mixed=options.mixed,
+            passes=step_passes_of(speculates=options.speculates),
+        )
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
         self.core = EngineCore(scheduler, self.executor, grammars)
         self._numbers = itertools.count()
@@ -190,6 +200,11 @@ class LLM:
         for warning in plan.warnings:
             log.warning("%s", warning)
         return plan
+
+    def _passes(self) -> Many[PassDeclaration]:
+        """The forward passes, with whoever drafts for them."""
+        options = self.options
+        return speculating_passes(ngram(options.draft_depth)) if options.speculates else PASSES
 
     def _model(self, attention: Attention, max_len: int, progress: Progress) -> Model:
         """The model with its weights, in the precision that was found."""

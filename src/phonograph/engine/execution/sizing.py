@@ -14,7 +14,7 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.interface import Model
 from phonograph.engine.models.registry import UNCOMPILED
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes.registry import PASSES, PHASES, kept_by
+from phonograph.engine.passes.registry import PASSES, PassDeclaration, kept_by, passes_of
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.sampler import Sampler
 from phonograph.errors import DeviceError, PlanError
@@ -60,25 +60,25 @@ def plan_for(
 
     `breaks` are modules of the model that run between two graphs.
     """
-    measured = []
+    measured, passes = [], passes_of(speculates=options.speculates)
     if device.torch_device.type == "cuda":
         backend = "full"
         reason = "attention reads lengths and pages from device memory, so one graph serves any number of requests"
         if options.attention == "flashinfer":
             backend, reason = "breakable", "FlashInfer plans every prompt on the host, between graphs"
-        measured = [Measured(f"{one.name}.backend", backend, reason) for one in PASSES if one.is_ragged]
+        measured = [Measured(f"{one.name}.backend", backend, reason) for one in passes if one.is_ragged]
         memory, size = f"the device has {device.memory().total / _GIB:.0f} GiB of memory", _step_size(device)
-        measured += [Measured(f"{one.name}.limit", one.limit(size), memory) for one in PASSES if one.serves]
+        measured += [Measured(f"{one.name}.limit", one.limit(size), memory) for one in passes if one.serves]
     if breaks:
         reason = f"{breaks[0]} reads the device from the host, so it runs between graphs"
         measured = [one for one in measured if not one.setting.endswith(".backend")]
-        measured += [Measured(f"{phase.name}.backend", "breakable", reason) for phase in PHASES]
+        measured += [Measured(f"{one.name}.backend", "breakable", reason) for one in passes]
     if device.torch_device.type == "cpu" and on_cpu_by_default:
         reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
-        measured = [Measured(f"{phase.name}.backend", "disabled", reason) for phase in PHASES]
+        measured = [Measured(f"{one.name}.backend", "disabled", reason) for one in passes]
     packed = "the C++ kernels" if options.kernels == "cpu" else ""
     facts = replace(facts_of(device), known_failure=UNCOMPILED.get(architecture, ""), packed_weights=packed)
-    return resolve(asked, facts, PHASES, measured=measured)
+    return resolve(asked, facts, [one.defaults for one in passes], measured=measured)
 
 
 def _step_size(device: Device) -> _StepSize:
@@ -96,7 +96,8 @@ def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int,
     is_emulated = device.torch_device.type == "cpu" and plan.is_recorded
     seqs, tokens = _EMULATED if is_emulated else _step_size(device)
     max_seqs = seqs if options.max_seqs is None else options.max_seqs
-    max_tokens = max(tokens if options.max_tokens is None else options.max_tokens, max_seqs)
+    tokens_per_row = options.draft_depth + 1
+    max_tokens = max(tokens if options.max_tokens is None else options.max_tokens, max_seqs * tokens_per_row)
     max_len = options.max_len or min(8192, context)
     cache_tokens = options.cache_tokens or max(max_len, max_seqs * min(max_len, 1024))
     num_pages = -(-cache_tokens // options.page_size) + 1
@@ -108,6 +109,7 @@ def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int,
         num_pages=num_pages,
         max_ahead=options.max_ahead,
         eos_ids=tuple(eos_ids),
+        tokens_per_row=tokens_per_row,
     )
     return with_pages(limits, num_pages)
 
@@ -141,16 +143,17 @@ def cache_size(
     limits: Limits,
     options: EngineOptions,
     progress: Progress = silent,
+    passes: Sequence[PassDeclaration] = PASSES,
 ) -> CacheSize:
     """As asked; else, on a device with memory of its own, what weights and graphs leave of it."""
     if options.cache_tokens is not None:
         return CacheSize(limits.num_pages, f"{options.cache_tokens:,} tokens were asked for")
     if device.torch_device.type == "cpu":
         return CacheSize(limits.num_pages, f"a default on the CPU, for {limits.max_seqs} sequences")
-    needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, progress)
+    needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, progress, passes)
     memory = device.memory()
     allowed = int(memory.total * options.memory) - memory.used
-    page = page_bytes(kept_by(model), limits.page_size, model.dtype)
+    page = page_bytes(kept_by(model, passes), limits.page_size, model.dtype)
     num_pages = (allowed - needed - num_recordings * _BYTES_PER_GRAPH) // page
     if num_pages < 2:
         raise DeviceError(
@@ -169,7 +172,13 @@ def cache_size(
 
 
 def _rehearsed(
-    model: Model, sampler: Sampler, device: Device, plan: Plan, limits: Limits, progress: Progress
+    model: Model,
+    sampler: Sampler,
+    device: Device,
+    plan: Plan,
+    limits: Limits,
+    progress: Progress,
+    passes: Sequence[PassDeclaration],
 ) -> tuple[int, int]:
     """Bytes that graphs and activations take, found by recording the largest of every phase over a tiny cache.
 
@@ -178,7 +187,7 @@ def _rehearsed(
     """
     _settle(device)
     before = device.memory().used
-    trial = Executor(model, sampler, device, plan, replace(limits, num_pages=2), largest_only=True)
+    trial = Executor(model, sampler, device, plan, replace(limits, num_pages=2), passes=passes, largest_only=True)
     trial.capture(progress)
     needed = device.memory().used - before
     num_recordings = trial.num_recordings

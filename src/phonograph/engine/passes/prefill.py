@@ -15,7 +15,7 @@ from phonograph.engine.ops.queries import Queries, Span
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import PREFILL, PassDeclaration
-from phonograph.engine.passes.rounds import Rounds, joined
+from phonograph.engine.passes.rounds import Rounds, joined, widened
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.needs import SamplingNeeds
@@ -138,12 +138,15 @@ class PrefillBody:
         logits = self._model.logits(found.hidden[:count])
         tokens, rows, positions = found.tokens[:first], found.rows, found.positions
         width = self._parts.limits.tokens_per_row
-        queries = Queries(rows[:first], positions[:first], pages, tokens_per_row=width)
-        picked = self._rounds.accept(logits[:first], tokens, queries, batch.needs)
-        if first == count:
+        picked = None
+        if first or not count:
+            queries = Queries(rows[:first], positions[:first], pages, tokens_per_row=width)
+            picked = self._rounds.accept(logits[:first], tokens, queries, batch.needs)
+        if first == count and picked is not None:
             return picked
         queries = Queries(rows[first:count], positions[first:count], pages, tokens_per_row=1)
-        return joined(picked, self._parts.tail.next_tokens(logits[first:], queries, batch.needs))
+        ends = self._rounds.begin(logits[first:], queries, batch.needs)
+        return widened(ends, width) if picked is None else joined(picked, ends)
 
 
 class PrefillSample:

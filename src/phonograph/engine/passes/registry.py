@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from phonograph.errors import DeclarationError
 from phonograph.graphs.planning.settings import KNOWN_PHASES, PhaseDefaults
 
 if TYPE_CHECKING:
@@ -77,12 +78,25 @@ def _heartbeat(parts: PassParts, backend: str) -> Pass:
     return heartbeat_pass(parts, backend)
 
 
+def _without_drafter(parts: PassParts, backend: str) -> Pass:
+    raise DeclarationError(
+        f"the pass {TARGET_VERIFY.name!r} verifies what a drafter says, and has none. Take those of "
+        "`speculating_passes`."
+    )
+
+
 DECODE = PassDeclaration(KNOWN_PHASES["decode"], limit=lambda size: size.max_seqs, make=_decode)
 PREFILL = PassDeclaration(KNOWN_PHASES["prefill"], limit=lambda size: size.max_tokens, make=_prefill, is_ragged=True)
 HEARTBEAT = PassDeclaration(KNOWN_PHASES["idle"], limit=lambda size: 1, make=_heartbeat, serves=False)
+TARGET_VERIFY = PassDeclaration(KNOWN_PHASES["target_verify"], limit=lambda size: size.max_seqs, make=_without_drafter)
+"""As plans know it; `target_verify.speculating_passes` gives it a drafter."""
 PASSES = (DECODE, PREFILL, HEARTBEAT)
+SPECULATING = (TARGET_VERIFY, PREFILL, HEARTBEAT)
+"""Of an engine that drafts tokens and verifies them: rows decode in rounds, alone and among prompts."""
 PHASES = tuple(declared.defaults for declared in PASSES)
 """As a plan and its flags take them."""
+ALL_PHASES = tuple(declared.defaults for declared in dict.fromkeys((*PASSES, *SPECULATING)))
+"""Of all engines together."""
 
 
 def kept_by(model: Model, passes: Sequence[PassDeclaration] = PASSES) -> list[Kept]:
@@ -98,3 +112,13 @@ class StepPasses:
     """Decodes alone."""
     mixed: str = PREFILL.name
     """Prefills, and decodes among them."""
+
+
+def passes_of(*, speculates: bool) -> tuple[PassDeclaration, ...]:
+    """The passes of an engine, as its plan knows them."""
+    return SPECULATING if speculates else PASSES
+
+
+def step_passes_of(*, speculates: bool) -> StepPasses:
+    """Which of them run its steps."""
+    return StepPasses(TARGET_VERIFY.name) if speculates else StepPasses()

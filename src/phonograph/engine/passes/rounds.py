@@ -29,6 +29,10 @@ class Rounds(Protocol):
         """
         ...
 
+    def begin(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+        """Pick the first token of rows whose prompts end, one each, and note it in the tables."""
+        ...
+
 
 def as_block(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """[num_rows, tokens_per_row]: of each row's tokens the first `counts`, then none."""
@@ -36,18 +40,25 @@ def as_block(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.where(places < counts[:, None], tokens, NO_TOKEN)
 
 
-def joined(rounds: Picked, plain: Picked) -> Picked:
-    """Rounds, then rows that have one token each, in one block."""
-    width = rounds.tokens.shape[1]
+def widened(plain: Picked, width: int) -> Picked:
+    """Rows that have one token each, as rounds of so many places."""
     block = plain.tokens.new_full((plain.tokens.shape[0], width), NO_TOKEN)
     block[:, 0] = plain.tokens
-    logprobs = None
-    if rounds.logprobs is not None and plain.logprobs is not None:
-        # There is one of each place of the block; those of places without a token mean nothing.
-        several, one = rounds.logprobs, plain.logprobs
-        logprobs = TopLogprobs(
-            torch.cat([several.token_logprob, one.token_logprob.repeat_interleave(width, 0)]),
-            torch.cat([several.top_ids, one.top_ids.repeat_interleave(width, 0)]),
-            torch.cat([several.top_logprobs, one.top_logprobs.repeat_interleave(width, 0)]),
-        )
-    return Picked(torch.cat([rounds.tokens, block]), logprobs)
+    if plain.logprobs is None:
+        return Picked(block)
+    # There is one of each place of the block; those of places without a token mean nothing.
+    return Picked(block, TopLogprobs(*(part.repeat_interleave(width, 0) for part in _tensors(plain.logprobs))))
+
+
+def joined(rounds: Picked, plain: Picked) -> Picked:
+    """Rounds, then rows that have one token each, in one block."""
+    ends = widened(plain, rounds.tokens.shape[1])
+    tokens = torch.cat([rounds.tokens, ends.tokens])
+    if rounds.logprobs is None or ends.logprobs is None:
+        return Picked(tokens)
+    pairs = zip(_tensors(rounds.logprobs), _tensors(ends.logprobs), strict=True)
+    return Picked(tokens, TopLogprobs(*(torch.cat(pair) for pair in pairs)))
+
+
+def _tensors(found: TopLogprobs) -> tuple[torch.Tensor, ...]:
+    return found.token_logprob, found.top_ids, found.top_logprobs

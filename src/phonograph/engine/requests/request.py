@@ -35,7 +35,9 @@ NEUTRAL: Mapping[str, float] = {
 }
 """The fields of `SamplingParams` for which a model may have defaults of its own, and what they are if it has none."""
 
-READ_BY_ENGINE = frozenset(("max_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "grammar"))
+READ_BY_ENGINE = frozenset(
+    ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "grammar", "speculate")
+)
 """The fields of `SamplingParams` that every engine reads, whatever its sampler is: ends, choices, what is reported, and
 grammars. Of all others a column says how they reach the sampler."""
 
@@ -139,6 +141,9 @@ class SamplingParams:
     """How many alternatives to report for each token, besides its own; None reports nothing."""
     grammar: GrammarSpec | None = None
     """What the output must look like."""
+    speculate: bool | int | None = None
+    """Tokens that may be drafted for it in a round, where the engine speculates: a number, all that it drafts (True,
+    None), or none (False). Changes how fast the output comes, and not what is in it."""
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, least=1)
@@ -154,6 +159,8 @@ class SamplingParams:
             _whole("seed", self.seed, least=-MAX_WHOLE - 1)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
+        if self.speculate is not None and not isinstance(self.speculate, bool):
+            _whole("speculate", self.speculate, least=0)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.", field="ignore_eos")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):

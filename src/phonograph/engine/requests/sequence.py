@@ -96,6 +96,15 @@ class Sequence:
         """Tokens whose KV it can ever need: the last output is never read."""
         return len(self.request.prompt) + self.max_outputs - 1
 
+    def draft_depth(self, most: int) -> int:
+        """Tokens that may be drafted for it in a round, of so many; none where the next step depends on its text."""
+        asked = self.request.params.speculate
+        if self.constraint is not None:
+            return 0
+        if asked is None or asked is True:
+            return most
+        return min(asked, most)
+
     def has_room(self, count: int) -> bool:
         """Whether its pages hold so many more tokens, or all that it can ever need: what is beyond is not kept."""
         return self.capacity - self.num_computed >= count or self.capacity >= self.max_computed

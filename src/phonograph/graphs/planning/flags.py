@@ -96,6 +96,12 @@ def asked_from(namespace: argparse.Namespace, phases: Sequence[PhaseDefaults], v
     return Asked(tuple(asks), tuple(dict.fromkeys(warnings)))
 
 
+def given_for(namespace: argparse.Namespace, phases: Sequence[PhaseDefaults]) -> list[str]:
+    """The flags of these phases that the command line uses: an owner whose plan lacks them says so."""
+    given: Mapping[str, object] = vars(namespace)
+    return [flag for flag, setting in _by_flag(phases).items() if setting.phase is not None and _found(given, flag)]
+
+
 def _found(given: Mapping[str, object], flag: str) -> list[object]:
     """The values of a flag in the order given; none where it isn't used."""
     found = given.get(flag.removeprefix("--").replace("-", "_"))

@@ -119,6 +119,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Go on after the end-of-sequence token. Not in OpenAI's API."""
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     """Not in OpenAI's API."""
+    speculate: bool | Annotated[int, Meta(ge=0, le=1024)] | None = None
+    """Whether tokens are drafted for it, or how many in a round; no answer depends on it. Not in OpenAI's API."""
 
     response_format: dict[str, Any] | None = None
     guided_json: Any = None

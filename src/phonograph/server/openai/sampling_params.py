@@ -64,6 +64,7 @@ def _params(request: SamplingFields, max_tokens: int, logprobs: int | None) -> S
         n=request.n or 1,
         logprobs=logprobs,
         grammar=grammar_of(request),
+        speculate=request.speculate,
     )
 
 

@@ -1,0 +1,92 @@
+"""Speculation flags: who drafts, how far, and SGLang's names for it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import TYPE_CHECKING, cast
+
+from phonograph.engine.passes.registry import ALL_PHASES, passes_of
+from phonograph.errors import PlanError
+from phonograph.graphs.planning.flags import given_for
+from phonograph.graphs.planning.sglang_flags import Alias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phonograph.engine.options import SpeculateName
+    from phonograph.graphs.planning.settings import PhaseDefaults
+
+log = logging.getLogger("phonograph")
+
+SPECULATE, DEPTH = "--speculate", "--speculate-depth"
+ALIASES = (
+    Alias("--speculative-algorithm", SPECULATE, words=("NGRAM",)),
+    Alias("--speculative-num-steps", DEPTH),
+    Alias("--speculative-num-draft-tokens", DEPTH, note="one less: the last token of a row is verified with them"),
+    Alias("--speculative-eagle-topk", words=("1",), note="drafts are a chain, and a token has one successor"),
+)
+"""Of SGLang's."""
+
+
+def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
+    """Ours, then SGLang's."""
+    group = parser.add_argument_group("speculation", "Tokens are drafted, and several are verified in one pass.")
+    group.add_argument(
+        SPECULATE,
+        choices=("off", "ngram"),
+        help="who drafts: ngram takes what followed the same words earlier in the sequence; default: off",
+    )
+    group.add_argument(DEPTH, type=int, metavar="N", help="tokens drafted for a sequence in each round; default: 3")
+    for alias in ALIASES:
+        group.add_argument(alias.flag, metavar="|".join(alias.words) or "N", help=alias.warning)
+
+
+def speculation_from(args: argparse.Namespace) -> tuple[SpeculateName, int | None]:
+    """Who drafts, and how many tokens; a flag of SGLang's that asks for something else than ours is refused."""
+    given = {alias.flag: value for alias in ALIASES if (value := _value(args, alias.flag)) is not None}
+    for alias in ALIASES:
+        if alias.flag not in given:
+            continue
+        value = given[alias.flag]
+        if alias.words and value.upper() not in alias.words:
+            raise PlanError(f"{alias.flag} {value} is not built in. Use {' or '.join(alias.words)}, or leave it out.")
+        log.warning("%s", alias.warning)
+    depths = {
+        DEPTH: args.speculate_depth,
+        "--speculative-num-steps": _number(given, "--speculative-num-steps"),
+        "--speculative-num-draft-tokens": _number(given, "--speculative-num-draft-tokens", less=1),
+    }
+    said = {flag: depth for flag, depth in depths.items() if depth is not None}
+    if len({*said.values()}) > 1:
+        told = ", ".join(f"{flag} says {depth}" for flag, depth in said.items())
+        raise PlanError(f"how many tokens are drafted: {told}. Keep {DEPTH} alone.")
+    names = {name for name in (args.speculate, given.get("--speculative-algorithm", "").lower() or None) if name}
+    if len(names) > 1:
+        raise PlanError(f"{SPECULATE} and --speculative-algorithm name different drafters. Keep {SPECULATE} alone.")
+    return cast("SpeculateName", next(iter(names), "off")), next(iter(said.values()), None)
+
+
+def phases_for(args: argparse.Namespace, *, speculates: bool) -> Sequence[PhaseDefaults]:
+    """The phases of the engine's plan; a flag for another one is refused."""
+    phases = [declared.defaults for declared in passes_of(speculates=speculates)]
+    others = [phase for phase in ALL_PHASES if phase not in phases]
+    if unused := given_for(args, others):
+        instead = "target-verify" if speculates else "decode"
+        why = f"rows decode in rounds ({SPECULATE})" if speculates else f"nothing is drafted ({SPECULATE} is off)"
+        raise PlanError(f"{unused[0]}: this engine has no such phase, since {why}. Use --{instead}-graph-….")
+    return phases
+
+
+def _value(args: argparse.Namespace, flag: str) -> str | None:
+    found: str | None = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    return found
+
+
+def _number(given: dict[str, str], flag: str, less: int = 0) -> int | None:
+    if flag not in given:
+        return None
+    try:
+        return int(given[flag]) - less
+    except ValueError:
+        raise PlanError(f"{flag} is a number of tokens; found {given[flag]!r}.") from None

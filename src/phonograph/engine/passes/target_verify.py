@@ -1,0 +1,281 @@
+"""target_verify: rows decode in rounds: the target verifies what was drafted for them, and new tokens are drafted.
+
+A draft is accepted if and only if it is what the target itself picks there. Noise is a function of seed, position and
+token, so the output is that of plain decoding whatever the drafter says, greedy or sampled. Drafts are made at the end
+of a round and wait in a column, so that rounds among prompts find them too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.chain import chained
+from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, rows_slot, sample_rows
+from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting
+from phonograph.engine.passes.prefill import prefill_pass
+from phonograph.engine.passes.readback import Picked
+from phonograph.engine.passes.registry import HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
+from phonograph.engine.passes.rounds import as_block
+from phonograph.engine.passes.sampling_tail import SAMPLING
+from phonograph.engine.requests.parameter import Sampling
+from phonograph.engine.requests.request import MAX_LOGPROBS
+from phonograph.engine.requests.step import NO_TOKEN
+from phonograph.engine.sampling.needs import SamplingNeeds
+from phonograph.engine.sampling.penalties import count_tokens
+from phonograph.engine.sampling.sampler import TopLogprobs
+from phonograph.engine.state.column import Column, RowSource, TrialRows, Writer
+from phonograph.graphs.phases.context import Stage, current
+from phonograph.graphs.phases.opaque import opaque
+
+log = logging.getLogger("phonograph")
+
+
+def round_columns(depth: int) -> tuple[Column, ...]:
+    """What every row has that decodes in rounds of so many drafts."""
+
+    def no_draft(entry: RowSource) -> object:
+        return -1 if depth == 1 else ()
+
+    def drafted(trial: TrialRows) -> torch.Tensor:
+        found = torch.randint(-1, trial.vocab, (trial.count, depth), generator=trial.numbers)
+        return found[:, 0] if depth == 1 else found
+
+    return (
+        Column(
+            "limit",
+            torch.int64,
+            value=lambda entry: entry.sequence.max_computed,
+            trial=lambda trial: trial.whole(2 * trial.page_size - trial.tokens_per_row, 2 * trial.page_size + 1),
+            is_public=True,
+        ),
+        Column(
+            "depth",
+            torch.int64,
+            value=lambda entry: entry.sequence.draft_depth(depth),
+            trial=lambda trial: trial.whole(0, depth + 1),
+            is_public=True,
+        ),
+        Column(
+            "draft",
+            torch.int64,
+            default=-1,
+            width=depth,
+            # The host knows none: a row begins, and a step that is undone goes on, without.
+            writer=Writer.ENTRY | Writer.GRAPH,
+            value=no_draft,
+            trial=drafted,
+        ),
+    )
+
+
+def _fake_verified(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    """What the opaque call returns: tokens, what is accepted, and logprobs where they are needed."""
+    width, has_logprobs = others[_WIDTH], others[_LOGPROBS]
+    num = logits.shape[0] // width
+    whole = [logits.new_empty(shape, dtype=torch.int64) for shape in ((num, width), num, num, (num, width), num)]
+    if not has_logprobs:
+        return tuple(whole)
+    flat, top = logits.shape[0], (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
+    likely = [logits.new_empty(shape, dtype=torch.float32) for shape in (flat, top)]
+    return (*whole, likely[0], logits.new_empty(top, dtype=torch.int64), likely[1])
+
+
+_WIDTH, _LOGPROBS = 2, 4
+"""Where `DraftedRounds._verify` has them, after the logits."""
+
+
+def _no_result(*args: Any) -> None:
+    return None
+
+
+class DraftedRounds:
+    """The protocol `Rounds`: what each row computes is its last token, and what was drafted after it."""
+
+    reads = ("limit", "depth", "draft")
+    writes = ("draft",)
+
+    def __init__(self, parts: PassParts, drafter: Drafter) -> None:
+        self._parts = parts
+        self._drafter = drafter
+        self._vocab = parts.model.config.vocab
+        self.width = parts.limits.tokens_per_row
+        self._opaque_verify = opaque(self._verify, fake=_fake_verified, mutates=("last_token", "length"))
+        self._opaque_draft = opaque(self._draft, fake=_no_result, mutates=("drafts",))
+
+    @property
+    def _drafts(self) -> torch.Tensor:
+        """[max_seqs + 1, depth], also where that is 1."""
+        return self._parts.tables["draft"].view(-1, self.width - 1)
+
+    def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        # Whatever a drafter says, what is embedded is a token.
+        drafted = self._drafts[rows, (offsets - 1).clamp_min(0)].clamp(0, self._vocab - 1)
+        return torch.where(offsets == 0, self._parts.tables.last_token[rows], drafted)
+
+    def verify(
+        self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds
+    ) -> tuple[Picked, Accepted]:
+        """Pick what follows each token, find how many of each row stay, and note these in the tables."""
+        tables, places = self._parts.tables, (queries.rows, queries.token_positions, queries.table)
+        asked = (needs.level.value, needs.logprobs, needs.constrained)
+        run = self._opaque_verify if current().stage is Stage.COMPILING else self._verify
+        block, rows, starts, said, counts, *logprobs = run(
+            logits, tokens, places, self.width, *asked, tables.last_token, tables.length
+        )
+        picked = Picked(block, TopLogprobs(*logprobs) if logprobs else None)
+        return picked, Accepted(rows, starts, said, counts)
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        width: int,
+        level: int,
+        logprobs: bool,
+        constrained: bool,
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """As one call that no compiler looks into. The tables are the ones that it has; as arguments, they say what is
+        written."""
+        queries, needs = Queries(*places, tokens_per_row=width), SamplingNeeds(Sampling(level), logprobs, constrained)
+        tables, drafted = self._parts.tables, tokens.view(-1, width)[:, 1:]
+        is_penalised = needs.level is Sampling.PENALISED
+        picked = self._parts.tail.pick(logits, queries, needs, _said(drafted) if is_penalised else None)
+        block = picked.tokens.view(-1, width)
+        rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.positions))
+        right = (block[:, :-1] == drafted).long().cumprod(1).sum(1) + 1
+        # A row that was launched ahead of its end takes nothing past it.
+        most = torch.minimum(tables["depth"][rows] + 1, tables["limit"][rows] - starts)
+        counts = torch.minimum(right, most).clamp_min(0) * (rows > 0)
+        # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
+        if is_penalised:
+            for place, said in enumerate(block.unbind(1)):
+                count_tokens(tables["counts"], rows * (place < counts), said)
+        self._parts.model.kernels.write_next_token(queries, block, counts, last_token, length)
+        found, details = (as_block(block, counts), rows, starts, block.clamp_min(0), counts), picked.logprobs
+        return found if details is None else (*found, details.token_logprob, details.top_ids, details.top_logprobs)
+
+    def draft(self, accepted: Accepted) -> None:
+        """Ask the drafter, and keep what it says for the next round."""
+        run = self._opaque_draft if current().stage is Stage.COMPILING else self._draft
+        run(accepted.rows, accepted.starts, accepted.tokens, accepted.counts, self._drafts)
+
+    def _draft(
+        self,
+        rows: torch.Tensor,
+        starts: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        try:
+            found = self._drafter.draft(Accepted(rows, starts, tokens, counts))
+            drafts.index_put_((rows,), found.to(drafts.dtype) * (rows > 0)[:, None])
+        except Exception as error:  # no request needs what it would have said
+            log.warning("the drafter failed, and nothing is drafted: %s: %s", type(error).__name__, error)
+            drafts.index_fill_(0, rows, -1)
+
+    def accept(self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+        picked, accepted = self.verify(logits, tokens, queries, needs)
+        self.draft(accepted)
+        return picked
+
+    def begin(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+        picked = self._parts.tail.next_tokens(logits, queries, needs)
+        rows = queries.rows
+        self.draft(Accepted(rows, queries.token_positions, picked.tokens.clamp_min(0)[:, None], (rows > 0).long()))
+        return picked
+
+
+def _said(drafted: torch.Tensor) -> torch.Tensor:
+    """[num_rows * tokens_per_row, depth]: of a round's drafts those that come before each of its places."""
+    depth = drafted.shape[1]
+    places = torch.arange(depth, device=drafted.device)
+    before = places < torch.arange(depth + 1, device=drafted.device)[:, None]
+    return torch.where(before, drafted[:, None], NO_TOKEN).flatten(0, 1)
+
+
+class _Links:
+    """The bodies of a round, over the same rows."""
+
+    def __init__(self, parts: PassParts, rounds: DraftedRounds, backend: str) -> None:
+        self._parts = parts
+        self._rounds = rounds
+        self._model = parts.model_for(backend)
+
+    def verify(self, batch: DecodeBatch) -> tuple[Picked, Accepted]:
+        """The target over all tokens of the round, and how many stay."""
+        tables, width = self._parts.tables, self._rounds.width
+        offsets = torch.arange(width, device=batch.rows.device).repeat(batch.rows.shape[0])
+        rows = batch.rows[:, None].expand(-1, width).reshape(-1)
+        tokens = self._rounds.tokens(rows, offsets)
+        queries = Queries(rows, tables.length[rows] + offsets, tables.pages[:, : batch.width], tokens_per_row=width)
+        logits = self._model.logits(self._model.hidden(tokens, queries, self._parts.cache).states)
+        return self._rounds.verify(logits, tokens, queries, batch.needs)
+
+    def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted]) -> Picked:
+        """What is drafted for the next round."""
+        picked, accepted = found
+        self._rounds.draft(accepted)
+        return picked
+
+
+def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter) -> Pass:
+    """The pass over rows that decode in rounds: verify, then draft, as one recording."""
+    rounds, batches, length = DraftedRounds(parts, drafter), DecodeBatches(parts.limits), parts.tables.length
+    links = _Links(parts, rounds, backend)
+
+    def written(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.as_tensor(batch.rows).to(length.device).repeat_interleave(rounds.width)
+        return rows, length[rows] + torch.arange(rounds.width, device=length.device).repeat(len(batch.rows))
+
+    verify = Pass(
+        declared,
+        tokens_per_row=rounds.width,
+        bucketed="seqs",
+        slots=[rows_slot(parts.limits)],
+        batch=batches.batch,
+        public=("rows", "width"),
+        is_steady=batches.is_steady,
+        body=links.verify,
+        sample=lambda extent, seed: sample_rows(parts, extent, seed),
+        axes=[SAMPLING],
+        preserve=parts.trials.running,
+        reads=rounds.reads,
+    )
+    draft = replace(
+        verify,
+        body=links.draft,
+        axes=(),
+        reads=(*rounds.reads, *drafter.reads),
+        writes=(*rounds.writes, *drafter.writes),
+    )
+    return replace(chained(declared, verify, draft), written=written)
+
+
+def speculating_passes(drafting: Drafting) -> tuple[PassDeclaration, ...]:
+    """`SPECULATING`, with this drafter; rows among prompts verify what was drafted too."""
+
+    def target_verify(parts: PassParts, backend: str) -> Pass:
+        return target_verify_pass(parts, backend, declared, drafting.make(parts))
+
+    def mixed(parts: PassParts, backend: str) -> Pass:
+        drafter = drafting.make(parts)
+        rounds = DraftedRounds(parts, drafter)
+        found = prefill_pass(parts, backend, PREFILL, rounds)
+        return replace(found, reads=(*rounds.reads, *drafter.reads), writes=(*rounds.writes, *drafter.writes))
+
+    def columns() -> Sequence[Column]:
+        return (*round_columns(drafting.depth), *drafting.columns())
+
+    declared = replace(TARGET_VERIFY, make=target_verify, columns=columns, keeps=drafting.keeps)
+    return declared, replace(PREFILL, make=mixed), HEARTBEAT

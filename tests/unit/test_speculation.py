@@ -1,0 +1,294 @@
+"""Speculation: rounds of verify and draft say what plain decoding says, whatever is drafted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph import LLM, EmulatedDevice, EngineOptions, PlanError, RequestError, SamplingParams, verify
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
+from phonograph.engine.execution.executor import Executor
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.passes.drafting import Drafting
+from phonograph.engine.passes.ngram import continued, ngram
+from phonograph.engine.passes.registry import PREFILL, TARGET_VERIFY
+from phonograph.engine.requests.request import Request
+from phonograph.engine.requests.step import ScheduledStep
+from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.graphs.planning.settings import ask
+from speculation import MAX_LEN, Driver, check, oracle, plain, saying, speculating
+
+pytestmark = pytest.mark.slow
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=24, temperature=0.9, top_k=20, top_p=0.9, seed=3, ignore_eos=True)
+PENALISED = replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.4, logprobs=3)
+PENALISED_DRAWS = replace(DRAWN, frequency_penalty=1.5, logit_bias={7: 2.0, 9: -3.0}, min_p=0.01, logprobs=0)
+EVERY = (GREEDY, DRAWN, PENALISED, PENALISED_DRAWS)
+PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (11,) * 9, tuple(range(100, 117)), (1, 2, 1, 2, 1)]
+REQUESTS = [(prompt, EVERY[number % len(EVERY)]) for number, prompt in enumerate(PROMPTS * 2)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_ahead": 0}, {"max_ahead": 3}, {"mixed": False}], ids=str)
+@pytest.mark.parametrize("backend", ["full", "breakable", "disabled"])
+def test_output_is_that_of_plain_decoding(backend: str, changes: dict[str, Any]) -> None:
+    core = speculating(ngram(3), backend, **changes)
+    driver = Driver(core)
+    check(driver.run(REQUESTS))
+    check(driver.run(REQUESTS[::-1]))
+    runners = core.executor.runners
+    if backend != "disabled":
+        assert all(runner.stats.eager.total() == 0 for runner in runners.values())
+        assert runners[TARGET_VERIFY.name].stats.replays.total() > 0
+
+
+def test_all_passes_are_compiled_too() -> None:
+    core = speculating(oracle(3, 30), "tc_piecewise")
+    check(Driver(core).run(REQUESTS))
+    assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
+
+
+@pytest.mark.parametrize("params", EVERY, ids=["greedy", "drawn", "penalised", "penalised draws"])
+def test_second_turns_find_accepted_tokens_alone(params: SamplingParams) -> None:
+    """A rejected draft's keys in the prefix cache would show in nobody's first turn."""
+    core = speculating(oracle(4, 50), "disabled", page_size=4, num_pages=200)
+    driver = Driver(core)
+    for length in range(9, 17):
+        turn = (tuple(range(30, 30 + length)), replace(params, max_tokens=13))
+        first = driver.run([turn])
+        check(first)
+        hits = core.scheduler.counts.prefix_hit_tokens
+        second = (*first[0].request.prompt, *first[0].outputs, 3, 1)
+        check(driver.run([(second, turn[1])]))
+        assert core.scheduler.counts.prefix_hit_tokens - hits >= (length + 8) // 4 * 4
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_ends_within_a_round(offset: int) -> None:
+    """A stop id at each place of a round."""
+    core = speculating(oracle(3, 0), "disabled")
+    prompt = (5, 9, 200, 3)
+    stop = plain(prompt, GREEDY).tokens[offset]
+    params = replace(GREEDY, stop_token_ids=(stop,), logprobs=1)
+    check(Driver(core).run([(prompt, params), ((7,), GREEDY)]))
+
+
+def test_all_of_the_context_is_used() -> None:
+    """Rounds that are launched ahead of a row's end compute tokens past it, and past the context."""
+    core = speculating(oracle(5, 20), "disabled", max_ahead=3)
+    long = tuple(range(30, 30 + MAX_LEN - 20))
+    requests = [(long, replace(one, max_tokens=40)) for one in EVERY] + [((9, 8, 7), GREEDY), ((4,) * 12, DRAWN)]
+    driver = Driver(core, every=1)
+    check(driver.run(requests))
+    check(driver.run(requests[::-1]))
+
+
+def test_a_scarce_cache() -> None:
+    core = speculating(oracle(3, 30), "disabled", num_pages=16, reserve_tokens=0, max_ahead=3)
+    check(Driver(core, every=1).run(REQUESTS))
+    assert core.scheduler.counts.preemptions > 0
+
+
+def raises(accepted: Any) -> torch.Tensor:
+    raise ValueError("no idea")
+
+
+NONSENSE: dict[str, Drafting] = {
+    "raises": saying(3, raises),
+    "out of the vocabulary": saying(3, lambda found: torch.full((len(found.rows), 3), 1 << 40)),
+    "below 0": saying(3, lambda found: torch.full((len(found.rows), 3), -(1 << 40))),
+    "of another shape": saying(3, lambda found: torch.zeros(len(found.rows), 7)),
+    "its own rows": saying(3, lambda found: found.rows[:, None].repeat(1, 3)),
+}
+
+
+@pytest.mark.parametrize("backend", ["full", "disabled"])
+@pytest.mark.parametrize("name", NONSENSE)
+def test_no_output_depends_on_the_drafter(name: str, backend: str) -> None:
+    check(Driver(speculating(NONSENSE[name], backend)).run(REQUESTS[:6]))
+
+
+def test_a_right_drafter_is_believed() -> None:
+    core = speculating(oracle(3, 0), max_ahead=0, prefix_cache=False)
+    check(Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25))]))
+    assert core.scheduler.counts.steps == 1 + 24 // 4
+
+
+def test_requests_may_decline() -> None:
+    core = speculating(oracle(3, 0), max_ahead=0, prefix_cache=False)
+    for asked, steps in ((False, 24), (0, 24), (1, 12), (2, 8), (3, 6), (9, 6), (True, 6)):
+        before = core.scheduler.counts.steps
+        check(Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25, speculate=asked))]))
+        assert core.scheduler.counts.steps - before == 1 + steps, asked
+
+
+class Even:
+    """Allows tokens with even numbers, and tells what came."""
+
+    def __init__(self) -> None:
+        self.came: list[int] = []
+
+    def mask(self) -> Any:
+        return np.full(64, 0x55555555, dtype=np.int32)
+
+    def accept(self, token: int) -> None:
+        self.came.append(token)
+
+
+def test_a_grammar_decodes_plainly_beside_others() -> None:
+    def answer(core: EngineCore[Executor], *, alone: bool) -> tuple[list[int], list[int]]:
+        constraint, params = Even(), replace(GREEDY, max_tokens=12)
+        request = Request("guided", (5, 6, 7), params, run_ahead=False)
+        [sequence] = core.add(request, [constraint])
+        others = [] if alone else [core.add(Request(f"{n}", prompt, GREEDY))[0] for n, prompt in enumerate(PROMPTS[:3])]
+        while not core.is_idle:
+            core.step()
+        check(others)
+        assert constraint.came == sequence.outputs[:-1], "the last one ends it"
+        return sequence.outputs, constraint.came
+
+    llm = LLM(
+        RandomCheckpoint(SHAPES["tiny"]), device="cpu",
+        options=EngineOptions(max_seqs=4, max_len=64, dtype=torch.float32, attention="reference", kernels="reference"),
+    )  # fmt: skip
+    wanted = answer(llm.core, alone=True)
+    assert all(token % 2 == 0 for token in wanted[0])
+    for drafting in (ngram(3), oracle(2, 0)):
+        assert answer(speculating(drafting), alone=drafting.name == "oracle") == wanted
+
+
+def test_a_steady_round_is_one_launch_and_no_copy() -> None:
+    params = replace(GREEDY, max_tokens=80)
+    core = speculating(oracle(2, 60), reserve_tokens=MAX_LEN)
+    runner, tables = core.executor.runners[TARGET_VERIFY.name], core.executor.tables
+    sequences = [core.add(Request(f"{n}", prompt, params))[0] for n, prompt in enumerate(PROMPTS[:2])]
+    for _ in range(6):
+        core.step()
+    loads, updates = runner.registry.counts.transfers, tables.counts.transfers
+    replays, steps = runner.stats.replays.total(), core.scheduler.counts.steps
+    for _ in range(15):
+        core.step()
+    assert core.scheduler.counts.steps - steps == runner.stats.replays.total() - replays == 15
+    assert (runner.registry.counts.transfers, tables.counts.transfers) == (loads, updates)
+    while not core.is_idle:
+        core.step()
+    check(sequences)
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_the_recordings_are_right(backend: str) -> None:
+    core = speculating(ngram(3), backend)
+    for runner in core.executor.runners.values():
+        report = verify(runner, batches=1)
+        assert report.ok, report
+
+
+@pytest.mark.parametrize("name", [TARGET_VERIFY.name, PREFILL.name])
+def test_a_step_that_raises_is_run_again_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it has run: the tables are put back, and drafts are none of what the host must know."""
+    core, launch, raised = speculating(oracle(3, 20), "disabled"), Executor.launch, list[int]()
+
+    def failing(executor: Executor, step: Any) -> Any:
+        launched = launch(executor, step)
+        if step.pass_name == name and len(step.decodes.rows) > 1 and len(raised) < 3:
+            raised.append(step.number)
+            raise ValueError("it fell over")
+        return launched
+
+    monkeypatch.setattr(Executor, "launch", failing)
+    check(Driver(core).run(REQUESTS))
+    assert len(raised) == 3
+
+
+def test_rounds_among_prompts_accept_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, counts, commit = speculating(oracle(3, 0)), list[int](), Scheduler.commit
+
+    def noting(scheduler: Scheduler, step: ScheduledStep, sampled: Any, now: float | None = None) -> Any:
+        if step.prefills and sampled.counts is not None:
+            counts.extend(sampled.counts[: len(step.decodes)])
+        return commit(scheduler, step, sampled, now)
+
+    monkeypatch.setattr(Scheduler, "commit", noting)
+    check(Driver(core, every=2).run(REQUESTS))
+    assert max(counts) == 4
+
+
+# -- the drafter ----------------------------------------------------------------------------------------------
+
+
+def by_hand(tokens: list[int], depth: int) -> list[int]:
+    """The longest of 3- and 2-token suffixes, its latest place; what follows, round and round."""
+    for length in (3, 2):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if tokens[end - length : end] == tokens[-length:]:
+                since = tokens[end:]
+                return [since[place % len(since)] for place in range(depth)]
+    return [-1] * depth
+
+
+def test_ngrams_are_those_found_by_hand() -> None:
+    numbers = np.random.default_rng(0)
+    for _ in range(200):
+        many = [numbers.integers(0, 4, numbers.integers(1, 24)).tolist() for _ in range(5)]
+        history = torch.full((5, 24), 3)
+        for row, tokens in zip(history, many, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+        lasts = torch.tensor([len(tokens) - 1 for tokens in many])
+        assert continued(history, lasts, 5).tolist() == [by_hand(tokens, 5) for tokens in many]
+
+
+# -- front doors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("depth", [1, None, 5])
+def test_an_llm_that_speculates(device: str, depth: int | None) -> None:
+    options = EngineOptions(
+        max_seqs=4, max_tokens=64, max_len=MAX_LEN, page_size=8, dtype=torch.float32,
+        speculate="ngram", speculate_depth=depth,
+    )  # fmt: skip
+    on = EmulatedDevice(poison=True) if device == "emulated" else device
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device=on, options=options)
+    for params in EVERY:
+        found = llm.generate(PROMPTS, params)
+        assert [tuple(one.tokens) for one in found] == [plain(prompt, params).tokens for prompt in PROMPTS]
+    assert llm.limits.tokens_per_row == (depth or 3) + 1
+    assert llm.core.scheduler.counts.steps < 4 * 24 * 1.2
+    assert TARGET_VERIFY.name in llm.explain()
+
+
+def test_a_backend_is_asked_for_by_the_phase_s_name() -> None:
+    options = EngineOptions(max_seqs=2, max_len=64, page_size=8, dtype=torch.float32, speculate="ngram")
+    asked = [ask(f"{TARGET_VERIFY.name}.backend", "breakable", origin="test")]
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
+    assert llm.plan.phase(TARGET_VERIFY.name).backend == "breakable"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"speculate": "medusa"}, "speculate is one of off, ngram"),
+        ({"speculate_depth": 2}, "nothing is"),
+        ({"speculate": "ngram", "speculate_depth": 0}, "speculate_depth must be a whole number"),
+        ({"speculate": "ngram", "speculate_depth": 16}, "speculate_depth must be a whole number"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        EngineOptions(**options)
+
+
+def test_requests_that_ask_for_more_than_there_is_are_refused() -> None:
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="cpu", options=EngineOptions(max_seqs=2, max_len=64))
+    with pytest.raises(RequestError, match="this engine drafts nothing") as caught:
+        llm.generate([[1, 2]], SamplingParams(speculate=True))
+    assert caught.value.field == "speculate"
+    llm.generate([[1, 2]], SamplingParams(speculate=False))
+    for wrong in (-1, 1.5, "yes"):
+        with pytest.raises(RequestError, match="speculate must be a whole number"):
+            SamplingParams(speculate=wrong)  # type: ignore[arg-type]
