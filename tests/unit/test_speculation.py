@@ -258,7 +258,6 @@ def test_an_llm_that_speculates(device: str, depth: int | None) -> None:
         found = llm.generate(PROMPTS, params)
         assert [tuple(one.tokens) for one in found] == [plain(prompt, params).tokens for prompt in PROMPTS]
     assert llm.limits.tokens_per_row == (depth or 3) + 1
-    assert llm.core.scheduler.counts.steps < 4 * 24 * 1.2
     assert TARGET_VERIFY.name in llm.explain()
 
 

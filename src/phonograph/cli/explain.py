@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what the model is, and every setting of its phases with source and reason."""
     from phonograph.devices import open_device
     from phonograph.engine.checkpoints.base import MakesModel, breaks_of, implementation_of
+    from phonograph.engine.checkpoints.draft_head import DraftCheckpoint
     from phonograph.engine.checkpoints.generation_config import described
     from phonograph.engine.execution.shadow import described_checks
     from phonograph.engine.execution.sizing import limits_for, plan_for
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         eos_ids = checkpoint.tokenizer().eos_ids
         checkpoint.chat_template()
     limits = limits_for(arguments.options, device, plan, config.max_len, eos_ids)
+    if arguments.options.draft is not None:
+        DraftCheckpoint.open(arguments.options.draft, config)
     if isinstance(checkpoint, MakesModel):
         checkpoint.check(limits.num_positions)
     print(

@@ -105,7 +105,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
     from phonograph.engine.options import EngineOptions
     from phonograph.engine.process.arguments import EngineArguments
 
-    speculate, depth = speculation_from(args)
+    speculation = speculation_from(args)
     options = EngineOptions(
         max_seqs=args.max_seqs,
         max_tokens=args.max_step_tokens,
@@ -120,8 +120,9 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         trust_remote_code=args.trust_remote_code,
         hf_layers=args.hf_layers,
         sampling=args.sampling,
-        speculate=speculate,
-        speculate_depth=depth,
+        speculate=speculation.speculate,
+        speculate_depth=speculation.depth,
+        draft=speculation.draft,
         eager_copies=args.eager_copies,
         verify=args.verify,
         shadow_verify=args.shadow_verify,

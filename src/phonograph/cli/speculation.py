@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from phonograph.engine.passes.registry import ALL_PHASES, passes_of
 from phonograph.errors import PlanError
@@ -19,9 +22,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phonograph")
 
-SPECULATE, DEPTH = "--speculate", "--speculate-depth"
+T = TypeVar("T")
+SPECULATE, DEPTH, DRAFT = "--speculate", "--speculate-depth", "--draft"
 ALIASES = (
-    Alias("--speculative-algorithm", SPECULATE, words=("NGRAM",)),
+    Alias("--speculative-algorithm", SPECULATE, words=("NGRAM", "EAGLE", "EAGLE3")),
+    Alias("--speculative-draft-model-path", DRAFT),
     Alias("--speculative-num-steps", DEPTH),
     Alias("--speculative-num-draft-tokens", DEPTH, note="one less: the last token of a row is verified with them"),
     Alias("--speculative-eagle-topk", words=("1",), note="drafts are a chain, and a token has one successor"),
@@ -34,15 +39,26 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation", "Tokens are drafted, and several are verified in one pass.")
     group.add_argument(
         SPECULATE,
-        choices=("off", "ngram"),
-        help="who drafts: ngram takes what followed the same words earlier in the sequence; default: off",
+        choices=("off", "ngram", "eagle"),
+        help="who drafts: ngram takes what followed the same words earlier in the sequence, eagle a head that was "
+        "trained for the model (--draft); default: off",
     )
+    group.add_argument(DRAFT, metavar="PATH", help="the folder of an EAGLE-3 head, as SpecForge writes it")
     group.add_argument(DEPTH, type=int, metavar="N", help="tokens drafted for a sequence in each round; default: 3")
     for alias in ALIASES:
         group.add_argument(alias.flag, metavar="|".join(alias.words) or "N", help=alias.warning)
 
 
-def speculation_from(args: argparse.Namespace) -> tuple[SpeculateName, int | None]:
+@dataclass(frozen=True)
+class Speculation:
+    """What the flags ask for."""
+
+    speculate: SpeculateName = "off"
+    depth: int | None = None
+    draft: Path | None = None
+
+
+def speculation_from(args: argparse.Namespace) -> Speculation:
     """Who drafts, and how many tokens; a flag of SGLang's that asks for something else than ours is refused."""
     given = {alias.flag: value for alias in ALIASES if (value := _value(args, alias.flag)) is not None}
     for alias in ALIASES:
@@ -52,19 +68,24 @@ def speculation_from(args: argparse.Namespace) -> tuple[SpeculateName, int | Non
         if alias.words and value.upper() not in alias.words:
             raise PlanError(f"{alias.flag} {value} is not built in. Use {' or '.join(alias.words)}, or leave it out.")
         log.warning("%s", alias.warning)
-    depths = {
-        DEPTH: args.speculate_depth,
-        "--speculative-num-steps": _number(given, "--speculative-num-steps"),
-        "--speculative-num-draft-tokens": _number(given, "--speculative-num-draft-tokens", less=1),
-    }
-    said = {flag: depth for flag, depth in depths.items() if depth is not None}
-    if len({*said.values()}) > 1:
-        told = ", ".join(f"{flag} says {depth}" for flag, depth in said.items())
-        raise PlanError(f"how many tokens are drafted: {told}. Keep {DEPTH} alone.")
-    names = {name for name in (args.speculate, given.get("--speculative-algorithm", "").lower() or None) if name}
-    if len(names) > 1:
-        raise PlanError(f"{SPECULATE} and --speculative-algorithm name different drafters. Keep {SPECULATE} alone.")
-    return cast("SpeculateName", next(iter(names), "off")), next(iter(said.values()), None)
+    algorithm = given.get("--speculative-algorithm", "").lower().removesuffix("3")
+    speculate = _one(SPECULATE, {SPECULATE: args.speculate, "--speculative-algorithm": algorithm or None})
+    steps = _number(given, "--speculative-num-steps")
+    verified = _number(given, "--speculative-num-draft-tokens", less=1)
+    named = {"--speculative-num-steps": steps, "--speculative-num-draft-tokens": verified}
+    depth = _one(DEPTH, {DEPTH: args.speculate_depth, **named})
+    path = "--speculative-draft-model-path"
+    draft = _one(DRAFT, {DRAFT: args.draft, path: given.get(path)})
+    return Speculation(cast("SpeculateName", speculate or "off"), depth, None if draft is None else Path(draft))
+
+
+def _one(flag: str, said: Mapping[str, T | None]) -> T | None:
+    """What one of these flags says; several must say the same."""
+    found = {name: value for name, value in said.items() if value is not None}
+    if len({*found.values()}) > 1:
+        told = ", ".join(f"{name} says {value}" for name, value in found.items())
+        raise PlanError(f"{told}: these are names of one thing. Keep {flag} alone.")
+    return next(iter(found.values()), None)
 
 
 def phases_for(args: argparse.Namespace, *, speculates: bool) -> Sequence[PhaseDefaults]:

@@ -29,8 +29,9 @@ SamplingSource = Literal["model", "neutral"]
 """What the model's publishers recommend, or values that change nothing."""
 
 
-SpeculateName = Literal["off", "ngram"]
-"""Who drafts tokens for the model to verify: nobody, or the sequence itself, by what followed the same words before."""
+SpeculateName = Literal["off", "ngram", "eagle"]
+"""Who drafts tokens for the model to verify: nobody; the sequence itself, by what followed the same words before; or an
+EAGLE-3 head."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class EngineOptions:
     """Who drafts tokens, several of which the model verifies in one pass; no output depends on it."""
     speculate_depth: int | None = None
     """Tokens that are drafted for a sequence in each round; default: 3."""
+    draft: Path | None = None
+    """The folder of the EAGLE-3 head, with `speculate="eagle"`."""
 
     verify: VerifyMode = "fast"
     """Which recordings are checked against eager before the first request; a failure refuses to start."""
@@ -112,6 +115,11 @@ class EngineOptions:
             known = get_args(names)
             if getattr(self, name) not in ((None, *known) if is_optional else known):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
+        if (self.speculate == "eagle") != (self.draft is not None):
+            raise PlanError(
+                "speculate='eagle' drafts by a head, and draft says where that is. Give --speculate eagle and --draft "
+                "PATH together, or neither."
+            )
         if self.speculate_depth is not None:
             expect_whole("speculate_depth", self.speculate_depth, PlanError, least=1, most=MAX_DEPTH)
             if not self.speculates:

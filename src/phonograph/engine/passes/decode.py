@@ -18,6 +18,7 @@ from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.slot import Pad, Slot
+from phonograph.sizes import ceil_div
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,10 @@ class DecodeBatch:
 class DecodeBatches:
     """Makes the batches of steps without prefills; while the same rows decode, they need none."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, ahead: int = 0) -> None:
+        """`ahead` is how many positions past a step its body looks at."""
         self._page_size = limits.page_size
+        self._ahead = ahead
         self._version = 0
 
     def is_steady(self, step: Step) -> bool:
@@ -44,7 +47,8 @@ class DecodeBatches:
     def batch(self, step: Step) -> DecodeBatch:
         """The rows of a step."""
         self._version = step.decodes.version
-        return DecodeBatch(step.decodes.rows, -(-step.longest // self._page_size), step.decodes.needs)
+        width = ceil_div(step.longest + self._ahead, self._page_size)
+        return DecodeBatch(step.decodes.rows, width, step.decodes.needs)
 
 
 class DecodeBody:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from phonograph.engine.cache.groups import Kept
 from phonograph.engine.models.interface import Model
+from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.state.column import Column
 
@@ -22,6 +23,8 @@ class Accepted:
     starts: torch.Tensor  # [num_rows]: the row's length before the round
     tokens: torch.Tensor  # [num_rows, any]: the token picked after each place, 0 where there was a problem
     counts: torch.Tensor  # [num_rows]: how many of them stay; 0 for padding, and after the end of a row
+    table: torch.Tensor  # [all rows, any]: page numbers, as `Queries.table`
+    features: torch.Tensor | None = None  # [num_rows * any, hidden]: of the tokens before, if the drafter reads them
 
 
 class Drafter(Protocol):
@@ -45,6 +48,32 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsTarget(Drafter, Protocol):
+    """A drafter that reads hidden states of the target, and keeps something of every token in pages."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the target after which states are taken."""
+        ...
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """The memory that it writes to."""
+        ...
+
+    def features(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """[num_tokens, hidden]: what it needs of the tapped states of some tokens."""
+        ...
+
+    def read(self, following: torch.Tensor, features: torch.Tensor, queries: Queries) -> None:
+        """Take in tokens of prompts; `following` are those that come after each.
+
+        Where the next token is not known yet, what it says means nothing: `draft` has that place once more.
+        """
+        ...
+
+
 def _no_columns() -> Sequence[Column]:
     return ()
 
@@ -61,3 +90,5 @@ class Drafting:
     """Request state of its own."""
     keeps: Callable[[Model], Sequence[Kept]] | None = None
     """What layers of its own keep in pages."""
+    weights: object = None
+    """Tensors of its own, in dataclasses."""

@@ -23,6 +23,7 @@ from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.slot import Pad, Slot
 from phonograph.graphs.phases.context import BREAKING, Stage, current
+from phonograph.sizes import ceil_div
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class PrefillBatch:
     """Of the sequences whose places the host knows."""
     spans_from: int = 0
     """Index of the first token that spans tell of; before it are those of rows that decode several."""
+    following: Any = None
+    """The token after each one of a prompt, for rounds that read it; where it is yet to be picked, 0."""
 
 
 class RoundEnds(NamedTuple):
@@ -51,13 +54,16 @@ class RoundEnds(NamedTuple):
     tokens: torch.Tensor
     rows: torch.Tensor
     positions: torch.Tensor
+    features: torch.Tensor | None
 
 
 class PrefillBatches:
     """Makes the batches of steps with prefills, decodes first."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, rounds: Rounds | None = None) -> None:
         self._page_size = limits.page_size
+        self._ahead = 0 if rounds is None else rounds.ahead
+        self._has_following = rounds is not None and bool(rounds.taps)
 
     def batch(self, step: Step) -> PrefillBatch:
         """Rows, tokens and positions as far as the host knows them."""
@@ -68,9 +74,11 @@ class PrefillBatches:
         spans = [Span(row, index, length - 1, 1) for index, (row, length) in counted if is_exact]
         ends = list(range(num_decoding))
         known = [0] * num_decoding  # their tokens are in the tables
+        following = [0] * num_decoding
         for chunk in step.prefills:
             spans.append(Span(chunk.row, len(known), chunk.start, len(chunk.tokens)))
             known += chunk.tokens
+            following += (*chunk.tokens[1:], chunk.following)
             if chunk.samples:
                 ends.append(len(known) - 1)
         decoding = np.zeros(len(known), dtype=bool)
@@ -85,10 +93,11 @@ class PrefillBatches:
             positions,
             decoding,
             np.asarray(ends, dtype=np.int64),
-            -(-max(lengths) // self._page_size),
+            ceil_div(max(lengths) + self._ahead, self._page_size),
             step.needs,
             tuple(spans),
             0 if is_exact else num_decoding,
+            np.asarray(following, dtype=np.int64) if self._has_following else None,
         )
 
 
@@ -118,10 +127,14 @@ class PrefillBody:
         # A recording may not look at the host's spans; an eager pass is faster with them.
         spans = batch.spans if current().stage is Stage.EAGER else None
         queries = Queries(rows, positions, tables.pages[:, : batch.width], None, spans, batch.spans_from)
-        hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=batch.ends).states
         if rounds is None:
-            return hidden
-        return RoundEnds(hidden, tokens[batch.ends], rows[batch.ends], positions[batch.ends])
+            return self._model.hidden(tokens, queries, self._parts.cache, wanted=batch.ends).states
+        hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=batch.ends, taps=rounds.taps)
+        features = rounds.read(batch.following, queries, hidden.taps) if rounds.taps else None
+        ends = batch.ends
+        return RoundEnds(
+            hidden.states, tokens[ends], rows[ends], positions[ends], None if features is None else features[ends]
+        )
 
     def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         """Logits and tokens, of as many sequences as there are."""
@@ -134,26 +147,32 @@ class PrefillBody:
     def rounds_tail(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
         """As `tail`, where rows that decode have rounds; the rows of prompts get one token each."""
         assert self._rounds is not None
-        pages, count, first = self._parts.tables.pages, batch.ends.shape[0], batch.spans_from
-        logits = self._model.logits(found.hidden[:count])
-        tokens, rows, positions = found.tokens[:first], found.rows, found.positions
-        width = self._parts.limits.tokens_per_row
-        picked = None
+        count, first, width = batch.ends.shape[0], batch.spans_from, self._parts.limits.tokens_per_row
+        logits, picked = self._model.logits(found.hidden[:count]), None
         if first or not count:
-            queries = Queries(rows[:first], positions[:first], pages, tokens_per_row=width)
-            picked = self._rounds.accept(logits[:first], tokens, queries, batch.needs)
+            queries, features = self._places(found, batch, slice(first), width)
+            picked = self._rounds.accept(logits[:first], found.tokens[:first], queries, batch.needs, features)
         if first == count and picked is not None:
             return picked
-        queries = Queries(rows[first:count], positions[first:count], pages, tokens_per_row=1)
-        ends = self._rounds.begin(logits[first:], queries, batch.needs)
+        queries, features = self._places(found, batch, slice(first, count), 1)
+        ends = self._rounds.begin(logits[first:], queries, batch.needs, features)
         return widened(ends, width) if picked is None else joined(picked, ends)
+
+    def _places(
+        self, found: RoundEnds, batch: PrefillBatch, part: slice, tokens_per_row: int
+    ) -> tuple[Queries, torch.Tensor | None]:
+        """Where some of the ends stand, and what rounds take of them."""
+        table, features = self._parts.tables.pages[:, : batch.width], found.features
+        queries = Queries(found.rows[part], found.positions[part], table, tokens_per_row=tokens_per_row)
+        return queries, None if features is None else features[part]
 
 
 class PrefillSample:
     """Chunks of random length, decodes among them, as far as there are rows for trials; the rest is padding."""
 
-    def __init__(self, parts: PassParts, *, spans: bool) -> None:
+    def __init__(self, parts: PassParts, *, spans: bool, following: bool = False) -> None:
         self._trials = parts.trials
+        self._has_following = following
         self._page_size = parts.limits.page_size
         self._width = parts.limits.tokens_per_row
         self._vocab = parts.model.config.vocab
@@ -183,7 +202,8 @@ class PrefillSample:
         if self._width == 1:
             decoding[[span.first for span in spans if span.count == 1]] = True
         width, needs = self._trials.width, SamplingNeeds()
-        return PrefillBatch(tokens, rows, positions, decoding, ends, width, needs, told, first)
+        following = np.roll(tokens, -1) if self._has_following else None
+        return PrefillBatch(tokens, rows, positions, decoding, ends, width, needs, told, first, following)
 
     def _num_rounds(self, numbers: np.random.Generator, total: int, num_ends: int) -> int:
         """Rows that decode several tokens, each with all of its places."""
@@ -212,7 +232,8 @@ def prefill_pass(
             f"the pass {declared.name!r} for {limits.tokens_per_row} tokens a row has "
             f"{'no rounds' if rounds is None else 'rounds'}. Give rounds where a row decodes several, and only there."
         )
-    length = parts.tables.length
+    length, ids = parts.tables.length, (0, parts.model.config.vocab - 1)
+    read = [Slot("following", ("tokens",), torch.int64, pad=Pad.fill(0), valid=ids)] if rounds and rounds.taps else []
 
     def written(batch: PrefillBatch) -> tuple[torch.Tensor, torch.Tensor]:
         rows, positions = (torch.as_tensor(one).to(length.device) for one in (batch.rows, batch.positions))
@@ -227,20 +248,21 @@ def prefill_pass(
         tokens_per_row=None,
         bucketed="tokens",
         slots=[
-            Slot("tokens", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, parts.model.config.vocab - 1)),
+            Slot("tokens", ("tokens",), torch.int64, pad=Pad.fill(0), valid=ids),
             Slot("rows", ("tokens",), torch.int64, pad=Pad.fill(0, null=True), valid=(0, limits.max_seqs)),
             Slot("positions", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.num_positions - 1)),
             Slot("decoding", ("tokens",), torch.bool, pad=Pad.fill(False)),
             Slot("ends", ("sampled",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_tokens - 1)),
+            *read,
         ],
         dims=[Dim("sampled", limit=limits.max_seqs * limits.tokens_per_row)],
-        batch=PrefillBatches(limits).batch,
+        batch=PrefillBatches(limits, rounds).batch,
         written=written,
         public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from"),
         body=body,
         free=("width", "spans_from"),
         tail=body.tail if rounds is None else body.rounds_tail,
-        sample=PrefillSample(parts, spans=backend in BREAKING),
+        sample=PrefillSample(parts, spans=backend in BREAKING, following=bool(read)),
         preserve=parts.trials.running,
     )
 

@@ -17,11 +17,11 @@ class Picked(NamedTuple):
     """What a pass picked, on the device.
 
     Where rows may have several tokens or none, they lie in one block with `NO_TOKEN` after the last of each row, and
-    logprobs in the same order: one of each place of the block.
+    there are logprobs of each place of the block.
     """
 
     tokens: torch.Tensor  # [num_rows] or [num_rows, tokens_per_row]; below 0 where logits were none (see `step`)
-    logprobs: TopLogprobs | None = None  # [num_rows or num_rows * tokens_per_row, …]
+    logprobs: TopLogprobs | None = None  # [num_rows, …] or [num_rows, tokens_per_row, …]
 
 
 class _Block:
@@ -104,9 +104,9 @@ class Readback:
         block.tokens[:count].copy_(tokens, non_blocking=True)
         logprobs, num_top = picked.logprobs, None
         if logprobs is not None:
-            num_top = logprobs.top_ids.shape[1]
-            block.token_logprob[:count].copy_(logprobs.token_logprob, non_blocking=True)
-            block.top_ids[:count, :num_top].copy_(logprobs.top_ids, non_blocking=True)
-            block.top_logprobs[:count, :num_top].copy_(logprobs.top_logprobs, non_blocking=True)
+            num_top = logprobs.top_ids.shape[-1]
+            block.token_logprob[:count].copy_(logprobs.token_logprob.flatten(), non_blocking=True)
+            block.top_ids[:count, :num_top].copy_(logprobs.top_ids.view(count, num_top), non_blocking=True)
+            block.top_logprobs[:count, :num_top].copy_(logprobs.top_logprobs.view(count, num_top), non_blocking=True)
         block.done.record()
         return Pending(block, count, num_top, width)

@@ -17,19 +17,46 @@ class Rounds(Protocol):
     """What passes that compute `Limits.tokens_per_row` tokens of a row have in common: steps of decodes alone, and
     mixed ones. It reads and writes the request tables, and nothing of it is known to the host."""
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the model after which it takes hidden states."""
+        ...
+
+    @property
+    def ahead(self) -> int:
+        """How many positions past the end of a round it looks at."""
+        ...
+
     def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The token that each of these rows computes so many places after its length; at 0 it is the last token."""
         ...
 
-    def accept(self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """Take in what the model computed for the tokens of a mixed step, within its recording.
+
+        `following` are the tokens that come after each in its prompt; of tokens that something is picked after they
+        mean nothing. Returns what `accept` and `begin` take of every token, if anything.
+        """
+        ...
+
+    def accept(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None,
+    ) -> Picked:
         """Pick what follows each of the tokens, decide how many of each row stay, and note them in the tables.
 
-        Logits, tokens and queries are those of whole rounds: [num_rows * tokens_per_row]. Returns a block of
+        Logits, tokens, queries and features are those of whole rounds: [num_rows * tokens_per_row]. Returns a block of
         [num_rows, tokens_per_row].
         """
         ...
 
-    def begin(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+    def begin(
+        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None
+    ) -> Picked:
         """Pick the first token of rows whose prompts end, one each, and note it in the tables."""
         ...
 
@@ -47,7 +74,8 @@ def widened(plain: Picked, width: int) -> Picked:
     if plain.logprobs is None:
         return Picked(block)
     # There is one of each place of the block; those of places without a token mean nothing.
-    return Picked(block, TopLogprobs(*(part.repeat_interleave(width, 0) for part in _tensors(plain.logprobs))))
+    wide = [part[:, None].repeat(1, width, *[1] * (part.dim() - 1)) for part in _tensors(plain.logprobs)]
+    return Picked(block, TopLogprobs(*wide))
 
 
 def joined(rounds: Picked, plain: Picked) -> Picked:

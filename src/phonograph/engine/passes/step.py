@@ -30,6 +30,8 @@ class PromptChunk:
     tokens: tuple[int, ...]
     samples: bool
     """Whether the row's next token is sampled."""
+    following: int = 0
+    """The token that comes after these, where it is not."""
 
 
 NO_ROWS = Decodes()

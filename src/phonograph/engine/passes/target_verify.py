@@ -18,7 +18,7 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.chain import chained
 from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, rows_slot, sample_rows
-from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting
+from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting, ReadsTarget
 from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
@@ -82,13 +82,21 @@ def _fake_verified(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ..
     whole = [logits.new_empty(shape, dtype=torch.int64) for shape in ((num, width), num, num, (num, width), num)]
     if not has_logprobs:
         return tuple(whole)
-    flat, top = logits.shape[0], (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
-    likely = [logits.new_empty(shape, dtype=torch.float32) for shape in (flat, top)]
+    top = (num, width, min(MAX_LOGPROBS, logits.shape[1]))
+    likely = [logits.new_empty(shape, dtype=torch.float32) for shape in (top[:2], top)]
     return (*whole, likely[0], logits.new_empty(top, dtype=torch.int64), likely[1])
 
 
 _WIDTH, _LOGPROBS = 2, 4
 """Where `DraftedRounds._verify` has them, after the logits."""
+
+
+def _fake_features(taps: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    return taps[0].new_empty(taps[0].shape, dtype=dtype)
+
+
+def _fake_read(taps: tuple[torch.Tensor, ...], following: Any, places: Any, kept: Any) -> torch.Tensor:
+    return _fake_features(taps, kept[0].dtype)
 
 
 def _no_result(*args: Any) -> None:
@@ -104,10 +112,16 @@ class DraftedRounds:
     def __init__(self, parts: PassParts, drafter: Drafter) -> None:
         self._parts = parts
         self._drafter = drafter
+        self._reader = drafter if isinstance(drafter, ReadsTarget) else None
+        self.taps: tuple[int, ...] = () if self._reader is None else self._reader.taps
+        self._kept: tuple[torch.Tensor, ...] = () if self._reader is None else self._reader.kept
         self._vocab = parts.model.config.vocab
         self.width = parts.limits.tokens_per_row
+        self.ahead = self.width - 1
         self._opaque_verify = opaque(self._verify, fake=_fake_verified, mutates=("last_token", "length"))
-        self._opaque_draft = opaque(self._draft, fake=_no_result, mutates=("drafts",))
+        self._opaque_draft = opaque(self._draft, fake=_no_result, mutates=("drafts", "kept"))
+        self._opaque_read = opaque(self._read, fake=_fake_read, mutates=("kept",))
+        self._opaque_features = opaque(self._features, fake=_fake_features)
 
     @property
     def _drafts(self) -> torch.Tensor:
@@ -130,7 +144,7 @@ class DraftedRounds:
             logits, tokens, places, self.width, *asked, tables.last_token, tables.length
         )
         picked = Picked(block, TopLogprobs(*logprobs) if logprobs else None)
-        return picked, Accepted(rows, starts, said, counts)
+        return picked, Accepted(rows, starts, said, counts, queries.table)
 
     def _verify(
         self,
@@ -161,13 +175,17 @@ class DraftedRounds:
             for place, said in enumerate(block.unbind(1)):
                 count_tokens(tables["counts"], rows * (place < counts), said)
         self._parts.model.kernels.write_next_token(queries, block, counts, last_token, length)
-        found, details = (as_block(block, counts), rows, starts, block.clamp_min(0), counts), picked.logprobs
-        return found if details is None else (*found, details.token_logprob, details.top_ids, details.top_logprobs)
+        found, likely = (as_block(block, counts), rows, starts, block.clamp_min(0), counts), picked.logprobs
+        if likely is None:
+            return found
+        parts = (likely.token_logprob, likely.top_ids, likely.top_logprobs)
+        return (*found, *(part.view(-1, width, *part.shape[1:]) for part in parts))
 
     def draft(self, accepted: Accepted) -> None:
         """Ask the drafter, and keep what it says for the next round."""
         run = self._opaque_draft if current().stage is Stage.COMPILING else self._draft
-        run(accepted.rows, accepted.starts, accepted.tokens, accepted.counts, self._drafts)
+        table, features = accepted.table, accepted.features
+        run(accepted.rows, accepted.starts, accepted.tokens, accepted.counts, table, features, self._drafts, self._kept)
 
     def _draft(
         self,
@@ -175,24 +193,66 @@ class DraftedRounds:
         starts: torch.Tensor,
         tokens: torch.Tensor,
         counts: torch.Tensor,
+        table: torch.Tensor,
+        features: torch.Tensor | None,
         drafts: torch.Tensor,
+        kept: tuple[torch.Tensor, ...],
     ) -> None:
+        """As one call that no compiler looks into; the last arguments say what is written."""
         try:
-            found = self._drafter.draft(Accepted(rows, starts, tokens, counts))
+            found = self._drafter.draft(Accepted(rows, starts, tokens, counts, table, features))
             drafts.index_put_((rows,), found.to(drafts.dtype) * (rows > 0)[:, None])
         except Exception as error:  # no request needs what it would have said
             log.warning("the drafter failed, and nothing is drafted: %s: %s", type(error).__name__, error)
             drafts.index_fill_(0, rows, -1)
 
-    def accept(self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+    def features(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """What the drafter needs of the target's hidden states, if anything."""
+        if self._reader is None:
+            return None
+        run = self._opaque_features if current().stage is Stage.COMPILING else self._features
+        return run(taps, self._kept[0].dtype)
+
+    def _features(self, taps: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        assert self._reader is not None
+        return self._reader.features(taps)
+
+    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        places = queries.rows, queries.token_positions, queries.table
+        run = self._opaque_read if current().stage is Stage.COMPILING else self._read
+        return run(taps, following, places, self._kept)
+
+    def _read(
+        self,
+        taps: tuple[torch.Tensor, ...],
+        following: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        kept: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        assert self._reader is not None
+        features = self._reader.features(taps)
+        self._reader.read(following, features, Queries(*places, tokens_per_row=None))
+        return features
+
+    def accept(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None,
+    ) -> Picked:
         picked, accepted = self.verify(logits, tokens, queries, needs)
-        self.draft(accepted)
+        self.draft(replace(accepted, features=features))
         return picked
 
-    def begin(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+    def begin(
+        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None
+    ) -> Picked:
         picked = self._parts.tail.next_tokens(logits, queries, needs)
-        rows = queries.rows
-        self.draft(Accepted(rows, queries.token_positions, picked.tokens.clamp_min(0)[:, None], (rows > 0).long()))
+        rows, tokens = queries.rows, picked.tokens.clamp_min(0)[:, None]
+        starts, counts = queries.token_positions, (rows > 0).long()
+        self.draft(Accepted(rows, starts, tokens, counts, queries.table, features))
         return picked
 
 
@@ -219,8 +279,9 @@ class _Links:
         rows = batch.rows[:, None].expand(-1, width).reshape(-1)
         tokens = self._rounds.tokens(rows, offsets)
         queries = Queries(rows, tables.length[rows] + offsets, tables.pages[:, : batch.width], tokens_per_row=width)
-        logits = self._model.logits(self._model.hidden(tokens, queries, self._parts.cache).states)
-        return self._rounds.verify(logits, tokens, queries, batch.needs)
+        hidden = self._model.hidden(tokens, queries, self._parts.cache, taps=self._rounds.taps)
+        picked, accepted = self._rounds.verify(self._model.logits(hidden.states), tokens, queries, batch.needs)
+        return picked, replace(accepted, features=self._rounds.features(hidden.taps))
 
     def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted]) -> Picked:
         """What is drafted for the next round."""
@@ -231,12 +292,14 @@ class _Links:
 
 def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter) -> Pass:
     """The pass over rows that decode in rounds: verify, then draft, as one recording."""
-    rounds, batches, length = DraftedRounds(parts, drafter), DecodeBatches(parts.limits), parts.tables.length
-    links = _Links(parts, rounds, backend)
+    rounds, length = DraftedRounds(parts, drafter), parts.tables.length
+    links, batches = _Links(parts, rounds, backend), DecodeBatches(parts.limits, rounds.ahead)
 
     def written(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.as_tensor(batch.rows).to(length.device).repeat_interleave(rounds.width)
-        return rows, length[rows] + torch.arange(rounds.width, device=length.device).repeat(len(batch.rows))
+        # The target has all places of the round, a drafter some after them.
+        count = rounds.width + rounds.ahead
+        rows = torch.as_tensor(batch.rows).to(length.device).repeat_interleave(count)
+        return rows, length[rows] + torch.arange(count, device=length.device).repeat(len(batch.rows))
 
     verify = Pass(
         declared,
