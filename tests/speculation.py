@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -131,18 +131,17 @@ def speculating(
 
 @dataclass
 class Driver:
-    """Runs requests that come one after the other, and looks after every step at what nobody may touch."""
+    """Runs requests that come one after the other, and looks around every step at what nobody may touch."""
 
     core: EngineCore[Executor]
     every: int = 3
     """A request comes every so many steps."""
-    poisons: bool = True
-    _poisoned: set[int] = field(default_factory=set)
 
     def run(
         self, requests: Sequence[tuple[Tokens, SamplingParams]], act: Callable[[int, list[Seq]], None] | None = None
     ) -> list[Seq]:
-        sequences, waiting = list[Seq](), list(enumerate(requests))
+        sequences, waiting, launch = list[Seq](), list(enumerate(requests)), self.core.executor.launch
+        self.core.executor.launch = self._guarded(launch)  # type: ignore[method-assign]
         for moment in range(5000):
             if waiting and moment % self.every == 0:
                 number, (prompt, params) = waiting.pop(0)
@@ -150,27 +149,29 @@ class Driver:
             if act is not None:
                 act(moment, sequences)
             self.core.step()
-            if self.poisons:
-                self._check_pages()
             if not waiting and self.core.is_idle:
                 break
+        self.core.executor.launch = launch  # type: ignore[method-assign]
         assert self.core.is_idle
         self.core.scheduler.integrity()
         tables = self.core.executor.tables
         assert bool((tables.length <= tables["limit"]).all()), "rounds launched ahead of a row's end take nothing"
         return sequences
 
-    def _check_pages(self) -> None:
-        """Free pages hold what was put there: nobody writes to them, and nobody gets anything from them."""
+    def _guarded(self, launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Free pages hold what is put there: a step writes nothing to them, and nobody gets anything from them."""
         pool = self.core.scheduler.rows.reservations.pool
-        free = {page for page in range(1, pool.num_pages) if not pool.references(page)}
-        state = self.core.executor.state
-        for group in state.caches:
-            for tensor in group.tensors:
-                kept = sorted(self._poisoned & free)
-                assert bool((tensor[:, kept] == POISON).all()), "a free page was written"
-                tensor[:, sorted(free - self._poisoned)] = POISON
-        self._poisoned = free
+        memory = [tensor for group in self.core.executor.state.caches for tensor in group.tensors]
+
+        def guarded(step: Any) -> Any:
+            free = [page for page in range(1, pool.num_pages) if not pool.references(page)]
+            for tensor in memory:
+                tensor[:, free] = POISON
+            launched = launch(step)
+            assert all(bool((tensor[:, free] == POISON).all()) for tensor in memory), "a free page was written"
+            return launched
+
+        return guarded
 
 
 def check(sequences: Sequence[Seq]) -> None:

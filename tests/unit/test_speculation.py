@@ -15,7 +15,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.drafting import Drafting
-from phonograph.engine.passes.ngram import continued, ngram
+from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.registry import PREFILL, TARGET_VERIFY
 from phonograph.engine.requests.request import Request
 from phonograph.engine.requests.step import ScheduledStep
@@ -34,8 +34,16 @@ PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (11,) * 9, tuple(range(10
 REQUESTS = [(prompt, EVERY[number % len(EVERY)]) for number, prompt in enumerate(PROMPTS * 2)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_ahead": 0}, {"max_ahead": 3}, {"mixed": False}], ids=str)
-@pytest.mark.parametrize("backend", ["full", "breakable", "disabled"])
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [
+        ("full", {}),
+        ("full", {"max_ahead": 3}),
+        ("breakable", {"max_ahead": 1}),
+        *(("disabled", changes) for changes in ({"max_ahead": 0}, {"max_ahead": 3}, {"mixed": False})),
+    ],
+    ids=str,
+)
 def test_output_is_that_of_plain_decoding(backend: str, changes: dict[str, Any]) -> None:
     core = speculating(ngram(3), backend, **changes)
     driver = Driver(core)
@@ -216,30 +224,6 @@ def test_rounds_among_prompts_accept_drafts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Scheduler, "commit", noting)
     check(Driver(core, every=2).run(REQUESTS))
     assert max(counts) == 4
-
-
-# -- the drafter ----------------------------------------------------------------------------------------------
-
-
-def by_hand(tokens: list[int], depth: int) -> list[int]:
-    """The longest of 3- and 2-token suffixes, its latest place; what follows, round and round."""
-    for length in (3, 2):
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if tokens[end - length : end] == tokens[-length:]:
-                since = tokens[end:]
-                return [since[place % len(since)] for place in range(depth)]
-    return [-1] * depth
-
-
-def test_ngrams_are_those_found_by_hand() -> None:
-    numbers = np.random.default_rng(0)
-    for _ in range(200):
-        many = [numbers.integers(0, 4, numbers.integers(1, 24)).tolist() for _ in range(5)]
-        history = torch.full((5, 24), 3)
-        for row, tokens in zip(history, many, strict=True):
-            row[: len(tokens)] = torch.tensor(tokens)
-        lasts = torch.tensor([len(tokens) - 1 for tokens in many])
-        assert continued(history, lasts, 5).tolist() == [by_hand(tokens, 5) for tokens in many]
 
 
 # -- front doors ----------------------------------------------------------------------------------------------
