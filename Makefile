@@ -17,13 +17,17 @@ demo: setup
 test: setup .venv/.browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# The rest: many draws, whole domains, long attacks.
-test-slow: setup
+# The rest: many draws, whole domains, long attacks, other people's clients.
+test-slow: setup .venv/.clients
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 # For the tests of the status page; without a browser they are skipped, and say so.
 .venv/.browser: scripts/browser | .venv/.ready
 	scripts/browser .venv/browser && touch $@ || true
+
+# For the tests of clients; those that can't be had are skipped, and say so.
+.venv/.clients: scripts/clients pyproject.toml | .venv/.ready
+	PYTHON=$(PYTHON) scripts/clients .venv/clients && touch $@ || true
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -18,7 +18,7 @@ from phonograph.errors import CheckpointError
 
 VOCAB, WINDOW = 80, 6
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_PLAIN = {
+PLAIN_SIZES = {
     **_IDS,
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -27,7 +27,7 @@ _PLAIN = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
-_GROUPED = {**_PLAIN, "num_key_value_heads": 2}
+_GROUPED = {**PLAIN_SIZES, "num_key_value_heads": 2}
 _HEADS = {**_GROUPED, "head_dim": 8}
 _SLIDING = {**_HEADS, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _GPT = {**_IDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCAB, "n_positions": 128}
@@ -91,7 +91,7 @@ SERVED = {
     "Mixtral": Family(lambda: hf.MixtralConfig(**_HEADS, num_local_experts=4), "experts"),
     "DeepSeek-V3": Family(
         lambda: hf.DeepseekV3Config(
-            **{**_PLAIN, "num_key_value_heads": 4},
+            **{**PLAIN_SIZES, "num_key_value_heads": 4},
             **_MLA,
             **_DEEPSEEK,
             moe_intermediate_size=8,
@@ -107,13 +107,22 @@ ALSO_SERVED = {
         lambda: hf.Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
         "window",
     ),
-    "Phi": Family(lambda: hf.PhiConfig(**_PLAIN), "part of a head is rotated"),
-    "GPT-NeoX": Family(lambda: hf.GPTNeoXConfig(**_PLAIN), "parallel layers"),
+    "Phi": Family(lambda: hf.PhiConfig(**PLAIN_SIZES), "part of a head is rotated"),
+    "GPT-NeoX": Family(lambda: hf.GPTNeoXConfig(**PLAIN_SIZES), "parallel layers"),
     "OPT": Family(
         lambda: hf.OPTConfig(
-            **{**_PLAIN, "pad_token_id": 1}, ffn_dim=24, word_embed_proj_dim=16, do_layer_norm_before=True
+            **{**PLAIN_SIZES, "pad_token_id": 1}, ffn_dim=24, word_embed_proj_dim=16, do_layer_norm_before=True
         ),
         "learned positions",
+    ),
+    "ModernBERT, decoder": Family(
+        lambda: hf.ModernBertDecoderConfig(
+            **{**PLAIN_SIZES, "num_hidden_layers": 4}, cls_token_id=1, sep_token_id=2, local_attention=2 * WINDOW
+        ),
+        "window, two rotary frequencies, a head of several layers",
+    ),
+    "BERT, decoder": Family(
+        lambda: hf.BertConfig(**PLAIN_SIZES, is_decoder=True), "learned positions, a head of several layers"
     ),
     "StarCoder2": Family(lambda: hf.Starcoder2Config(**_GROUPED)),
     "StableLM": Family(lambda: hf.StableLmConfig(**{**_GROUPED, "hidden_size": 32})),

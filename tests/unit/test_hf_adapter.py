@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from adapted import ALSO_SERVED, SERVED, VOCAB, greedy, made, saved
+from adapted import ALSO_SERVED, PLAIN_SIZES, SERVED, VOCAB, Family, greedy, made, saved
 from phonograph import LLM
 from phonograph.devices import open_device
 from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
@@ -235,11 +235,26 @@ class TestSelfCheck:
             return eager(module, q, k, v, mask - (at[:, None] - at), **kwargs)
 
         monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
-        with pytest.raises(CheckpointError, match="The model attends in a way that ours does not know"):
+        with pytest.raises(CheckpointError, match="Its attention, or its positions, are of a kind"):
             loaded(saved(made(SERVED["Llama"]), tmp_path))
+
+    def test_positions_of_its_own_are_refused(self, tmp_path: Path) -> None:
+        """RoBERTa counts positions from its padding token on."""
+        family = Family(lambda: transformers.RobertaConfig(**PLAIN_SIZES, is_decoder=True))
+        with pytest.raises(CheckpointError, match="or its positions, are of a kind"):
+            loaded(saved(made(family), tmp_path))
 
 
 class TestModel:
+    @pytest.mark.parametrize("asked", ["output_router_logits", "output_hidden_states", "output_attentions"])
+    def test_what_a_configuration_asks_to_return_besides_is_left_out(self, tmp_path: Path, asked: str) -> None:
+        model = made(SERVED["Mixtral"])
+        folder = saved(model, tmp_path)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {asked: True}))
+        llm = LLM(folder, device="cpu", options=EngineOptions(max_seqs=2, max_tokens=16, max_len=40, model_impl="hf"))
+        assert [one.tokens for one in llm.generate(PROMPTS, GREEDY)] == [greedy(model, one, 6) for one in PROMPTS]
+
     def test_taps_are_refused(self, tmp_path: Path) -> None:
         model = loaded(saved(made(SERVED["GPT-2"]), tmp_path))
         with pytest.raises(DeclarationError, match="no hidden states of single layers"):

@@ -9,6 +9,7 @@ import torch
 
 from phonograph import LLM, EmulatedDevice, PlanError, SamplingParams, Slot, graphed, verify
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.sizing import plan_for
 from phonograph.engine.models import decoder, registry
 from phonograph.engine.models.config import SHAPES
@@ -146,3 +147,13 @@ def test_one_program_also_where_long_steps_are_cut(eager: LLM, monkeypatch: pyte
     assert backend_of(llm, "prefill").num_programs == 1
     found, wanted = (one.generate(PROMPTS, GREEDY) for one in (llm, eager))
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
+
+
+def test_a_trial_for_its_memory_compiles_nothing(compiled: LLM) -> None:
+    served = compiled.executor
+    parts = served.parts
+    trial = Executor(parts.model, parts.sampler, compiled.device, compiled.plan, served.limits, largest_only=True)
+    trial.capture(silent)
+    assert {trial.runners[name].backend.name for name in ("decode", "prefill")} == {"breakable"}
+    assert [len(trial.runners[name].captured) for name in ("decode", "prefill")] == [3, 1]
+    assert trial.num_recordings == served.num_recordings

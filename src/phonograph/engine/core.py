@@ -12,9 +12,11 @@ from phonograph.engine.execution.shadow import MistrustedStepError
 from phonograph.engine.execution.step_builder import StepBuilder, StepTables
 from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
+from phonograph.engine.requests.prompt_scoring import joined_scores, take_scores
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
 from phonograph.engine.requests.step import Sampled, ScheduledStep, TokenDetails, Update
+from phonograph.engine.requests.token_masks import TokenMasks, constrained
 from phonograph.engine.scheduling.admission import refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.errors import CoverageError, RequestError
@@ -72,7 +74,12 @@ class EngineCore(Generic[E]):
         self._steps.honoured.refuse_others(request)
         if constraints is None:
             constraints = self.constraints(request)
+        vocab = self.executor.vocab
+        constraints = constrained(request, vocab, constraints)
+        masks = TokenMasks.of(request, vocab, self.scheduler.limits.eos_ids)
         sequences = self.scheduler.add(request)
+        for sequence in sequences:
+            sequence.masks = masks
         for sequence, constraint in zip(sequences, constraints, strict=False):
             sequence.constraint = constraint
         return sequences
@@ -137,6 +144,9 @@ class EngineCore(Generic[E]):
         if sampled.tokens and max(sampled.tokens) >= self.executor.vocab:
             for sequence, problem in sampled.outside(step, self.executor.vocab):
                 self._news += self.scheduler.fail(sequence, problem)
+        scored, unscored = take_scores(step, sampled) if step.prefills else ((), ())
+        for sequence, problem in unscored:
+            self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
@@ -145,6 +155,9 @@ class EngineCore(Generic[E]):
                 updates += failed
         if sampled.logprobs is not None:
             _note_logprobs(step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
+        if scored:
+            reported = {sequence for sequence, _, _ in updates}
+            self._news += [(sequence, (), None) for sequence in scored if sequence not in reported]
         self._news += updates
 
     def _follow(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], list[Update]]:
@@ -247,9 +260,9 @@ class EngineCore(Generic[E]):
             except Exception as error:
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")
                 continue
-            for sequence in part.sampling:
-                found[sequence] = sampled
-        return _joined([found.get(sequence) for sequence in step.sampling])
+            found[part.sequences[0]] = sampled
+        scores = joined_scores(step, [found.get(chunk.sequence) for chunk in step.prefills])
+        return replace(_joined([found.get(sequence) for sequence in step.sampling]), scores=scores)
 
 
 def _joined(parts: list[Sampled | None]) -> Sampled:

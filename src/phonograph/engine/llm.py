@@ -40,10 +40,11 @@ from phonograph.engine.passes.registry import PASSES, step_passes_of
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.precision import precision_for
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
-from phonograph.engine.requests.sequence import Sequence, TokenLogprob
+from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
 from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
+from phonograph.engine.text.bad_words import with_bad_words
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CheckpointError, RequestError
@@ -66,6 +67,8 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One for each token, where they were requested."""
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    """One for each token of the prompt but the first, where they were requested."""
     text: str = ""
     finish: FinishReason | None = None
     error: str = ""
@@ -79,7 +82,14 @@ class _Reader:
         self.done = Completion(sequence.request.prompt, sequence.index)
         params, after = sequence.request.params, sequence.request.prompt if continues else ()
         stops, is_guided = StopStrings(params.stop), params.grammar is not None
-        self._text = TextReader(tokenizer, stops, stop_ids=sequence.stop_ids, after=after, verbatim=is_guided)
+        self._text = TextReader(
+            tokenizer,
+            stops,
+            stop_ids=sequence.stop_ids,
+            after=after,
+            verbatim=is_guided,
+            min_tokens=params.min_tokens,
+        )
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
@@ -347,12 +357,15 @@ class LLM:
     ) -> dict[Sequence, _Reader]:
         """With `continues` an output goes on where its prompt ended: a leading space belongs to it."""
         params = with_special_stops(params.resolved(self.sampling), self.tokenizer, self.executor.vocab)
+        params = with_bad_words(params, self.tokenizer)
         readers = dict[Sequence, _Reader]()
         for prompt in prompts:
             request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
             self._submitted.append(request.id)
-            for sequence in self.core.add(request):
-                readers[sequence] = _Reader(sequence, self.tokenizer, continues=continues)
+            sequences = self.core.add(request)
+            for sequence in sequences:
+                readers[sequence] = reader = _Reader(sequence, self.tokenizer, continues=continues)
+                reader.done.prompt_logprobs = sequences[0].prompt_logprobs  # the first is scored, for all of them
         return readers
 
     def _run(self, readers: dict[Sequence, _Reader]) -> Generator[tuple[Sequence, str], None, None]:

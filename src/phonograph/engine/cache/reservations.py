@@ -37,7 +37,8 @@ class Reservations:
     def admit(self, sequence: Sequence) -> bool:
         """Give pages for all known tokens and the reserve, cached ones first; False, and nothing given, if short."""
         tokens = sequence.known()
-        cached = self.prefixes.match(tokens)
+        # The likelihood of a token is read off while the one before it is computed: what is not scored is computed.
+        cached = self.prefixes.match(tokens if sequence.is_scored else tokens[: len(sequence.prompt_logprobs) + 1])
         missing = self._target(sequence, len(tokens)) - len(cached)
         self._evict_for(missing)
         fresh = self.pool.take(missing)

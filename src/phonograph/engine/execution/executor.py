@@ -26,7 +26,7 @@ from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.step import Sampled
 from phonograph.engine.sampling.sampler import Sampler, check_declared
 from phonograph.engine.state.column import TableSizes
-from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE
+from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE, TOKEN_MASKS
 from phonograph.engine.state.tables import RequestTables
 from phonograph.errors import DeclarationError, PlanError, allocating
 from phonograph.graphs.inputs.pool import BufferPool
@@ -83,7 +83,7 @@ class Executor:
         num_positions = limits.num_positions
         sizes = TableSizes(limits.max_seqs, self.vocab, -(-num_positions // limits.page_size), num_positions)
         own = [*model.columns, *(column for one in passes for column in one.columns())]
-        self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS, *own), sizes)
+        self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS, *TOKEN_MASKS, *own), sizes)
         by_row = {column.name: self.tables[column.name] for column in model.columns}
         self.cache = replace(self.cache, by_row=by_row) if by_row else self.cache
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -104,7 +104,8 @@ class Executor:
         self.runners = self._new_runners(phases, plans, _planned(options, plan, is_trial=largest_only))
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
-            self._readback = Readback(device, limits.max_seqs * limits.tokens_per_row, depth)
+            most = limits.max_seqs * limits.tokens_per_row
+            self._readback = Readback(device, most, depth, limits.num_places)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
         self._order = StepOrder()
@@ -288,8 +289,11 @@ def _num_recordings(phase: Phase, plan: PhasePlan) -> int:
 
 
 def _largest(plan: PhasePlan, bucketed: str) -> PhasePlan:
+    """The largest recording alone. What is to be compiled is not: its ops take as much memory as they stand, or more,
+    and a trace takes many seconds."""
+    backend = "breakable" if plan.backend == "tc_piecewise" else plan.backend
     buckets = buckets_for(plan, bucketed)
-    return plan if buckets is None else replace(plan, buckets=(buckets.largest,))
+    return replace(plan, backend=backend, buckets=plan.buckets if buckets is None else (buckets.largest,))
 
 
 def _within(plan: PhasePlan, limit: int) -> PhasePlan:

@@ -14,6 +14,7 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.interface import Model
 from phonograph.engine.models.registry import UNCOMPILED
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.prompt_scores import scoring_bytes
 from phonograph.engine.passes.registry import PASSES, PassDeclaration, kept_by, passes_of
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.sampler import Sampler
@@ -190,6 +191,7 @@ def _rehearsed(
     trial = Executor(model, sampler, device, plan, replace(limits, num_pages=2), passes=passes, largest_only=True)
     trial.capture(progress)
     needed = device.memory().used - before
+    needed += scoring_bytes(model.config.vocab, model.dtype.itemsize)  # an eager tail's, which no recording holds
     num_recordings = trial.num_recordings
     for runner in trial.runners.values():
         runner.release()

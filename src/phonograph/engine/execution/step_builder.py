@@ -123,5 +123,5 @@ class StepBuilder:
 
 def _prompt_chunk(chunk: Chunk) -> PromptChunk:
     end = chunk.start + chunk.count
-    following = 0 if chunk.samples else chunk.sequence.tokens(end, end + 1)[0]
-    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, chunk.samples, following)
+    following = next(iter(chunk.sequence.tokens(end, end + 1)), 0)
+    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, chunk.samples, chunk.targets, following)

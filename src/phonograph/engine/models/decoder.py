@@ -11,12 +11,12 @@ from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Hidden
 from phonograph.engine.ops.attention.prepared import PreparedAttention
+from phonograph.engine.ops.attention.traced import TracedAttention
 from phonograph.engine.ops.kernels import Angles, Heads, Kernels, Norm, Places
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
 from phonograph.engine.ops.queries import Attention, Queries
 from phonograph.engine.state.column import Column
-from phonograph.graphs.phases.context import Stage, current
 
 PIECE = 2048
 """Tokens that go through a layer's widest part at a time: so many keep a device busy; all of a long step would set
@@ -122,6 +122,10 @@ class Decoder:
             x, delta = x[wanted], None if delta is None else delta[wanted]
         return Hidden(kernels.add_norm(x, delta, self.weights.norm)[0], tuple(tapped[index] for index in taps))
 
+    def _is_cut(self, x: torch.Tensor) -> bool:
+        """Whether tokens go through in pieces; not where one program is compiled for every number of tokens."""
+        return not isinstance(self.attention, TracedAttention) and x.shape[0] > PIECE
+
     def _embedded(self, inputs: torch.Tensor, queries: Queries, page_size: int) -> tuple[torch.Tensor, Places]:
         """The residual stream before the first layer, and where its tokens stand."""
         if inputs.is_floating_point():
@@ -139,7 +143,7 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(a layer's queries, x with what the layer before adds). With many tokens x is changed in place."""
         kernels = self.kernels
-        if not _is_cut(x):
+        if not self._is_cut(x):
             qkv, x = norm_linear(kernels, x, delta, layer.input_norm, layer.qkv)
             return kernels.rotate_and_store(qkv, layer.heads, places, *kept), x
         shape = (x.shape[0], layer.heads.num_heads, layer.heads.head_dim)
@@ -155,7 +159,7 @@ class Decoder:
     def _mlp(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(what is to be added to x, x with what attention adds). With many tokens x is changed in place."""
         kernels = self.kernels
-        if not _is_cut(x):
+        if not self._is_cut(x):
             added = linear(kernels, mixed, layer.out, self.residual)
             gated, x = norm_gated(kernels, x, added, layer.mlp_norm, layer.gate_up)
             return linear(kernels, gated, layer.down, self.residual), x
@@ -172,11 +176,6 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return linear(self.kernels, hidden, self.weights.head)
-
-
-def _is_cut(x: torch.Tensor) -> bool:
-    """Whether tokens go through in pieces; not where one program is compiled for every number of tokens."""
-    return current().stage is not Stage.COMPILING and x.shape[0] > PIECE
 
 
 def _pieces(num_tokens: int) -> list[slice]:

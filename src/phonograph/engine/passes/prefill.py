@@ -13,6 +13,7 @@ from phonograph.engine.ops.attention.apart import ApartAttention
 from phonograph.engine.ops.attention.gaps import GapAttention
 from phonograph.engine.ops.queries import Queries, Span
 from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.prompt_scores import PromptScores, score_prompts
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import PREFILL, PassDeclaration
 from phonograph.engine.passes.rounds import Rounds, joined, widened
@@ -36,15 +37,24 @@ class PrefillBatch:
     """Of rows that decode several tokens in a step, the offset from the row's length, which only the tables know."""
     decoding: Any
     ends: Any
-    """Index of the last token of every sequence that samples; of one that decodes, all of its tokens."""
+    """Index of the last token of every sequence that samples; of one that decodes, all of its tokens. Then those of
+    prompt tokens that the likelihood of the next one is wanted after."""
     width: int
     needs: SamplingNeeds
     spans: tuple[Span, ...] | None
     """Of the sequences whose places the host knows."""
     spans_from: int = 0
     """Index of the first token that spans tell of; before it are those of rows that decode several."""
+    targets: Any = None
+    """What follows the last of `ends` in their prompts, as many as there are; None where no prompt is scored."""
     following: Any = None
     """The token after each one of a prompt, for rounds that read it; where it is yet to be picked, 0."""
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of `ends` something is sampled after."""
+        count: int = self.ends.shape[0]
+        return count if self.targets is None else count - len(self.targets)
 
 
 class RoundEnds(NamedTuple):
@@ -75,8 +85,11 @@ class PrefillBatches:
         ends = list(range(num_decoding))
         known = [0] * num_decoding  # their tokens are in the tables
         following = [0] * num_decoding
+        scored, targets = list[int](), list[int]()
         for chunk in step.prefills:
             spans.append(Span(chunk.row, len(known), chunk.start, len(chunk.tokens)))
+            scored += range(len(known), len(known) + len(chunk.targets))
+            targets += chunk.targets
             known += chunk.tokens
             following += (*chunk.tokens[1:], chunk.following)
             if chunk.samples:
@@ -92,11 +105,12 @@ class PrefillBatches:
             rows,
             positions,
             decoding,
-            np.asarray(ends, dtype=np.int64),
+            np.asarray(ends + scored, dtype=np.int64),
             ceil_div(max(lengths) + self._ahead, self._page_size),
             step.needs,
             tuple(spans),
             0 if is_exact else num_decoding,
+            np.asarray(targets, dtype=np.int64) if targets else None,
             np.asarray(following, dtype=np.int64) if self._has_following else None,
         )
 
@@ -138,16 +152,31 @@ class PrefillBody:
 
     def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         """Logits and tokens, of as many sequences as there are."""
-        ends = batch.ends
+        scores = self._scores(hidden, batch)
+        ends = batch.ends if scores is None else batch.ends[: batch.num_sampled]
         queries = Queries(batch.rows[ends], batch.positions[ends], self._parts.tables.pages, tokens_per_row=1)
         # A graph whose places for them never change in number puts out all of them.
         logits = self._model.logits(hidden[: ends.shape[0]])
-        return self._parts.tail.next_tokens(logits, queries, batch.needs)
+        picked = self._parts.tail.next_tokens(logits, queries, batch.needs)
+        return picked if scores is None else picked._replace(scores=scores)
+
+    def _scores(self, hidden: torch.Tensor, batch: PrefillBatch) -> PromptScores | None:
+        """How likely the tokens of prompts are. Before anything is written: it may fail, and the step be run again."""
+        if batch.targets is None:
+            return None
+        targets = torch.as_tensor(batch.targets).to(hidden.device)
+        wanted = hidden[batch.num_sampled : batch.ends.shape[0]]
+        return score_prompts(wanted, targets, self._model.logits, self._parts.sampler)
 
     def rounds_tail(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
         """As `tail`, where rows that decode have rounds; the rows of prompts get one token each."""
+        scores = self._scores(found.hidden, batch)
+        picked = self._picked_rounds(found, batch)
+        return picked if scores is None else picked._replace(scores=scores)
+
+    def _picked_rounds(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
         assert self._rounds is not None
-        count, first, width = batch.ends.shape[0], batch.spans_from, self._parts.limits.tokens_per_row
+        count, first, width = batch.num_sampled, batch.spans_from, self._parts.limits.tokens_per_row
         logits, picked = self._model.logits(found.hidden[:count]), None
         if first or not count:
             queries, features = self._places(found, batch, slice(first), width)
@@ -203,7 +232,7 @@ class PrefillSample:
             decoding[[span.first for span in spans if span.count == 1]] = True
         width, needs = self._trials.width, SamplingNeeds()
         following = np.roll(tokens, -1) if self._has_following else None
-        return PrefillBatch(tokens, rows, positions, decoding, ends, width, needs, told, first, following)
+        return PrefillBatch(tokens, rows, positions, decoding, ends, width, needs, told, first, None, following)
 
     def _num_rounds(self, numbers: np.random.Generator, total: int, num_ends: int) -> int:
         """Rows that decode several tokens, each with all of its places."""
@@ -255,7 +284,7 @@ def prefill_pass(
             Slot("ends", ("sampled",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_tokens - 1)),
             *read,
         ],
-        dims=[Dim("sampled", limit=limits.max_seqs * limits.tokens_per_row)],
+        dims=[Dim("sampled", limit=limits.num_places)],
         batch=PrefillBatches(limits, rounds).batch,
         written=written,
         public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from phonograph.devices import Device, Fence
+from phonograph.engine.passes.prompt_scores import PromptScores
 from phonograph.engine.requests.request import MAX_LOGPROBS
-from phonograph.engine.requests.step import NO_TOKEN, Sampled, TokenDetails
+from phonograph.engine.requests.step import NO_TOKEN, PromptDetails, Sampled, TokenDetails
 from phonograph.engine.sampling.sampler import TopLogprobs
 from phonograph.errors import StepOrderError
 
@@ -22,18 +24,44 @@ class Picked(NamedTuple):
 
     tokens: torch.Tensor  # [num_rows] or [num_rows, tokens_per_row]; below 0 where logits were none (see `step`)
     logprobs: TopLogprobs | None = None  # [num_rows, …] or [num_rows, tokens_per_row, …]
+    scores: PromptScores | None = None
+    """Of tokens of prompts, where a request wants them."""
+
+
+class _Details:
+    """Host memory for log-probabilities."""
+
+    def __init__(self, device: Device, max_tokens: int) -> None:
+        self.token_logprob = _pinned(device, torch.float32, max_tokens)
+        self.top_ids = _pinned(device, torch.int64, max_tokens, MAX_LOGPROBS)
+        self.top_logprobs = _pinned(device, torch.float32, max_tokens, MAX_LOGPROBS)
+
+    def start(self, found: TopLogprobs) -> Callable[[], list[TokenDetails]]:
+        """Copy behind the work launched so far; returns what reads them, once they are there."""
+        num_top = found.top_ids.shape[-1]  # fewer where the vocabulary is small
+        count = found.top_ids.numel() // num_top
+        columns = (self.token_logprob[:count], self.top_ids[:count, :num_top], self.top_logprobs[:count, :num_top])
+        for column, values in zip(columns, (found.token_logprob, found.top_ids, found.top_logprobs), strict=True):
+            column.copy_(values.view(column.shape), non_blocking=True)
+        return lambda: list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 class _Block:
     """Host memory for the results of one step."""
 
-    def __init__(self, device: Device, max_tokens: int) -> None:
+    def __init__(self, device: Device, max_tokens: int, max_scored: int) -> None:
         self.tokens = _pinned(device, torch.int64, max_tokens)
-        self.token_logprob = _pinned(device, torch.float32, max_tokens)
-        self.top_ids = _pinned(device, torch.int64, max_tokens, MAX_LOGPROBS)
-        self.top_logprobs = _pinned(device, torch.float32, max_tokens, MAX_LOGPROBS)
+        self.details = _Details(device, max_tokens)
+        self.scores = _Details(device, max_scored)
+        self.ranks = _pinned(device, torch.int64, max_scored)
         self.done = device.fence(timed=True)
         self.num_uses = 0
+
+    def start_scores(self, found: PromptScores) -> Callable[[], list[PromptDetails]]:
+        """As `_Details.start`, with ranks."""
+        read, ranks = self.scores.start(found.logprobs), self.ranks[: found.ranks.shape[0]]
+        ranks.copy_(found.ranks, non_blocking=True)
+        return lambda: [(*details, rank) for details, rank in zip(read(), ranks.tolist(), strict=True)]
 
 
 def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -44,14 +72,22 @@ def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 class Pending:
     """Results on their way; the memory is used again after as many further steps as the ring is long."""
 
-    def __init__(self, block: _Block, count: int, num_top: int | None, width: int | None) -> None:
-        """`num_top` likeliest tokens are told of each, fewer where the vocabulary is small; None: no logprobs."""
+    def __init__(
+        self,
+        block: _Block,
+        count: int,
+        width: int | None,
+        logprobs: Callable[[], list[TokenDetails]] | None,
+        scores: Callable[[], list[PromptDetails]] | None,
+    ) -> None:
+        """What is there besides tokens is read by functions; `width` is the number of places of each row, where rows
+        may have several tokens or none."""
         self._block = block
         self._use = block.num_uses
         self._count = count
-        self._num_top = num_top
         self._width = width
-        """Places of each row, where rows may have several tokens or none."""
+        self._logprobs = logprobs
+        self._scores = scores
 
     @property
     def fence(self) -> Fence:
@@ -67,14 +103,16 @@ class Pending:
             )
         block.done.synchronize()
         tokens = block.tokens[:count].tolist()
-        logprobs: list[TokenDetails] | None = None
-        if (num_top := self._num_top) is not None:
-            columns = (block.token_logprob, block.top_ids[:, :num_top], block.top_logprobs[:, :num_top])
-            logprobs = list(zip(*(column[:count].tolist() for column in columns), strict=True))
-        return Sampled(tokens, None, logprobs) if self._width is None else _counted(tokens, self._width, logprobs)
+        logprobs = self._logprobs() if self._logprobs is not None else None
+        scores = self._scores() if self._scores is not None else None
+        if self._width is None:
+            return Sampled(tokens, None, logprobs, scores)
+        return _counted(tokens, self._width, logprobs, scores)
 
 
-def _counted(tokens: list[int], width: int, logprobs: list[TokenDetails] | None) -> Sampled:
+def _counted(
+    tokens: list[int], width: int, logprobs: list[TokenDetails] | None, scores: list[PromptDetails] | None
+) -> Sampled:
     """Of blocks of so many places, what comes before the first place without a token."""
     counts, kept = list[int](), list[int]()
     for first in range(0, len(tokens), width):
@@ -82,14 +120,15 @@ def _counted(tokens: list[int], width: int, logprobs: list[TokenDetails] | None)
         counts.append(row.index(NO_TOKEN) if NO_TOKEN in row else width)
         kept += range(first, first + counts[-1])
     found = [tokens[place] for place in kept]
-    return Sampled(found, counts, None if logprobs is None else [logprobs[place] for place in kept])
+    return Sampled(found, counts, None if logprobs is None else [logprobs[place] for place in kept], scores)
 
 
 class Readback:
     """A ring of host blocks, one for each step that may be in flight, and one more."""
 
-    def __init__(self, device: Device, max_tokens: int, depth: int) -> None:
-        self._blocks = [_Block(device, max_tokens) for _ in range(depth)]
+    def __init__(self, device: Device, max_tokens: int, depth: int, max_scored: int = 0) -> None:
+        """For so many sampled tokens, and so many of prompts that are scored, at most."""
+        self._blocks = [_Block(device, max_tokens, max_scored) for _ in range(depth)]
         self._next = 0
 
     def start(self, picked: Picked) -> Pending:
@@ -102,11 +141,7 @@ class Readback:
             width, tokens = tokens.shape[1], tokens.flatten()
         count = tokens.shape[0]
         block.tokens[:count].copy_(tokens, non_blocking=True)
-        logprobs, num_top = picked.logprobs, None
-        if logprobs is not None:
-            num_top = logprobs.top_ids.shape[-1]
-            block.token_logprob[:count].copy_(logprobs.token_logprob.flatten(), non_blocking=True)
-            block.top_ids[:count, :num_top].copy_(logprobs.top_ids.view(count, num_top), non_blocking=True)
-            block.top_logprobs[:count, :num_top].copy_(logprobs.top_logprobs.view(count, num_top), non_blocking=True)
+        logprobs = None if picked.logprobs is None else block.details.start(picked.logprobs)
+        scores = None if picked.scores is None else block.start_scores(picked.scores)
         block.done.record()
-        return Pending(block, count, num_top, width)
+        return Pending(block, count, width, logprobs, scores)

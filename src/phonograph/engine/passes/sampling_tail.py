@@ -12,7 +12,7 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.request import MAX_LOGPROBS
-from phonograph.engine.sampling.masks import mask
+from phonograph.engine.sampling.masks import MaskRows, mask
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.penalties import Penalties, count_tokens, penalise, with_said
 from phonograph.engine.sampling.sampler import Sampler, TopLogprobs, few_threads
@@ -27,7 +27,7 @@ _ROWS = 32
 _RECORDED = {
     "greedy": SamplingNeeds(),
     "sampled": SamplingNeeds(Sampling.TRUNCATED),
-    "detailed": SamplingNeeds(Sampling.PENALISED, logprobs=True, constrained=True),
+    "detailed": SamplingNeeds(Sampling.PENALISED, logprobs=True, constrained=True, masked=True),
 }
 """What each value of the axis records. Each does all that those before it do: plain temperature runs where truncation
 is recorded."""
@@ -49,7 +49,7 @@ SAMPLING = Axis("sampling", tuple(_RECORDED), of=_sampling_of, apply=_with_sampl
 
 def _fake_tokens(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     """What the opaque call of the tail returns: tokens, and logprobs where they are needed."""
-    rows, logprobs = logits.shape[0], others[_LOGPROBS]
+    rows, (_, logprobs, *_) = logits.shape[0], others[_NEEDS]
     tokens = logits.new_empty(rows, dtype=torch.int64)
     if not logprobs:
         return (tokens,)
@@ -58,8 +58,8 @@ def _fake_tokens(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]
     return tokens, logits.new_empty(rows, dtype=torch.float32), logits.new_empty(top, dtype=torch.int64), likely
 
 
-_LOGPROBS = 4
-"""Where `SamplingTail._next_tokens` has `logprobs`, after the logits."""
+_NEEDS = 3
+"""Where `SamplingTail._next_tokens` has `needs`, after the logits."""
 
 
 class SamplingTail:
@@ -87,7 +87,7 @@ class SamplingTail:
         tables, places = self._tables, (queries.rows, queries.positions, queries.table)
         found = self._opaque(
             *(logits, places, queries.tokens_per_row, queries.by_row),
-            *(needs.level.value, needs.logprobs, needs.constrained),
+            (needs.level.value, needs.logprobs, needs.constrained, needs.masked),
             tables.last_token,
             tables.length,
         )
@@ -99,15 +99,14 @@ class SamplingTail:
         places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         tokens_per_row: int | None,
         by_row: bool,
-        level: int,
-        logprobs: bool,
-        constrained: bool,
+        needs: tuple[int, bool, bool, bool],
         last_token: torch.Tensor,
         length: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """The tables are the ones that it has; as arguments, they say what is written."""
         queries = Queries(*places, tokens_per_row=tokens_per_row, by_row=by_row)
-        picked = self.next_tokens(logits, queries, SamplingNeeds(Sampling(level), logprobs, constrained))
+        level, *others = needs
+        picked = self.next_tokens(logits, queries, SamplingNeeds(Sampling(level), *others))
         found = picked.logprobs
         if found is None:
             return (picked.tokens,)
@@ -121,7 +120,7 @@ class SamplingTail:
         `said` ([num_queries, any], below 0 for none) is what the step itself puts out before each query, if all that
         comes before it stays: penalties go by it.
         """
-        if needs.constrained or needs.level is Sampling.PENALISED:
+        if needs.constrained or needs.masked or needs.level is Sampling.PENALISED:
             # Some rows at a time: what is computed on the way is as wide as the vocabulary, many times over.
             parts = [slice(start, start + _ROWS) for start in range(0, logits.shape[0], _ROWS)]
             tokens = torch.cat([self._pick(logits, queries, part, needs, said) for part in parts])
@@ -134,16 +133,24 @@ class SamplingTail:
     ) -> torch.Tensor:
         """The tokens of some of the queries."""
         logits, rows = logits[part], queries.rows[part]
+        positions = queries.token_positions[part] + 1 if needs.masked or needs.level > Sampling.GREEDY else None
         with few_threads(logits):
             if needs.level is Sampling.PENALISED:
                 penalties = self._tables.gather(Penalties, rows)
                 if said is not None:
                     penalties = replace(penalties, counts=with_said(penalties.counts, said[part]))
                 logits = penalise(logits.float(), penalties)
-            if needs.constrained:
-                logits = mask(logits, self._tables["allowed"][rows])
+            if (allowed := self._allowed(rows, positions, needs)) is not None:
+                logits = mask(logits, allowed)
         sampling = None
         if needs.level > Sampling.GREEDY:
-            positions = queries.token_positions[part] + 1
             sampling = self._tables.gather(self._sampler.rows, rows, positions=positions)
         return self._sampler.pick(logits, sampling, needs.level)
+
+    def _allowed(self, rows: torch.Tensor, positions: torch.Tensor | None, needs: SamplingNeeds) -> torch.Tensor | None:
+        """A bit for every token that may come next, by grammars and by requests' own tokens; None where all may."""
+        by_grammar = self._tables["allowed"][rows] if needs.constrained else None
+        if not needs.masked:
+            return by_grammar
+        by_request = self._tables.gather(MaskRows, rows, positions=positions).allowed()
+        return by_request if by_grammar is None else by_request & by_grammar

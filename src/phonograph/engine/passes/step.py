@@ -30,8 +30,10 @@ class PromptChunk:
     tokens: tuple[int, ...]
     samples: bool
     """Whether the row's next token is sampled."""
+    targets: tuple[int, ...] = ()
+    """What follows its first tokens in the prompt, where the likelihood of each is wanted."""
     following: int = 0
-    """The token that comes after these, where it is not."""
+    """The token that comes after these, where the host knows it."""
 
 
 NO_ROWS = Decodes()

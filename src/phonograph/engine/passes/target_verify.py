@@ -77,7 +77,7 @@ def round_columns(depth: int) -> tuple[Column, ...]:
 
 def _fake_verified(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     """What the opaque call returns: tokens, what is accepted, and logprobs where they are needed."""
-    width, has_logprobs = others[_WIDTH], others[_LOGPROBS]
+    width, (_, has_logprobs, *_) = others[_WIDTH], others[_NEEDS]
     num = logits.shape[0] // width
     whole = [logits.new_empty(shape, dtype=torch.int64) for shape in ((num, width), num, num, (num, width), num)]
     if not has_logprobs:
@@ -87,7 +87,7 @@ def _fake_verified(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ..
     return (*whole, likely[0], logits.new_empty(top, dtype=torch.int64), likely[1])
 
 
-_WIDTH, _LOGPROBS = 2, 4
+_WIDTH, _NEEDS = 2, 3
 """Where `DraftedRounds._verify` has them, after the logits."""
 
 
@@ -138,10 +138,10 @@ class DraftedRounds:
     ) -> tuple[Picked, Accepted]:
         """Pick what follows each token, find how many of each row stay, and note these in the tables."""
         tables, places = self._parts.tables, (queries.rows, queries.token_positions, queries.table)
-        asked = (needs.level.value, needs.logprobs, needs.constrained)
+        asked = (needs.level.value, needs.logprobs, needs.constrained, needs.masked)
         run = self._opaque_verify if current().stage is Stage.COMPILING else self._verify
         block, rows, starts, said, counts, *logprobs = run(
-            logits, tokens, places, self.width, *asked, tables.last_token, tables.length
+            logits, tokens, places, self.width, asked, tables.last_token, tables.length
         )
         picked = Picked(block, TopLogprobs(*logprobs) if logprobs else None)
         return picked, Accepted(rows, starts, said, counts, queries.table)
@@ -152,15 +152,14 @@ class DraftedRounds:
         tokens: torch.Tensor,
         places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         width: int,
-        level: int,
-        logprobs: bool,
-        constrained: bool,
+        asked: tuple[int, bool, bool, bool],
         last_token: torch.Tensor,
         length: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """As one call that no compiler looks into. The tables are the ones that it has; as arguments, they say what is
         written."""
-        queries, needs = Queries(*places, tokens_per_row=width), SamplingNeeds(Sampling(level), logprobs, constrained)
+        level, *others = asked
+        queries, needs = Queries(*places, tokens_per_row=width), SamplingNeeds(Sampling(level), *others)
         tables, drafted = self._parts.tables, tokens.view(-1, width)[:, 1:]
         is_penalised = needs.level is Sampling.PENALISED
         picked = self._parts.tail.pick(logits, queries, needs, _said(drafted) if is_penalised else None)

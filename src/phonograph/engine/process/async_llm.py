@@ -25,6 +25,7 @@ from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.request import Request, SamplingParams
 from phonograph.engine.scheduling.admission import refuse_oversized, refuse_unknown_tokens, refuse_unlike_prompts
 from phonograph.engine.text import ChatTemplate
+from phonograph.engine.text.bad_words import with_bad_words
 from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
@@ -199,6 +200,7 @@ class AsyncLLM:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
         timeout: float | None = None,
         continues: bool = False,
     ) -> Generation:
@@ -206,7 +208,7 @@ class AsyncLLM:
         self.refuse_unless_ready()
 
         def work() -> tuple[Generation, list[msgspec.Raw]]:
-            return self._prepared(self._requests(prompts, params, request_id, 0, timeout), continues)
+            return self._prepared(self._requests(prompts, params, request_id, priority, timeout), continues)
 
         size = sum(map(len, prompts)) + _CHOICE_SIZE * len(prompts) * params.n
         with self._refusals_counted():
@@ -225,6 +227,7 @@ class AsyncLLM:
         """The prompts as requests that the engine can serve; any thread may make them."""
         now, about = time.monotonic(), self.about
         params = with_special_stops(params.resolved(self.sampling), self.tokenizer, about.vocab)
+        params = with_bad_words(params, self.tokenizer)
         name = request_id or f"request-{next(self._numbers)}"
         deadline = None if timeout is None else now + timeout
         added, most = len(prompts) * params.n, self.max_active

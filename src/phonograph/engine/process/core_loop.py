@@ -42,7 +42,7 @@ from phonograph.engine.process.messages import (
 from phonograph.engine.process.statistics import engine_stats
 from phonograph.engine.requests.constraints import Constraint
 from phonograph.engine.requests.request import FinishReason, Request
-from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.sequence import PromptLogprob, Sequence
 from phonograph.engine.requests.step import Update
 from phonograph.errors import PhonographError, RequestError
 
@@ -70,6 +70,8 @@ class CoreLoop:
         self._compiling: dict[str, tuple[Request, Future[Many[Constraint]]]] = {}
         """Requests whose grammars are being compiled, while the others go on."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
+        self._num_scored: dict[Sequence, int] = {}
+        """Tokens of prompts whose scores the front has, by sequence."""
         self._outputs: list[Output] = []
         self._stats_due = 0.0
         self._is_over = False
@@ -121,7 +123,8 @@ class CoreLoop:
             case Cancel(request_id):
                 if (compiling := self._compiling.pop(request_id, None)) is not None:
                     compiling[1].cancel()
-                self._live.pop(request_id, None)
+                for left in self._live.pop(request_id, {}).values():
+                    self._num_scored.pop(left, None)
                 self._core.cancel(request_id)
             case Finish(request_id, index):
                 sequence = self._live.get(request_id, {}).get(index)
@@ -161,11 +164,21 @@ class CoreLoop:
             return
         logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
         told = (sequence.error, sequence.num_cached, logprobs)
-        self._outputs.append(Output(request_id, index, tokens, finish, *told, field=sequence.error_field))
+        scores = self._new_scores(sequence) if sequence.prompt_logprobs else ()
+        self._outputs.append(
+            Output(request_id, index, tokens, finish, *told, field=sequence.error_field, prompt_logprobs=scores)
+        )
         if finish is not None:
             self._forget(sequence)
 
+    def _new_scores(self, sequence: Sequence) -> tuple[PromptLogprob, ...]:
+        """What the front does not know of the prompt's: as steps bring it, since all of it would be a long message."""
+        first = self._num_scored.get(sequence, 0)
+        self._num_scored[sequence] = len(sequence.prompt_logprobs)
+        return tuple(sequence.prompt_logprobs[first:])
+
     def _forget(self, sequence: Sequence) -> None:
+        self._num_scored.pop(sequence, None)
         siblings = self._live[sequence.request.id]
         del siblings[sequence.index]
         if not siblings:

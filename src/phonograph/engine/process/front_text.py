@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from phonograph.engine.scheduling.admission import refuse_unlike_prompts
 from phonograph.engine.text import ChatTemplate, Tokenizer
+from phonograph.engine.text.truncation import encoded_end, last_tokens
 from phonograph.errors import RequestError
 
 T = TypeVar("T")
@@ -51,13 +52,19 @@ class FrontText:
         prompts: Sequence[str | Sequence[int]],
         *,
         add_special: bool = True,
+        most: int | None = None,
         check: Callable[[Sequence[int]], None] = lambda tokens: None,
     ) -> list[Sequence[int]]:
-        """The token ids of several texts; what is token ids already stays as it is. `check` may refuse each."""
+        """The token ids of several texts; what is token ids already stays as it is. Of each the last, at most `most`,
+        are taken, and `check` may refuse it."""
 
         def encoded(prompt: str | Sequence[int]) -> Sequence[int]:
             refuse_unlike_prompts(prompt)
-            ids = self.tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+            ids: Sequence[int]
+            if isinstance(prompt, str):
+                ids = encoded_end(self.tokenizer, prompt, most, add_special=add_special)
+            else:
+                ids = last_tokens(prompt, most)
             check(ids)
             return ids
 
@@ -82,16 +89,19 @@ class FrontText:
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
+        add_special: bool = False,
+        most: int | None = None,
         size: int = _INLINE,
     ) -> list[int]:
-        """The token ids of a conversation; `size` is about how many characters it has."""
+        """The token ids of a conversation, the last of them, at most `most`; `size` is about how many characters it
+        has. With `add_special`, what the tokenizer puts around a text comes on top of what the template writes."""
         tokenizer, template = self.tokenizer, self.template
 
         def rendered() -> list[int]:
             text = template.render(
                 messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
             )
-            return tokenizer.encode(text, add_special=False)
+            return encoded_end(tokenizer, text, most, add_special=add_special)
 
         return await self.off_loop(size, rendered)
 

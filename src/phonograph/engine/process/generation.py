@@ -11,7 +11,7 @@ from types import TracebackType
 from phonograph.engine.process import messages
 from phonograph.engine.process.observer import Observer
 from phonograph.engine.requests.request import FinishReason, Request
-from phonograph.engine.requests.sequence import TokenLogprob
+from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
 from phonograph.engine.text import StopStrings, TextReader, Tokenizer
 
 
@@ -29,6 +29,8 @@ class Delta:
     """What went wrong, for FinishReason.ERROR."""
     error_field: str = ""
     """The field of the request that is at fault, where one is."""
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    """Of further tokens of the prompt, from the second on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +86,7 @@ class Generation:
                     stop_ids=request.params.stop_ids(eos_ids),
                     after=request.prompt if continues else (),
                     verbatim=request.params.grammar is not None,
+                    min_tokens=request.params.min_tokens,
                 ),
             )
             for request, first in zip(requests, self._first.values(), strict=True)
@@ -184,9 +187,9 @@ class Generation:
         choice.num_tokens += count
         choice.cached = output.cached
         finish = FinishReason.STOP if hit else output.finish
-        delta = self._pending.get(choice.number)
-        if delta is None:
-            delta = self._pending[choice.number] = Delta(choice.number)
+        if output.prompt_logprobs:
+            self._put_scores(choice, output.prompt_logprobs)
+        delta = self._delta(choice.number)
         delta.text += text
         delta.tokens += output.tokens[:count]
         delta.logprobs += output.logprobs[:count]
@@ -196,6 +199,19 @@ class Generation:
         if not self._wants_all or not self._left:
             self._wake()
         return hit and output.finish is None
+
+    def _delta(self, number: int) -> Delta:
+        """What is not taken yet of a choice."""
+        delta = self._pending.get(number)
+        if delta is None:
+            delta = self._pending[number] = Delta(number)
+        return delta
+
+    def _put_scores(self, first: _Choice, scores: Sequence[PromptLogprob]) -> None:
+        """Of a prompt, for all of its choices: none of them has a token before all scores are there."""
+        for choice in self._choices[first.number : first.number + first.request.params.n]:
+            if choice.finish is None:
+                self._delta(choice.number).prompt_logprobs += scores
 
     def fail(self, error: Exception, now: float) -> None:
         """End everything: the reader gets the error, once what came before is taken."""

@@ -10,7 +10,7 @@ import msgspec
 from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, GrammarSpec, Request, SamplingParams
-from phonograph.engine.requests.sequence import TokenLogprob
+from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
 from phonograph.engine.scheduling.counts import Counts
 from phonograph.errors import RequestError
 
@@ -119,6 +119,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """The whole request was not taken, for `error`."""
     field: str = ""
     """The field of the request that is at fault for `error`, where one is."""
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    """Of further tokens of the prompt, where the request has them; the request's first sequence has them for all."""
 
 
 class StepOutput(_FromCore, frozen=True):

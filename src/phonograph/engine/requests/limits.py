@@ -7,6 +7,10 @@ from dataclasses import dataclass, fields
 from phonograph.errors import PlanError
 from phonograph.numbers import expect_whole, is_whole
 
+SCORED_PLACES = 64
+"""Tokens of prompts that a step can score, however many sequences sample in it. Each place is a row of every mixed
+step's last norm, used or not; where fewer sequences sample, their places are used too."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -55,17 +59,31 @@ class Limits:
         """Tokens that all pages together hold."""
         return (self.num_pages - 1) * self.page_size
 
-    def misfit(self, num_prompt: int) -> str:
-        """Why a prompt of this length can't be served, and what to do; empty where it can."""
+    def misfit(self, num_prompt: int, max_outputs: int = 1) -> str:
+        """Why a prompt of this length can't be served, and what to do; empty where it can.
+
+        An output needs room for its first token, unless there is none to be.
+        """
         if num_prompt < 1:
             return "the prompt is empty, but there must be a token to start from. Send at least one."
-        if num_prompt > self.max_len - 1:
-            room = f"a context of {self.max_len} has room for {self.max_len - 1} and an output"
+        most = self.longest_prompt(max_outputs)
+        if num_prompt > most:
+            room = f"a context of {self.max_len} has room for {most}{' and an output' if max_outputs else ''}"
             return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or raise max_len."
         if num_prompt > self.capacity:
             room = f"all {self.num_pages - 1} pages of the KV cache hold {self.capacity}"
             return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or give the KV cache more pages."
         return ""
+
+    def longest_prompt(self, max_outputs: int = 1) -> int:
+        """Tokens of a prompt that the context has room for, with an output if there is one to be."""
+        return self.max_len - min(max_outputs, 1)
+
+    @property
+    def num_places(self) -> int:
+        """Tokens of a mixed step that logits are computed for: all that something is sampled after, and some of
+        prompts that are scored."""
+        return self.max_seqs * self.tokens_per_row + SCORED_PLACES
 
     @property
     def num_positions(self) -> int:

@@ -36,10 +36,13 @@ NEUTRAL: Mapping[str, float] = {
 """The fields of `SamplingParams` for which a model may have defaults of its own, and what they are if it has none."""
 
 READ_BY_ENGINE = frozenset(
-    ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "grammar", "speculate")
+    (
+        *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "prompt_logprobs"),
+        *("allowed_token_ids", "bad_words", "bad_token_ids", "grammar", "speculate"),
+    )
 )
-"""The fields of `SamplingParams` that every engine reads, whatever its sampler is: ends, choices, what is reported, and
-grammars. Of all others a column says how they reach the sampler."""
+"""The fields of `SamplingParams` that every engine reads, whatever its sampler is: ends, choices, what is reported,
+which tokens there may be, and grammars. Of all others a column says how they reach the sampler."""
 
 
 class FinishReason(Enum):
@@ -114,7 +117,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 16
-    """The most tokens to generate; fewer where the context ends first."""
+    """The most tokens to generate; fewer where the context ends first. With 0 the prompt is computed, and no more."""
     temperature: float | None = None
     """0 takes the likeliest token, 1 is neutral."""
     top_k: int | None = None
@@ -141,12 +144,24 @@ class SamplingParams:
     """How many alternatives to report for each token, besides its own; None reports nothing."""
     grammar: GrammarSpec | None = None
     """What the output must look like."""
+    prompt_logprobs: int | None = None
+    """How many alternatives to report for each token of the prompt but the first, besides its own; None: nothing."""
+    min_tokens: int = 0
+    """The fewest tokens to generate: until then no end token, no stop token and no stop text ends the output."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may be generated; None allows all."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not generated, at the beginning of a word or within one."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Tokens in a row that are not generated: the last of them is left out where an output ends with the others. What
+    `bad_words` are for a tokenizer is added to them."""
     speculate: bool | int | None = None
     """Tokens that may be drafted for it in a round, where the engine speculates: a number, all that it drafts (True,
     None), or none (False). Changes how fast the output comes, and not what is in it."""
 
     def __post_init__(self) -> None:
-        _whole("max_tokens", self.max_tokens, least=1)
+        _whole("max_tokens", self.max_tokens, least=0)
+        _whole("min_tokens", self.min_tokens, least=0)
         _whole("top_k", self.top_k, least=0)
         _whole("n", self.n, least=1, most=MAX_CHOICES)
         _float32("temperature", self.temperature, 0, math.inf)
@@ -159,6 +174,8 @@ class SamplingParams:
             _whole("seed", self.seed, least=-MAX_WHOLE - 1)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, least=0, most=MAX_LOGPROBS)
         if self.speculate is not None and not isinstance(self.speculate, bool):
             _whole("speculate", self.speculate, least=0)
         if not isinstance(self.ignore_eos, bool):
@@ -171,6 +188,27 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        """Those that say which tokens there may be."""
+        if self.min_tokens > self.max_tokens:
+            problem = (
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}. Lower the one or raise the other."
+            )
+            raise RequestError(problem, field="min_tokens")
+        if self.allowed_token_ids is not None:
+            allowed = tuple(dict.fromkeys(_token_ids("allowed_token_ids", self.allowed_token_ids)))
+            if not allowed:
+                problem = "allowed_token_ids is empty, and no token could be generated. Name some, or leave it out."
+                raise RequestError(problem, field="allowed_token_ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
+        words = self.bad_token_ids
+        if not isinstance(words, list | tuple) or not all(isinstance(word, list | tuple) and word for word in words):
+            problem = f"bad_token_ids must be a tuple of tuples of token ids that aren't empty, found {shown(words)}."
+            raise RequestError(problem, field="bad_token_ids")
+        object.__setattr__(self, "bad_token_ids", tuple(_token_ids("bad_token_ids", word) for word in words))
 
     def resolved(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """With a value for everything that is left open: that of `defaults`, else the neutral one."""
@@ -184,6 +222,11 @@ class SamplingParams:
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end an output and are not part of its text, of a model with these ends."""
         return frozenset([*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)])
+
+    @property
+    def follows_text(self) -> bool:
+        """Whether what may come next depends on the tokens so far, which only the host looks at."""
+        return self.grammar is not None or any(len(word) > 1 for word in self.bad_token_ids)
 
 
 @dataclass(frozen=True)
@@ -201,7 +244,8 @@ class Request:
     arrival: float = 0.0
     """When it came, in seconds of the scheduler's clock; of equal priorities the earlier goes first."""
     run_ahead: bool = True
-    """False where the next step depends on the text so far (a grammar): each step waits for the last one's token."""
+    """False where the next step depends on the text so far (a grammar, words of several tokens that may not come): each
+    step waits for the last one's token."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
@@ -216,7 +260,7 @@ class Request:
         _number("arrival", self.arrival, -math.inf, math.inf)
         if not isinstance(self.run_ahead, bool):
             raise RequestError(f"run_ahead is True or False, found {self.run_ahead!r}.", field="run_ahead")
-        if self.params.grammar is not None:
+        if self.params.follows_text:
             object.__setattr__(self, "run_ahead", False)
 
 

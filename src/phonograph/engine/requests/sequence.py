@@ -13,6 +13,7 @@ from phonograph.engine.requests.request import FinishReason, Request
 if TYPE_CHECKING:
     from phonograph.engine.requests.constraints import Constraint
     from phonograph.engine.requests.parameter import Sampling
+    from phonograph.engine.requests.token_masks import TokenMasks
 
 
 class State(Enum):
@@ -36,6 +37,14 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...]
     """(token, logprob), the likeliest first; as many as the request has set."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob(TokenLogprob):
+    """How likely a token of a prompt was to the model after those before it."""
+
+    rank: int
+    """How many tokens were at least as likely, itself among them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,8 +86,12 @@ class Sequence:
     """Committed tokens."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One for each output, where the request has logprobs."""
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, as far as committed steps have scored them."""
     constraint: Constraint | None = None
-    """Where it is in its grammar, if it has one."""
+    """Which tokens may come next, where that depends on those before: where it is in its grammar."""
+    masks: TokenMasks | None = None
+    """Which tokens may come at all, or after a number of others."""
     level: Sampling | None = None
     """How much it needs of the sampler; None until a step is made for it."""
     finish: FinishReason | None = None
@@ -94,7 +107,17 @@ class Sequence:
     @property
     def max_computed(self) -> int:
         """Tokens whose KV it can ever need: the last output is never read."""
-        return len(self.request.prompt) + self.max_outputs - 1
+        return len(self.request.prompt) + max(self.max_outputs, 1) - 1
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether nothing of its prompt is left to be scored. Of n sequences the first has the scores of all."""
+        params, scored = self.request.params, len(self.prompt_logprobs)
+        return params.prompt_logprobs is None or self.index > 0 or scored >= len(self.request.prompt) - 1
+
+    def targets(self, start: int, stop: int) -> tuple[int, ...]:
+        """The tokens whose likelihood is read off after those from `start` up to `stop`: the prompt, one further."""
+        return () if self.is_scored else self.request.prompt[start + 1 : stop + 1]
 
     def draft_depth(self, most: int) -> int:
         """Tokens that may be drafted for it in a round, of so many; none where the next step depends on its text."""

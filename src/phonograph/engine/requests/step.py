@@ -28,6 +28,14 @@ class Chunk:
     """Whether it reaches the end of what the host knows, so that the step samples the sequence's next token."""
     enters: bool
     """Whether the sequence got its row in this step, fresh or after a preemption."""
+    targets: tuple[int, ...] = ()
+    """What follows its first tokens, where the prompt is scored: the likelihood of each is read off the one before."""
+
+    @property
+    def is_end(self) -> bool:
+        """Whether the prompt ends with it, and nothing is sampled after that."""
+        sequence = self.sequence
+        return sequence.max_outputs == 0 and self.start + len(self.tokens) == len(sequence.request.prompt)
 
     @property
     def count(self) -> int:
@@ -84,6 +92,8 @@ class ScheduledStep:
 
 TokenDetails = tuple[float, list[int], list[float]]
 """(log-probability of the token, the likeliest tokens, their log-probabilities)"""
+PromptDetails = tuple[float, list[int], list[float], int]
+"""The same of a token of a prompt, and its rank."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,8 @@ class Sampled:
     """How many of the tokens each has; None where all have one."""
     logprobs: list[TokenDetails] | None = None
     """For each token, where a request has logprobs."""
+    scores: list[PromptDetails] | None = None
+    """For each of the targets of all prefills, in their order, where there are some."""
 
     def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""
@@ -112,6 +124,12 @@ class Sampled:
             raise PhonographError(
                 f"committing step {step.number}: found {len(self.tokens)} tokens, expected {expected}. "
                 f"Give those of each of step.sampling, in its order."
+            )
+        num_scored = sum(len(chunk.targets) for chunk in step.prefills)
+        if self.scores is not None and len(self.scores) != num_scored:
+            raise PhonographError(
+                f"committing step {step.number}: found {len(self.scores)} scores of prompts, expected {num_scored}. "
+                "Give those of the targets of step.prefills, in their order."
             )
 
     def outside(self, step: ScheduledStep, vocab: int) -> list[tuple[Sequence, str]]:
@@ -137,7 +155,8 @@ def problem_at(code: int, sequence: Sequence) -> str:
     """What was wrong with the logits that the sequence's next token was to be picked from."""
     position = sequence.num_prompt + len(sequence.outputs)
     if code == NOTHING_ALLOWED:
-        return f"no token is allowed at position {position}: the grammar, or the model itself, forbids all of them"
+        by = "the grammar, the request's tokens that may or may not come, or the model itself"
+        return f"no token is allowed at position {position}: {by} forbids all of them"
     if code == NOT_FINITE:
         return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"
     return _no_token(code, sequence)

@@ -1,8 +1,25 @@
-"""Masks: logits limited to what a grammar allows, from a bit for every token."""
+"""Masks: logits limited to what grammars and requests allow, from a bit for every token."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True)
+class MaskRows:
+    """The tokens that requests allow, gathered from the columns of the same names."""
+
+    early_tokens: torch.Tensor  # [num_rows, words]
+    late_tokens: torch.Tensor
+    least_length: torch.Tensor  # [num_rows]
+    positions: torch.Tensor  # [num_rows]: of the token that is picked
+
+    def allowed(self) -> torch.Tensor:
+        """[num_rows, words]: those that may come at these positions."""
+        is_early = self.positions < self.least_length
+        return torch.where(is_early[:, None], self.early_tokens, self.late_tokens)
 
 
 def mask(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:

@@ -17,17 +17,19 @@ class SamplingNeeds:
     level: Sampling = Sampling.GREEDY
     logprobs: bool = False
     constrained: bool = False
-    """A request follows a grammar."""
+    """What may come next depends on a request's tokens so far: it follows a grammar."""
+    masked: bool = False
+    """A request has tokens that may not come, or not yet."""
 
     @property
     def is_detailed(self) -> bool:
         """Whether it needs tables as wide as the vocabulary, or tells more than tokens."""
-        return self.logprobs or self.constrained or self.level is Sampling.PENALISED
+        return self.logprobs or self.constrained or self.masked or self.level is Sampling.PENALISED
 
 
 def needs_of(sequences: Iterable[Sequence], honoured: HonouredParameters) -> SamplingNeeds:
     """What these sequences need together; the level of each is looked for once."""
-    level, logprobs, constrained = Sampling.GREEDY, False, False
+    level, logprobs, constrained, masked = Sampling.GREEDY, False, False, False
     for sequence in sequences:
         params = sequence.request.params
         if sequence.level is None:
@@ -35,4 +37,5 @@ def needs_of(sequences: Iterable[Sequence], honoured: HonouredParameters) -> Sam
         level = max(level, sequence.level)
         logprobs |= params.logprobs is not None
         constrained |= sequence.constraint is not None
-    return SamplingNeeds(level, logprobs, constrained)
+        masked |= sequence.masks is not None
+    return SamplingNeeds(level, logprobs, constrained, masked)

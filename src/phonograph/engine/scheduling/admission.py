@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from itertools import chain
 
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request
@@ -42,7 +43,13 @@ def refuse_unknown_tokens(request: Request, vocab: int) -> None:
     """Refuse ids that are no row of the embedding table: on a device they would read whatever lies there, or, as the
     end of an output, never come."""
     params = request.params
-    named = {"prompt": request.prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    named: dict[str, Iterable[int]] = {
+        "prompt": request.prompt,
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words" if params.bad_words else "bad_token_ids": chain.from_iterable(params.bad_token_ids),
+    }
     for field, tokens in named.items():
         if (highest := max(tokens, default=0)) >= vocab:
             what = "" if field == "prompt" else f" of {field}"
@@ -65,5 +72,5 @@ def refuse_speculation(request: Request, limits: Limits) -> None:
 
 def refuse_oversized(request: Request, limits: Limits) -> None:
     """Refuse a prompt that is empty, or too long for the context or for the KV cache."""
-    if problem := limits.misfit(len(request.prompt)):
+    if problem := limits.misfit(len(request.prompt), request.params.max_tokens):
         raise RequestError(f"request {request.id!r}: {problem}", field="prompt")

@@ -17,6 +17,7 @@ from phonograph.engine.scheduling.admission import sequences_of
 from phonograph.engine.scheduling.counts import Counts
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
+from phonograph.engine.scheduling.step_budget import StepBudget
 from phonograph.errors import PhonographError, RequestError
 
 _MAX_PREFILL_STREAK = 8
@@ -73,6 +74,7 @@ class Scheduler:
             self._waiting.watch(sequence, self._launched)
         self._live[request.id] = sequences
         shares = self.shares_prompts and len(request.prompt) > self.limits.page_size
+        shares |= not sequences[0].is_scored  # and the scores
         first, followers = (sequences[:1], sequences[1:]) if shares else (sequences, [])
         if followers:
             self._followers[sequences[0]] = followers
@@ -145,7 +147,7 @@ class Scheduler:
         self._waiting.age(self._launched)
         if self._mixed:
             decodes = self._plan_decodes()
-            chunks = self._plan_prefills(self.limits.max_tokens - len(decodes) * self.limits.tokens_per_row)
+            chunks = self._plan_prefills(len(decodes))
         else:
             decodes, chunks = self._plan_pure()
         if not decodes and not chunks:
@@ -164,12 +166,11 @@ class Scheduler:
 
     def _plan_pure(self) -> tuple[tuple[Sequence, ...], list[Chunk]]:
         """Prefills or decodes, never both: prefills first, but not for ever."""
-        budget = self.limits.max_tokens
-        chunks = self._plan_prefills(budget) if self._prefill_streak < _MAX_PREFILL_STREAK else []
+        chunks = self._plan_prefills() if self._prefill_streak < _MAX_PREFILL_STREAK else []
         decodes = () if chunks else self._plan_decodes()
         if not chunks and not decodes:
             # Decodes that were preempted just now have left room.
-            chunks = self._plan_prefills(budget)
+            chunks = self._plan_prefills()
         self._prefill_streak = self._prefill_streak + 1 if chunks else 0
         return decodes, chunks
 
@@ -201,29 +202,25 @@ class Scheduler:
         if self.rows.leave(sequence, self._committed):
             self._waiting.push(sequence)
 
-    def _plan_prefills(self, budget: int) -> list[Chunk]:
-        """Go on with prefills that have a row, then admit from the queue, within a budget of tokens."""
-        chunks: list[Chunk] = []
-        if self._prefills:
-            self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
-            for sequence in self._prefills:
-                if budget <= 0:
-                    break
-                chunks.append(self._next_chunk(sequence, budget))
-                budget -= chunks[-1].count
-        while budget > 0 and (admitted := self._admit()) is not None:
+    def _plan_prefills(self, num_decodes: int = 0) -> list[Chunk]:
+        """Go on with prefills that have a row, then admit from the queue, as far as a step with these decodes goes."""
+        if not self._prefills and not self._waiting:
+            return []
+        self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
+        budget = StepBudget(self.limits, num_decodes, len(self._prefills) + len(self._waiting))
+        chunks = [self._next_chunk(sequence, budget) for sequence in self._prefills if budget.room(sequence) > 0]
+        while budget.tokens > 0 and (admitted := self._admit(budget)) is not None:
             chunks.append(self._next_chunk(admitted, budget, enters=True))
-            budget -= chunks[-1].count
         if chunks:
             self._prefills = [sequence for sequence in self._prefills if sequence.is_prefilling]
         return chunks
 
-    def _admit(self) -> Sequence | None:
+    def _admit(self, budget: StepBudget) -> Sequence | None:
         """Seat the head of the queue, if there is a row, and pages once every decode has its own; none overtakes it."""
         if self._decodes.is_short or not self.rows.has_free:
             return None
         sequence = self._waiting.peek()
-        if sequence is None or self._blocked == (sequence, self.rows.num_changes):
+        if sequence is None or self._blocked == (sequence, self.rows.num_changes) or budget.room(sequence) <= 0:
             return None
         if not self.rows.seat(sequence):
             self._blocked = (sequence, self.rows.num_changes)
@@ -238,17 +235,18 @@ class Scheduler:
         sequence.state = State.RUNNING
         return sequence
 
-    def _next_chunk(self, sequence: Sequence, budget: int, *, enters: bool = False) -> Chunk:
+    def _next_chunk(self, sequence: Sequence, budget: StepBudget, *, enters: bool = False) -> Chunk:
         start = sequence.num_computed
-        stop = min(start + min(budget, self.limits.max_chunk), sequence.prefill_end)
+        stop = min(start + min(budget.room(sequence), self.limits.max_chunk), sequence.prefill_end)
         sequence.num_computed = stop
         sequence.last_step = self._launched + 1
         self._prefill_tokens += stop - start
-        samples = stop == sequence.prefill_end
+        samples = stop == sequence.prefill_end and sequence.max_outputs > 0
         if samples:
             sequence.num_launched_outputs += 1
             self._decodes.join(sequence)
-        return Chunk(sequence, start, sequence.tokens(start, stop), samples, enters)
+        known, targets = sequence.tokens(start, stop), sequence.targets(start, stop)
+        return budget.spent_on(Chunk(sequence, start, known, samples, enters, targets))
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
@@ -267,6 +265,8 @@ class Scheduler:
         for chunk in step.prefills:
             if chunk.samples:
                 self._share_prompt(chunk)
+            elif chunk.is_end:
+                updates += self.finish(chunk.sequence, FinishReason.LENGTH)
         updates += self.expire(now)
         self._waiting_again(self.rows.retire(self._committed))
         return updates
@@ -391,6 +391,7 @@ class Scheduler:
         if self.is_idle and not self.rows.is_empty:
             raise PhonographError("integrity: no request is left, but rows are taken.")
         placed = {*self._prefills, *self._decodes, *self.rows.leaving, *self._waiting}
+        placed.update(chunk.sequence for step in self._in_flight for chunk in step.prefills if chunk.is_end)
         placed.update(follower for followers in self._followers.values() for follower in followers)
         live = [sequence for sequences in self._live.values() for sequence in sequences]
         lost = [sequence for sequence in live if sequence.finish is None and sequence not in placed]

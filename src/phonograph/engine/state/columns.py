@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from phonograph.engine.requests.parameter import Sampling, SamplingParameter
 from phonograph.engine.requests.request import MAX_BIASED
+from phonograph.engine.requests.token_masks import TokenMasks, Words
 from phonograph.engine.state.column import Access, Array, Column, Form, Group, RowSource, TrialRows, Width, Writer
 
 _LARGEST = 2**31 - 1
@@ -190,6 +193,25 @@ PENALTIES = (
 )
 """What changes logits by what was said so far: as wide as the vocabulary, for requests that ask for it."""
 
+
+def _words(words: Callable[[TokenMasks], Words]) -> Callable[[RowSource], Words]:
+    def value(entry: RowSource) -> Words:
+        assert entry.sequence.masks is not None
+        return words(entry.sequence.masks)
+
+    return value
+
+
+def _least_length(entry: RowSource) -> int:
+    assert entry.sequence.masks is not None
+    return entry.sequence.masks.least_length
+
+
+def _trial_words(trial: TrialRows) -> torch.Tensor:
+    """Some of the first tokens, the very first among them: something must be allowed."""
+    return (trial.whole(-(2**31), 2**31) | 1)[:, None]
+
+
 CONSTRAINED = Group("grammar masks", lambda sequence: sequence.constraint is not None)
 MASKS = (
     Column(
@@ -203,3 +225,34 @@ MASKS = (
     ),
 )
 """Which tokens a grammar allows next; a row without one allows everything."""
+
+MASKED = Group("token masks", lambda sequence: sequence.masks is not None)
+TOKEN_MASKS = (
+    Column(
+        "early_tokens",
+        torch.int32,
+        default=-1,
+        width=Width.BITS,
+        value=_words(lambda masks: masks.early),
+        trial=_trial_words,
+        group=MASKED,
+    ),
+    Column(
+        "late_tokens",
+        torch.int32,
+        default=-1,
+        width=Width.BITS,
+        value=_words(lambda masks: masks.late),
+        trial=_trial_words,
+        group=MASKED,
+    ),
+    Column(
+        "least_length",
+        torch.int64,
+        value=_least_length,
+        trial=lambda trial: trial.whole(trial.page_size, 2 * trial.page_size),
+        group=MASKED,
+        is_public=True,
+    ),
+)
+"""Which tokens a request allows before a length is reached, and from there on; a row without allows everything."""

@@ -37,8 +37,10 @@ class TextReader:
         stop_ids: Collection[int] = (),
         after: Sequence[int] = (),
         verbatim: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         """`stop_ids` end the output and are not part of its text; `after` is the prompt that the text continues.
+        Within the first `min_tokens` no stop string ends it.
 
         A `verbatim` text follows a grammar: no space in front of it is the vocabulary's own.
         """
@@ -47,6 +49,8 @@ class TextReader:
         )
         self._stops = stops
         self._stop_ids = stop_ids
+        self._num_early = min_tokens
+        """Tokens that are to come before a stop string counts."""
 
     def take(self, tokens: Sequence[int], *, is_last: bool) -> Read:
         """Read on, token by token; with the last ones, nothing is held back."""
@@ -54,12 +58,13 @@ class TextReader:
             return Read("".join(map(id_text, (i for i in tokens if i not in self._stop_ids))), len(tokens), False)
         text = ""
         for count, token in enumerate(tokens, 1):
-            more, hit = self._stops.add(self._detokenizer.add((token,)))
+            more, hit = self._stops.add(self._detokenizer.add((token,)), counts=self._num_early <= 0)
+            self._num_early -= 1
             text += more
             if hit is not None:
                 return Read(text, count, True)
         hit = None
         if is_last:
-            rest, hit = self._stops.add(self._detokenizer.finish())
+            rest, hit = self._stops.add(self._detokenizer.finish(), counts=self._num_early < 0)
             text += rest if hit is not None else rest + self._stops.flush()
         return Read(text, len(tokens), hit is not None)

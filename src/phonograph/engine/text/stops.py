@@ -44,6 +44,10 @@ class _Pattern:
             matched = self._border(matched)
         return matched + 1 if text[matched] == char else 0
 
+    def passed(self, matched: int) -> int:
+        """As many characters as the text ends with where a match of the whole is not to count."""
+        return self._border(matched) if matched == len(self.text) else matched
+
     def _border(self, size: int) -> int:
         text, borders = self.text, self._borders
         while len(borders) <= size:
@@ -82,8 +86,11 @@ class StopStrings:
         self.hit: str | None = None
         """The stop string that ended the text."""
 
-    def add(self, text: str) -> tuple[str, str | None]:
-        """The text that can be given out, and the stop string that ends it if one is found; nothing comes after it."""
+    def add(self, text: str, *, counts: bool = True) -> tuple[str, str | None]:
+        """The text that can be given out, and the stop string that ends it if one is found; nothing comes after it.
+
+        A stop string whose last character does not count is passed over; one that only begins there may still come.
+        """
         if self.hit is not None:
             return "", self.hit
         if not self._patterns:
@@ -99,7 +106,9 @@ class StopStrings:
             place += 1
             matched = [pattern.step(size, char) for pattern, size in zip(self._patterns, matched, strict=True)]
             hits = [p.text for p, size in zip(self._patterns, matched, strict=True) if size == len(p.text)]
-            if hits:
+            if hits and not counts:
+                matched = [p.passed(size) for p, size in zip(self._patterns, matched, strict=True)]
+            elif hits:
                 self._held, self.hit = "", max(hits, key=len)
                 return held[: place - len(self.hit)], self.hit
         self._matched, kept = matched, len(held) - max(matched)

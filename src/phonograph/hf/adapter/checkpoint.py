@@ -22,7 +22,7 @@ from phonograph.engine.text.tokenizer import Tokenizer
 from phonograph.errors import CheckpointError
 from phonograph.graphs.progress import Progress, silent
 from phonograph.hf.adapter.loading import adapted, config_of, described, quiet, read_weights, routing_of
-from phonograph.hf.adapter.outline import Outline, outline_of
+from phonograph.hf.adapter.outline import Outline, outline_of, without_reports
 from phonograph.hf.adapter.sentences import refused
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -76,7 +76,7 @@ class HfCheckpoint:
 
         try:
             with quiet():
-                return AutoConfig.from_pretrained(
+                config = AutoConfig.from_pretrained(
                     self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
                 )
         except Exception as error:
@@ -84,6 +84,7 @@ class HfCheckpoint:
             raise refused(
                 self.source, f"its configuration can't be read ({said})", "Get a newer transformers."
             ) from error
+        return without_reports(config)
 
     @cached_property
     def outline(self) -> Outline:

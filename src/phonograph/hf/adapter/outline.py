@@ -25,6 +25,13 @@ _NUM_TOKENS = 5
 _SERVED = frozenset({"full_attention", "sliding_attention"})
 _HARMLESS = frozenset({"position_ids", "cache_position"})
 """Tensors that some models hand to attention, and that say what a step says."""
+_REPORTS = {
+    "output_router_logits": False,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "return_dict": True,
+}
+"""What a configuration may ask a forward pass to return, and what it is here; no logit depends on it."""
 _NATIVE = "Use a model whose layers attend through transformers' attention interface."
 _NAME_IT = "Name it: --hf-layers model.language_model, say."
 
@@ -156,6 +163,19 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False, dec
     )
 
 
+def without_reports(config: Any) -> Any:
+    """The configuration of the same model, which returns its states in an object and nothing besides."""
+    try:
+        inner = config.get_text_config()
+    except ValueError:  # several; said when the model is outlined
+        inner = config
+    for one in (config, inner):
+        for name, value in _REPORTS.items():
+            if hasattr(one, name):
+                setattr(one, name, value)
+    return config
+
+
 def _limits_of(config: Any, source: str) -> tuple[tuple[int, str], ...]:
     """Refuse layers by their type; lengths that others are right up to."""
     kinds, chunk = list(getattr(config, "layer_types", None) or ()), getattr(config, "attention_chunk_size", None)
@@ -202,7 +222,7 @@ def decoder_of(model: Any, source: str, named: str | None = None) -> str:
             raise refused(source, f"{type(model).__name__} has no module {named!r}{hint}", "Correct --hf-layers.")
         return named
     found = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if found is None or found is model or found.get_output_embeddings() is not None:
+    if found is None or found is model or _goes_to_logits(found):
         count = model.config.get_text_config().num_hidden_layers
         lists = [
             name for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList) and len(one) == count
@@ -212,6 +232,11 @@ def decoder_of(model: Any, source: str, named: str | None = None) -> str:
     if not name:
         raise refused(source, f"{type(model).__name__} does not say which of its modules has the layers", _NAME_IT)
     return name
+
+
+def _goes_to_logits(module: Any) -> bool:
+    """Whether what a model calls its decoder has a head, or is one: a last matrix."""
+    return not hasattr(module, "get_output_embeddings") or module.get_output_embeddings() is not None
 
 
 @torch.no_grad()

@@ -51,9 +51,13 @@ FURTHER_DIGITS = Bound("the body", 4096, "digits of numbers after their 20th")
 CHOICES = Bound("n", 128, "choices")
 TOP_LOGPROBS = Bound("top_logprobs", MAX_LOGPROBS, "alternatives")
 LOGPROBS = Bound("logprobs", 1 << 20, "entries (`n` × `max_tokens` × (1 + `top_logprobs`))")
+PROMPT_LOGPROBS = Bound("prompt_logprobs, echo", 1 << 20, "entries (`n` × tokens of prompts × (1 + `prompt_logprobs`))")
 STOPS = Bound("stop", 16, "texts")
 STOP_CHARS = Bound("stop[]", 1024, "characters")
 STOP_TOKENS = Bound("stop_token_ids", 64, "token ids")
+ALLOWED_TOKENS = Bound("allowed_token_ids", 32 << 10, "token ids")
+BAD_WORDS = Bound("bad_words", 128, "texts")
+BAD_WORD_CHARS = Bound("bad_words[]", 256, "characters")
 BIASED = Bound("logit_bias", MAX_BIASED, "tokens")
 MESSAGES = Bound("messages", 2048, "messages")
 TOOLS = Bound("tools", 128, "tools")
@@ -68,8 +72,21 @@ LABEL_CHARS = Bound("model, user, service_tier, safety_identifier, prompt_cache_
 
 FIXED = (
     *(URL, HEADERS, NUM_HEADERS, PIPELINED, DEPTH, CONTAINERS, EXPONENTS, FRACTIONS, FURTHER_DIGITS),
-    *(CHOICES, TOP_LOGPROBS, LOGPROBS, STOPS, STOP_CHARS),
-    *(STOP_TOKENS, BIASED, MESSAGES, TOOLS, TOOLS_SIZE, TEMPLATE_SIZE, GRAMMAR_CHARS, SCHEMA_SIZE, GUIDED_CHOICES),
+    *(CHOICES, TOP_LOGPROBS, LOGPROBS, PROMPT_LOGPROBS, STOPS, STOP_CHARS),
+    *(
+        STOP_TOKENS,
+        ALLOWED_TOKENS,
+        BAD_WORDS,
+        BAD_WORD_CHARS,
+        BIASED,
+        MESSAGES,
+        TOOLS,
+        TOOLS_SIZE,
+        TEMPLATE_SIZE,
+        GRAMMAR_CHARS,
+        SCHEMA_SIZE,
+        GUIDED_CHOICES,
+    ),
     *(GUIDED_CHOICE_SIZE, METADATA_SIZE, LABEL_CHARS),
 )
 

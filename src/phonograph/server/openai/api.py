@@ -22,7 +22,9 @@ from phonograph.server.http.neutral_fields import NeutralField
 from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.delivery import Delivery
+from phonograph.server.openai.echo import Echo, echo_of
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
+from phonograph.server.openai.prompt_writer import PromptWriter
 from phonograph.server.openai.request_validation import (
     check_chat,
     check_completion,
@@ -107,13 +109,24 @@ class Api:
         with self._refusals_counted():
             found, _ = await self._completion_bodies.read(request, self._llm.text.off_loop, checked)
             body, head, params, given = found
-            prompts = await self._llm.text.encode(given, check=self._fitting())
-            check_logprobs(params, len(prompts), self._llm.about.limits.max_len)
+            most = self._most_tokens(body, params)
+            special = body.add_special_tokens is not False
+            check = self._fitting(params.max_tokens)
+            prompts = await self._llm.text.encode(given, add_special=special, most=most, check=check)
+            check_logprobs(params, prompts, self._llm.about.limits.max_len)
 
         def offsets(choice: int) -> TextOffsets:
             return self._logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
 
-        writer = CompletionWriter(head, self._logprobs if body.logprobs is not None else None, offsets)
+        def echo(choice: int) -> Echo:
+            place = choice // params.n
+            return echo_of(self._llm.tokenizer, given[place] if most is None else prompts[place], prompts[place])
+
+        shown = None
+        if body.echo or body.prompt_logprobs is not None:
+            echoed = echo if body.echo else None
+            shown = PromptWriter(self._logprobs, echoed, body.logprobs, body.prompt_logprobs)
+        writer = CompletionWriter(head, self._logprobs if body.logprobs is not None else None, offsets, shown)
         return await self._response(request, body, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
@@ -132,17 +145,21 @@ class Api:
         with self._refusals_counted():
             found, size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
             body, head, params, tools, messages = found
-            check_logprobs(params, 1, max_len)
             prompt = await self._llm.text.render(
                 messages,
                 tools=body.tools if tools else None,
                 variables=body.chat_template_kwargs,
+                add_special=bool(body.add_special_tokens),
+                most=self._most_tokens(body, params),
                 size=size,
             )
-            self._check_context(prompt, "messages")
+            self._check_context(prompt, "messages", params.max_tokens)
+            check_logprobs(params, [prompt], max_len)
         max_calls = 1 if body.parallel_tool_calls is False else None
         callable_tools = tools if params.grammar is None else None  # what follows a grammar is content
-        writer = ChatWriter(head, self._logprobs if body.logprobs else None, callable_tools, max_calls)
+        ranked = body.prompt_logprobs
+        shown = None if ranked is None else PromptWriter(self._logprobs, num_ranked=ranked)
+        writer = ChatWriter(head, self._logprobs if body.logprobs else None, callable_tools, max_calls, shown)
         return await self._response(request, body, [prompt], params, writer)
 
     @contextmanager
@@ -158,20 +175,28 @@ class Api:
         with_usage = bool(body.stream and body.stream_options and body.stream_options.include_usage)
         return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._checked_model(body.model), with_usage)
 
-    def _fitting(self) -> Callable[[Sequence[int]], None]:
+    def _most_tokens(self, body: SamplingFields, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens are taken."""
+        most = body.truncate_prompt_tokens
+        if most == 0:
+            message = "`truncate_prompt_tokens` is 0, and nothing of the prompt would be left. Send 1 or more, or -1."
+            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+        return self._llm.about.limits.longest_prompt(params.max_tokens) if most == -1 else most
+
+    def _fitting(self, max_outputs: int) -> Callable[[Sequence[int]], None]:
         """Refuses prompts, one after the other: each one that is too long, and all together."""
         total, most = 0, self.bounds().prompt_tokens
 
         def check(prompt: Sequence[int]) -> None:
             nonlocal total
-            self._check_context(prompt, "prompt")
+            self._check_context(prompt, "prompt", max_outputs)
             total += len(prompt)
             most.check(total)
 
         return check
 
-    def _check_context(self, prompt: Sequence[int], param: str) -> None:
-        if prompt and (problem := self._llm.about.limits.misfit(len(prompt))):
+    def _check_context(self, prompt: Sequence[int], param: str, max_outputs: int) -> None:
+        if prompt and (problem := self._llm.about.limits.misfit(len(prompt), max_outputs)):
             raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
     def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
@@ -201,6 +226,7 @@ class Api:
             prompts,
             params,
             request_id=writer.id,
+            priority=-(body.priority or 0),
             timeout=timeout,
             continues=isinstance(writer, CompletionWriter),
         )

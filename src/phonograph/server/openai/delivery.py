@@ -113,7 +113,8 @@ class Delivery:
 
 def _weight(deltas: Sequence[Delta]) -> int:
     """About how long it takes to write these, in the unit of `off_loop`; all tokens have as many alternatives."""
-    entries = sum(len(delta.logprobs) * (1 + len(delta.logprobs[0].top)) for delta in deltas if delta.logprobs)
+    found = [found for delta in deltas for found in (delta.logprobs, delta.prompt_logprobs) if found]
+    entries = sum(len(tokens) * (1 + len(tokens[0].top)) for tokens in found)
     return entries + len(deltas) + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
 
 

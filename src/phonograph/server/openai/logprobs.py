@@ -5,14 +5,21 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 
-from phonograph.engine.requests.sequence import TokenLogprob
+from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
 from phonograph.engine.text import Tokenizer
 from phonograph.engine.text.detokenizer import LeadingSpaces
 from phonograph.engine.text.reader import id_text
-from phonograph.server.openai.responses import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TopLogprob
+from phonograph.server.openai.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    RankedLogprob,
+    TextLogprobs,
+    TopLogprob,
+)
 
 _CACHED = 1 << 16
 """Tokens whose texts and bytes are kept."""
@@ -26,18 +33,19 @@ class TextOffsets:
         """`spaces` are those in front of the output that its text does not have."""
         self._decoder = _utf8_decoder("replace")
         self._spaces = spaces
-        self._end = 0
+        self.end = 0
+        """Of the text so far."""
 
     def after(self, token: bytes) -> int:
         """Take in the bytes of the next token; where it begins."""
         if token and token[0] & 0xC0 != 0x80:  # it begins a character: one that is not whole stays so, as U+FFFD
             self._take(self._decoder.decode(b"", final=True))
-        begin = self._end
+        begin = self.end
         self._take(self._decoder.decode(token))
         return begin
 
     def _take(self, text: str) -> None:
-        self._end += len(text if self._spaces is None else self._spaces.cut(text))
+        self.end += len(text if self._spaces is None else self._spaces.cut(text))
 
 
 class LogprobWriter:
@@ -56,16 +64,45 @@ class LogprobWriter:
         """For /v1/chat/completions."""
         return ChatLogprobs([self._token(one) for one in self._said(found)])
 
-    def text(self, found: Sequence[TokenLogprob], offsets: TextOffsets) -> TextLogprobs:
-        """For /v1/completions; `offsets` are those of the output, which these tokens continue."""
+    def text(self, found: Sequence[TokenLogprob], offsets: TextOffsets, *, every: bool = False) -> TextLogprobs:
+        """For /v1/completions; `offsets` are those of the output, which these tokens continue.
+
+        With `every`, tokens that are no text have an entry too: after an echo, clients count tokens.
+        """
+        if every:
+            silent = self._special.intersection(one.token for one in found)
+            return self._columns(
+                found, [offsets.after(b"" if one.token in silent else self._text_bytes(one.token)) for one in found]
+            )
         found = self._said(found)
+        return self._columns(found, [offsets.after(self._text_bytes(one.token)) for one in found])
+
+    def first_of_prompt(self, token: int, offset: int) -> TextLogprobs:
+        """Of the token that a prompt begins with, which nothing was before."""
+        return TextLogprobs([next(self._possible_names(token))], [None], [None], [offset])
+
+    def prompt(self, found: Sequence[TokenLogprob], num_top: int, offsets: Sequence[int]) -> TextLogprobs:
+        """Of further tokens of an echoed prompt."""
+        return self._columns([replace(one, top=one.top[:num_top]) for one in found], list(offsets))
+
+    def _columns(self, found: Sequence[TokenLogprob], offsets: list[int]) -> TextLogprobs:
         names = [self._names(one) for one in found]
         return TextLogprobs(
             [of[one.token] for of, one in zip(names, found, strict=True)],
             [one.logprob for one in found],
             [{of[token]: logprob for token, logprob in one.top} for of, one in zip(names, found, strict=True)],
-            [offsets.after(self._text_bytes(one.token)) for one in found],
+            offsets,
         )
+
+    def ranked(self, found: Sequence[PromptLogprob], num_top: int) -> list[dict[str, RankedLogprob]]:
+        """Of tokens of a prompt, as vLLM shows them: by token id, the prompt's own first."""
+        shown = []
+        for one in found:
+            entries = {one.token: RankedLogprob(one.logprob, one.rank, self._entry(one.token)[0])}
+            for rank, (token, logprob) in enumerate(one.top[:num_top], 1):
+                entries[token] = RankedLogprob(logprob, rank, self._entry(token)[0])
+            shown.append({str(token): entry for token, entry in entries.items()})
+        return shown
 
     def _names(self, found: TokenLogprob) -> dict[int, str]:
         """A name of its own for each token: its text, or OpenAI's way to write bytes that are none.
@@ -90,8 +127,11 @@ class LogprobWriter:
 
     def _said(self, found: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         """Without the tokens that are no text, as the end-of-sequence token: they are not in the text."""
-        special = self._tokenizer.special_ids if self._tokenizer is not None else frozenset[int]()
-        return [one for one in found if one.token not in special]
+        return [one for one in found if one.token not in self._special]
+
+    @property
+    def _special(self) -> frozenset[int]:
+        return self._tokenizer.special_ids if self._tokenizer is not None else frozenset()
 
     def _token(self, found: TokenLogprob) -> ChatTokenLogprob:
         top = []

@@ -143,11 +143,14 @@ def _refuse_misplaced_calls(message: dict[str, Any], read: Collection[str], wher
         raise ApiError(400, f"`{field}` can't be served: {because}", param=field, code="unsupported")
 
 
-def check_logprobs(params: SamplingParams, num_prompts: int, max_len: int) -> None:
+def check_logprobs(params: SamplingParams, prompts: Sequence[Sequence[int]], max_len: int) -> None:
     """The size of a response with logprobs grows with the product of all of these."""
     if params.logprobs is not None:
-        entries = num_prompts * params.n * min(params.max_tokens, max_len) * (1 + params.logprobs)
+        entries = len(prompts) * params.n * min(params.max_tokens, max_len) * (1 + params.logprobs)
         limits.LOGPROBS.check(entries)
+    if params.prompt_logprobs is not None:
+        entries = sum(map(len, prompts)) * params.n * (1 + params.prompt_logprobs)
+        limits.PROMPT_LOGPROBS.check(entries, "prompt_logprobs")
 
 
 def _check_sampling(request: SamplingFields) -> None:
@@ -159,6 +162,10 @@ def _check_sampling(request: SamplingFields) -> None:
     for place, stop in enumerate(stops):
         limits.STOP_CHARS.check(len(stop), "stop" if isinstance(request.stop, str) else f"stop[{place}]")
     limits.STOP_TOKENS.check(len(request.stop_token_ids or ()))
+    limits.ALLOWED_TOKENS.check(len(request.allowed_token_ids or ()))
+    limits.BAD_WORDS.check(len(request.bad_words or ()))
+    for place, word in enumerate(request.bad_words or ()):
+        limits.BAD_WORD_CHARS.check(len(word), f"bad_words[{place}]")
     limits.BIASED.check(len(request.logit_bias or ()))
     limits.SCHEMA_SIZE.check_size(request.response_format, "response_format")
     limits.SCHEMA_SIZE.check_size(request.guided_json, "guided_json")

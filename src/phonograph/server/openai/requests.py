@@ -16,6 +16,8 @@ Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.STOP_CHARS.most})]
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": limits.STOPS.most})]
+BadWord = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.BAD_WORD_CHARS.most})]
+_MAX_ALLOWED = {"maxItems": limits.ALLOWED_TOKENS.most}
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
@@ -36,7 +38,6 @@ _ONE_TEMPLATE = "messages are written by the model's own template"
 _NO_IDS = "tokens are written as texts"
 
 ONLY_NEUTRAL = {
-    "min_tokens": NeutralField("an answer may end at any token", (0,)),
     "skip_special_tokens": NeutralField("special tokens are never part of the text", (True,)),
     "spaces_between_special_tokens": NeutralField("special tokens are never part of the text", (True, False)),
     "include_stop_str_in_output": NeutralField("what ends an answer is not part of its text", (False,)),
@@ -45,20 +46,14 @@ ONLY_NEUTRAL = {
     "early_stopping": NeutralField("it is of beam search, and tokens are sampled", (False,)),
     "typical_p": NeutralField("this kind of sampling is not built in", (1,)),
     "top_a": NeutralField("this kind of sampling is not built in", (0,)),
-    "bad_words": NeutralField("no words are forbidden: use `logit_bias`", ([],)),
-    "allowed_token_ids": NeutralField("no tokens are selected: use a `guided_` field"),
     "logits_processors": NeutralField("no code of a request is run"),
     "structured_outputs": NeutralField("use `response_format` or a `guided_` field"),
     "guided_decoding_backend": NeutralField("there is one"),
     "guided_whitespace_pattern": NeutralField("white space is that of JSON"),
-    "priority": NeutralField("requests are served as they come", (0,)),
-    "truncate_prompt_tokens": NeutralField("a prompt is taken whole or refused"),
-    "prompt_logprobs": NeutralField("only tokens of the answer have logprobs"),
     "return_tokens_as_token_ids": NeutralField(_NO_IDS, (False,)),
     "return_token_ids": NeutralField(_NO_IDS, (False,)),
     "add_generation_prompt": NeutralField("a chat is always continued by an answer", (True,)),
     "continue_final_message": NeutralField("a chat is always continued by an answer", (False,)),
-    "add_special_tokens": NeutralField("prompts have the model's special tokens, and a template writes its own"),
     "chat_template": NeutralField(f"{_ONE_TEMPLATE}, or by --chat-template"),
     "documents": NeutralField(f"{_ONE_TEMPLATE}, which is given none"),
     "reasoning_effort": NeutralField("no model is told to think more or less"),
@@ -119,6 +114,21 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Go on after the end-of-sequence token. Not in OpenAI's API."""
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     """Not in OpenAI's API."""
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """The fewest tokens; until then nothing ends the output. Not in OpenAI's API."""
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, extra_json_schema=_MAX_ALLOWED)] | None = None
+    """Only these tokens may come. Not in OpenAI's API."""
+    bad_words: Annotated[list[BadWord], Meta(extra_json_schema={"maxItems": limits.BAD_WORDS.most})] | None = None
+    """Texts that are not written, within words or at their beginnings. Not in OpenAI's API."""
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
+    """How many alternatives to report for each token of the prompt. Not in OpenAI's API."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})] | None = None
+    """Take this many of the prompt's last tokens at most; -1 takes as many as fit. Not in OpenAI's API."""
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Of what waits, the lowest goes first. Default: 0. Not in OpenAI's API."""
+    add_special_tokens: bool | None = None
+    """Put what the tokenizer puts around a text. Default: true, and false for a chat, whose template writes it out.
+    Not in OpenAI's API."""
     speculate: bool | Annotated[int, Meta(ge=0, le=1024)] | None = None
     """Whether tokens are drafted for it, or how many in a round; no answer depends on it. Not in OpenAI's API."""
 
@@ -142,11 +152,12 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
 
     prompt: str | Annotated[list[str | TokenId | Tokens], Meta(min_length=1)]
     """A text, several texts, token ids, or several lists of token ids."""
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """Default: 16."""
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """Default: 16. With 0 the prompt is computed, and scored where that is asked for, and nothing is generated."""
     logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
     """How many alternatives to report for each token."""
     echo: bool | None = None
+    """Begin the text with the prompt, and with `logprobs` report those of its tokens."""
     best_of: int | None = None
     suffix: str | None = None
 
@@ -156,9 +167,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     """Each with a role (system, developer, user, assistant, tool) and content: a text or text parts."""
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     """Default: up to the end of the context."""
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
     """OpenAI's newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None

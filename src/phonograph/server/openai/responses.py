@@ -31,12 +31,26 @@ class Usage(msgspec.Struct, frozen=True):
 # -- /v1/completions ------------------------------------------------------------------------------------------------
 
 
+class RankedLogprob(msgspec.Struct, frozen=True, gc=False):
+    """A token of a prompt, or one that could have been in its place."""
+
+    logprob: float
+    rank: int
+    """How many tokens were at least as likely; of alternatives, their place among them."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedLogprob] | None]
+"""For each token of a prompt, by token id; null for the first, which nothing was before."""
+
+
 class TextLogprobs(msgspec.Struct, frozen=True):
     """One entry for each token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt that is echoed."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -47,6 +61,7 @@ class TextChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: Finish | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):
@@ -139,6 +154,7 @@ class ChatResponse(msgspec.Struct, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):

@@ -18,11 +18,12 @@ _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
     """For /v1/completions."""
-    _refuse(request.echo, "echo", "the prompt is not repeated")
     _refuse(request.suffix, "suffix", "text is only continued, not filled in")
     if request.best_of not in (None, request.n or 1):
         raise _refusal("best_of", "no more choices are made than are returned: use `n`")
-    return _params(request, request.max_tokens or _COMPLETION_TOKENS, request.logprobs)
+    max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    echoed = request.logprobs if request.echo else None
+    return _params(request, max_tokens, request.logprobs, prompt_logprobs=_more(echoed, request.prompt_logprobs))
 
 
 def chat_params(request: ChatRequest, max_len: int) -> SamplingParams:
@@ -40,12 +41,18 @@ def chat_params(request: ChatRequest, max_len: int) -> SamplingParams:
         )
         raise _refusal("max_completion_tokens", problem)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, request.max_completion_tokens or request.max_tokens or max_len, logprobs)
+    asked = [most for most in (request.max_completion_tokens, request.max_tokens) if most is not None]
+    most = asked[0] if asked else max(max_len, request.min_tokens or 0)
+    return _params(request, most, logprobs, prompt_logprobs=request.prompt_logprobs)
 
 
-def _params(request: SamplingFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _params(
+    request: SamplingFields, max_tokens: int, logprobs: int | None, *, prompt_logprobs: int | None
+) -> SamplingParams:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "`stream_options` needs `stream`: true.", param="stream_options", code="invalid_value")
+    if request.prompt_logprobs is not None and request.stream:
+        raise _refusal("prompt_logprobs", "a stream has no place for them: send `stream`: false, or `echo`")
     stop = (request.stop,) if request.stop and isinstance(request.stop, str) else tuple(request.stop or ())
     return SamplingParams(
         max_tokens=max_tokens,
@@ -64,8 +71,16 @@ def _params(request: SamplingFields, max_tokens: int, logprobs: int | None) -> S
         n=request.n or 1,
         logprobs=logprobs,
         grammar=grammar_of(request),
+        prompt_logprobs=prompt_logprobs,
+        min_tokens=request.min_tokens or 0,
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        bad_words=tuple(request.bad_words or ()),
         speculate=request.speculate,
     )
+
+
+def _more(one: int | None, other: int | None) -> int | None:
+    return max((number for number in (one, other) if number is not None), default=None)
 
 
 def grammar_of(request: SamplingFields) -> GrammarSpec | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Protocol
+from itertools import chain
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
-from phonograph.engine.requests.sequence import TokenLogprob
+from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
+from phonograph.server.openai.prompt_writer import PromptWriter, together
 from phonograph.server.openai.responses import (
     CachedTokens,
     ChatChoice,
@@ -24,6 +26,7 @@ from phonograph.server.openai.responses import (
     CompletionResponse,
     Finish,
     FunctionCall,
+    PromptLogprobs,
     TextChoice,
     TextLogprobs,
     ToolCall,
@@ -31,6 +34,8 @@ from phonograph.server.openai.responses import (
     Usage,
 )
 from phonograph.server.openai.tool_calls import ToolCallReader
+
+T = TypeVar("T", bound=TokenLogprob)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -82,17 +87,25 @@ class CompletionWriter:
         head: Head,
         logprobs: LogprobWriter | None,
         offsets: Callable[[int], TextOffsets] = lambda choice: TextOffsets(),
+        prompts: PromptWriter | None = None,
     ) -> None:
-        """`offsets` makes those of a choice."""
+        """`offsets` makes those of a choice; `prompts` writes what is shown of prompts."""
         self.id = head.id
         self._head = head
         self._logprobs = logprobs
+        self._prompts = prompts
         self._new_offsets = offsets
         self._offsets: dict[int, TextOffsets] = {}
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        shown = (delta for delta in deltas if delta.text or delta.finish is not None or delta.logprobs)
+        shown = (delta for delta in deltas if self._is_shown(delta))
         return b"".join(self._event([self._choice(delta)], self._head.no_usage) for delta in shown)
+
+    def _is_shown(self, delta: Delta) -> bool:
+        said = bool(delta.text or delta.finish is not None or delta.logprobs)
+        return said or (
+            self._prompts is not None and (self._prompts.is_new(delta.choice) or bool(delta.prompt_logprobs))
+        )
 
     def usage_event(self, used: TokenUsage) -> bytes:
         return self._event([], _usage(used))
@@ -103,29 +116,48 @@ class CompletionWriter:
 
     def _pieces(self, delta: Delta) -> Iterator[bytes]:
         """A choice, with its logprobs encoded block by block."""
-        blocks = _blocks(delta.logprobs)
-        rest = _encode(self._choice(delta))
-        if self._logprobs is None:
-            yield rest
-            return
-        columns: dict[str, list[bytes]] = {name: [] for name in TextLogprobs.__struct_fields__}
-        for block in blocks:
-            found = self._logprobs.text(block, self._offsets[delta.choice])
+        prompts, scores = self._prompts, list(delta.prompt_logprobs)
+        said, asked = _blocks(delta.logprobs), _blocks(delta.prompt_logprobs)
+        text = delta.text if prompts is None else prompts.text(delta.choice) + delta.text
+        ranked: PromptLogprobs | UnsetType = [] if prompts is not None and prompts.is_ranked else UNSET
+        empty = TextLogprobs([], [], [], []) if self._logprobs is not None else None
+        rest = _encode(TextChoice(delta.choice, text, empty, _FINISH[delta.finish], ranked))
+        if self._logprobs is not None:
+            columns: dict[str, list[bytes]] = {name: [] for name in TextLogprobs.__struct_fields__}
+            for found in self._columns(delta.choice, asked, said):
+                for name, pieces in columns.items():
+                    pieces.append(_encode(getattr(found, name))[1:-1])
             for name, pieces in columns.items():
-                pieces.append(_encode(getattr(found, name))[1:-1])
-        for name, pieces in columns.items():
-            begin, _, rest = rest.partition(b'"%s":[]' % name.encode())
-            yield begin
-            yield from _filled(b'"%s":[]' % name.encode(), name, ([piece] for piece in pieces))
-        yield rest
+                begin, _, rest = rest.partition(b'"%s":[]' % name.encode())
+                yield begin
+                yield from _filled(b'"%s":[]' % name.encode(), name, ([piece] for piece in pieces if piece))
+        if prompts is not None and prompts.is_ranked:
+            yield from _filled(rest, "prompt_logprobs", prompts.ranked(_blocks(scores)))
+        else:
+            yield rest
+
+    def _columns(
+        self, choice: int, asked: Iterable[list[PromptLogprob]], said: Iterable[list[TokenLogprob]]
+    ) -> Iterator[TextLogprobs]:
+        """The entries of a choice's new tokens: of its prompt where that is echoed, then of the output."""
+        assert self._logprobs is not None
+        prompts = self._prompts
+        if prompts is not None and prompts.echoes:
+            for scores in chain(asked, [[]]):
+                yield from prompts.columns(choice, scores)
+        if choice not in self._offsets:
+            self._offsets[choice] = self._new_offsets(choice)
+            self._offsets[choice].end += 0 if prompts is None else prompts.end_of(choice)
+        every = prompts is not None and prompts.echoes
+        for block in said:
+            yield self._logprobs.text(block, self._offsets[choice], every=every)
 
     def _choice(self, delta: Delta) -> TextChoice:
+        text = delta.text if self._prompts is None else self._prompts.text(delta.choice) + delta.text
         logprobs: TextLogprobs | None = None
         if self._logprobs is not None:
-            if delta.choice not in self._offsets:
-                self._offsets[delta.choice] = self._new_offsets(delta.choice)
-            logprobs = self._logprobs.text(delta.logprobs, self._offsets[delta.choice])
-        return TextChoice(delta.choice, delta.text, logprobs, _FINISH[delta.finish])
+            logprobs = together(self._columns(delta.choice, [delta.prompt_logprobs], [delta.logprobs]))
+        return TextChoice(delta.choice, text, logprobs, _FINISH[delta.finish])
 
     def _response(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -143,10 +175,12 @@ class ChatWriter:
         logprobs: LogprobWriter | None,
         tools: Collection[str] | None,
         max_calls: int | None = None,
+        prompts: PromptWriter | None = None,
     ) -> None:
         self.id = head.id
         self._head = head
         self._logprobs = logprobs
+        self._prompts = prompts
         self._tools = tools
         self._max_calls = max_calls
         self._readers: dict[int, ToolCallReader] = {}
@@ -164,8 +198,18 @@ class ChatWriter:
         return event(_encode(self._chunk([], _usage(used))))
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
-        whole = _encode(ChatResponse(self._head.id, self._head.created, self._head.model, [], _usage(used)))
-        return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
+        head, prompts = self._head, self._prompts
+        scores = choices[0].prompt_logprobs if choices else []
+        if prompts is None:
+            whole = _encode(ChatResponse(head.id, head.created, head.model, [], _usage(used)))
+            return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
+        whole = _encode(ChatResponse(head.id, head.created, head.model, [], _usage(used), prompt_logprobs=[]))
+        begin, place, end = whole.partition(b'"usage":')
+        pieces = chain(
+            _filled(begin, "choices", (self._pieces(delta) for delta in choices)),
+            _filled(place + end, "prompt_logprobs", prompts.ranked(_blocks(scores))),
+        )
+        return _few(pieces)
 
     def _pieces(self, delta: Delta) -> Iterator[bytes]:
         """A choice, with its logprobs encoded block by block."""
@@ -232,21 +276,28 @@ def split(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
     group: list[Delta] = []
     size = 0
     for delta in deltas:
+        while len(scores := delta.prompt_logprobs) > BLOCK:
+            delta.prompt_logprobs = scores[BLOCK:]
+            yield [*group, Delta(delta.choice, prompt_logprobs=scores[:BLOCK])]
+            group, size = [], 0
+        if delta.prompt_logprobs and delta.logprobs:
+            yield [*group, Delta(delta.choice, prompt_logprobs=delta.prompt_logprobs)]
+            delta.prompt_logprobs, group, size = [], [], 0
         while size + len(delta.logprobs) > BLOCK:
             part, delta.logprobs[: BLOCK - size] = delta.logprobs[: BLOCK - size], []
             yield [*group, Delta(delta.choice, logprobs=part)] if part else group
             group, size = [], 0
         group.append(delta)
-        size += len(delta.logprobs)
+        size += len(delta.logprobs) + len(delta.prompt_logprobs)
     if group:
         yield group
 
 
-def _blocks(found: list[TokenLogprob]) -> Iterator[list[TokenLogprob]]:
+def _blocks(found: list[T]) -> Iterator[list[T]]:
     """Empties a list, for a block after the other: what was written is given back at once, not all in the end."""
     taken, found[:] = found[::-1], []
 
-    def blocks() -> Iterator[list[TokenLogprob]]:
+    def blocks() -> Iterator[list[T]]:
         while taken:
             block, taken[-BLOCK:] = taken[-BLOCK:][::-1], []
             yield block
