@@ -141,7 +141,7 @@ class Driver:
         self, requests: Sequence[tuple[Tokens, SamplingParams]], act: Callable[[int, list[Seq]], None] | None = None
     ) -> list[Seq]:
         sequences, waiting, launch = list[Seq](), list(enumerate(requests)), self.core.executor.launch
-        self.core.executor.launch = self._guarded(launch)  # type: ignore[method-assign]
+        self.core.executor.launch = self._guarded(launch)  # type: ignore[assignment, method-assign]
         for moment in range(5000):
             if waiting and moment % self.every == 0:
                 number, (prompt, params) = waiting.pop(0)

@@ -31,10 +31,10 @@ def run(args: argparse.Namespace) -> int:
     """Print what the model is, and every setting of its phases with source and reason."""
     from phonograph.devices import open_device
     from phonograph.engine.checkpoints.base import MakesModel, breaks_of, implementation_of
-    from phonograph.engine.checkpoints.draft_head import DraftCheckpoint
     from phonograph.engine.checkpoints.generation_config import described
     from phonograph.engine.execution.shadow import described_checks
     from phonograph.engine.execution.sizing import limits_for, plan_for
+    from phonograph.engine.execution.speculation import open_draft
     from phonograph.engine.kernel_selection import refuse_unsupported
     from phonograph.engine.precision import precision_for
     from phonograph.engine.requests.request import SamplingParams
@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
         eos_ids = checkpoint.tokenizer().eos_ids
         checkpoint.chat_template()
     limits = limits_for(arguments.options, device, plan, config.max_len, eos_ids)
-    if arguments.options.draft is not None:
-        DraftCheckpoint.open(arguments.options.draft, config)
+    open_draft(arguments.options, config)
     if isinstance(checkpoint, MakesModel):
         checkpoint.check(limits.num_positions)
     print(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from phonograph.engine.passes.registry import ALL_PHASES, passes_of
+from phonograph.engine.passes.registry import ALL_PHASES, passes_of, step_passes_of
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.flags import given_for
 from phonograph.graphs.planning.sglang_flags import Alias
@@ -90,10 +90,10 @@ def _one(flag: str, said: Mapping[str, T | None]) -> T | None:
 
 def phases_for(args: argparse.Namespace, *, speculates: bool) -> Sequence[PhaseDefaults]:
     """The phases of the engine's plan; a flag for another one is refused."""
-    phases = [declared.defaults for declared in passes_of(speculates=speculates)]
+    phases, steps = [one.defaults for one in passes_of(speculates=speculates)], step_passes_of(speculates=speculates)
     others = [phase for phase in ALL_PHASES if phase not in phases]
     if unused := given_for(args, others):
-        instead = "target-verify" if speculates else "decode"
+        instead = steps.decodes.replace("_", "-")
         why = f"rows decode in rounds ({SPECULATE})" if speculates else f"nothing is drafted ({SPECULATE} is off)"
         raise PlanError(f"{unused[0]}: this engine has no such phase, since {why}. Use --{instead}-graph-….")
     return phases

@@ -19,7 +19,6 @@ from phonograph.devices import Device, open_device
 from phonograph.engine.cache.prefix_cache import prefix_sharing
 from phonograph.engine.checkpoints import open_for
 from phonograph.engine.checkpoints.base import Checkpoint, breaks_of, implementation_of
-from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
 from phonograph.engine.checkpoints.generation_config import described
 from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
@@ -27,17 +26,14 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
+from phonograph.engine.execution.speculation import drafting_for, open_draft, passes_with
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts, Noted
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes.drafting import Drafting
-from phonograph.engine.passes.eagle import eagle
-from phonograph.engine.passes.ngram import ngram
-from phonograph.engine.passes.registry import PASSES, step_passes_of
-from phonograph.engine.passes.target_verify import speculating_passes
+from phonograph.engine.passes.registry import step_passes_of
 from phonograph.engine.precision import precision_for
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
@@ -131,15 +127,6 @@ def _as_token_id(token: Any) -> int:
     )
 
 
-def _drafting(
-    options: EngineOptions, draft: DraftCheckpoint | None, model: Model, num_positions: int
-) -> Drafting | None:
-    """Whoever drafts for the model, with weights if it has some."""
-    if draft is not None:
-        return eagle(draft.load(drafted_for(model), num_positions), options.draft_depth)
-    return ngram(options.draft_depth) if options.speculates else None
-
-
 class LLM:
     """`LLM().generate("…")`: the embedded default model, or a folder or GGUF file."""
 
@@ -165,20 +152,13 @@ class LLM:
         config = self.checkpoint.config
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
-        # One that does not fit is refused before weights are read.
-        draft = None if options.draft is None else DraftCheckpoint.open(options.draft, config)
+        draft = open_draft(options, config)
         self.kernels = select_kernels(self.device, options, self.plan, progress)
-        loaded = self._model(attention, limits.num_positions, progress)
-        if self.precision.fallback is not None:
-            self.precision = self.precision.after(value_range(loaded, self.device))
-            if loaded.dtype != self.precision.dtype:
-                log.warning("%s: %s", self.checkpoint.source, self.precision)
-                del loaded  # there may not be room for the weights twice
-                loaded = self._model(attention, limits.num_positions, progress)
+        loaded = self._loaded(attention, limits.num_positions, progress)
         sampler = select_sampler(self.device, options, self.plan)
-        self.drafting = _drafting(options, draft, loaded, limits.num_positions)
+        self.drafting = drafting_for(options, draft, loaded, limits.num_positions)
         """Who drafts tokens, if somebody does."""
-        passes = PASSES if self.drafting is None else speculating_passes(self.drafting)
+        passes = passes_with(self.drafting)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress, passes)
         self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(
@@ -226,6 +206,17 @@ class LLM:
         for warning in plan.warnings:
             log.warning("%s", warning)
         return plan
+
+    def _loaded(self, attention: Attention, max_len: int, progress: Progress) -> Model:
+        """The model, in another precision where its values don't fit the first."""
+        loaded = self._model(attention, max_len, progress)
+        if self.precision.fallback is not None:
+            self.precision = self.precision.after(value_range(loaded, self.device))
+            if loaded.dtype != self.precision.dtype:
+                log.warning("%s: %s", self.checkpoint.source, self.precision)
+                del loaded  # there may not be room for the weights twice
+                loaded = self._model(attention, max_len, progress)
+        return loaded
 
     def _model(self, attention: Attention, max_len: int, progress: Progress) -> Model:
         """The model with its weights, in the precision that was found."""
