@@ -274,6 +274,7 @@ class LLM:
                 f"\ncompiled: {', '.join(compiled)}: layers in torch ops; attention, page writes and sampling as ever"
             )
         context = f"context: {self.limits.context}"
+        drafted = () if self.drafting is None else (f"speculation: {self.drafting}; {self.core.speculation.counts}",)
         about = [
             self.plan.explain(),
             f"model: {self.implementation}",
@@ -283,6 +284,7 @@ class LLM:
             context,
             described(self.sampling),
             self.checks,
+            *drafted,
         ]
         return "\n".join([*about, runners, *self.executor.coverage_lines()])
 

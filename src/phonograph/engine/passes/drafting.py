@@ -92,3 +92,6 @@ class Drafting:
     """What layers of its own keep in pages."""
     weights: object = None
     """Tensors of its own, in dataclasses."""
+
+    def __str__(self) -> str:
+        return f"{self.name} drafts {self.depth} token{'' if self.depth == 1 else 's'} a round"

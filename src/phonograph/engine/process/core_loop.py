@@ -165,8 +165,9 @@ class CoreLoop:
         logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
         told = (sequence.error, sequence.num_cached, logprobs)
         scores = self._new_scores(sequence) if sequence.prompt_logprobs else ()
+        drafts, field = (sequence.num_drafted, sequence.num_accepted), sequence.error_field
         self._outputs.append(
-            Output(request_id, index, tokens, finish, *told, field=sequence.error_field, prompt_logprobs=scores)
+            Output(request_id, index, tokens, finish, *told, field=field, prompt_logprobs=scores, drafts=drafts)
         )
         if finish is not None:
             self._forget(sequence)

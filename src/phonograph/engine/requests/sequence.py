@@ -80,6 +80,10 @@ class Sequence:
     """Up to here tokens come from the host: the prompt, and after a preemption the outputs so far too."""
     num_cached: int = 0
     """Prompt tokens that the prefix cache had when it was first admitted."""
+    num_drafted: int = 0
+    """Tokens that were drafted for it."""
+    num_accepted: int = 0
+    """Those of them that it took."""
     last_step: int = 0
     """The latest step that was launched with it; its row and pages stay until that one is committed."""
     outputs: list[int] = field(default_factory=list)

@@ -19,6 +19,13 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class DraftedTokens(msgspec.Struct, frozen=True):
+    """Of the outputs' tokens, where the server drafts some and verifies them."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Numbers of tokens, over all choices."""
 
@@ -26,6 +33,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: DraftedTokens | UnsetType = UNSET
 
 
 # -- /v1/completions ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from phonograph.server.openai.responses import (
     ChatMessage,
     ChatResponse,
     CompletionResponse,
+    DraftedTokens,
     Finish,
     FunctionCall,
     PromptLogprobs,
@@ -342,4 +343,7 @@ def event(data: bytes) -> bytes:
 
 def _usage(used: TokenUsage) -> Usage:
     total = used.prompt_tokens + used.output_tokens
-    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens))
+    drafted: DraftedTokens | UnsetType = UNSET
+    if used.drafted_tokens:
+        drafted = DraftedTokens(used.accepted_tokens, used.drafted_tokens - used.accepted_tokens)
+    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens), drafted)
