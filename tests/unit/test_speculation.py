@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from phonograph import LLM, EmulatedDevice, EngineOptions, PlanError, RequestError, SamplingParams, verify
+from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
@@ -275,3 +278,76 @@ def test_requests_that_ask_for_more_than_there_is_are_refused() -> None:
     for wrong in (-1, 1.5, "yes"):
         with pytest.raises(RequestError, match="speculate must be a whole number"):
             SamplingParams(speculate=wrong)  # type: ignore[arg-type]
+
+
+# -- flags ----------------------------------------------------------------------------------------------------
+
+
+def options_of(*flags: str) -> EngineOptions:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_engine_flags(parser)
+    return arguments_from(parser.parse_args(flags)).options
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ((), ("off", 0, None)),
+        (("--speculate", "ngram"), ("ngram", 3, None)),
+        (("--speculate", "ngram", "--speculate-depth", "5"), ("ngram", 5, None)),
+        (("--speculate", "eagle", "--draft", "head"), ("eagle", 3, Path("head"))),
+        (("--speculative-algorithm", "NGRAM", "--speculative-num-steps", "4"), ("ngram", 4, None)),
+        (("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"), ("ngram", 3, None)),
+        (
+            ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "head",
+             "--speculative-eagle-topk", "1", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
+            ("eagle", 3, Path("head")),
+        ),
+    ],
+)  # fmt: skip
+def test_flags_ask_for_options(flags: tuple[str, ...], wanted: tuple[str, int, Path | None]) -> None:
+    found = options_of(*flags)
+    assert (found.speculate, found.draft_depth, found.draft) == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--speculative-algorithm", "MEDUSA"), "--speculative-algorithm MEDUSA is not built in"),
+        (("--speculative-eagle-topk", "4"), "--speculative-eagle-topk 4 is not built in"),
+        (("--speculative-num-steps", "many"), "is a number of tokens"),
+        (("--speculate", "ngram", "--speculative-algorithm", "EAGLE"), "Keep --speculate alone"),
+        (("--speculate", "ngram", "--speculate-depth", "3", "--speculative-num-steps", "4"), "Keep --speculate-depth"),
+        (("--speculate-depth", "3"), "Give --speculate a drafter"),
+        (("--draft", "head"), "together, or neither"),
+        (("--speculate", "ngram", "--decode-graph-backend", "full"), "Use --target-verify-graph-"),
+        (("--target-verify-graph-backend", "full"), "Use --decode-graph-"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags: tuple[str, ...], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        options_of(*flags)
+
+
+# -- what is counted ------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
+    core = speculating(oracle(3, 0), "disabled", max_ahead=0, prefix_cache=False)
+    Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25))])
+    Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=5, speculate=False))])
+    core.add(Request("guided", (5, 6, 7), replace(GREEDY, max_tokens=4), run_ahead=False), [Even()])
+    while not core.is_idle:
+        core.step()
+    found = core.speculation.counts
+    assert (found.rounds, found.tokens, found.drafted, found.accepted) == (6, 24, 18, (6, 6, 6))
+    assert found.plain == {"grammar": 3, "request": 4}
+    assert found.tokens_per_round == 4.0
+    assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by place: 100%, 100%, 100%; decoded")
+
+
+def test_rounds_that_end_bring_what_is_taken_of_them() -> None:
+    core = speculating(oracle(3, 0), "disabled", max_ahead=3, prefix_cache=False)
+    [sequence] = Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=8))])
+    assert (sequence.num_drafted, sequence.num_accepted) == (6, 5)
+    assert core.speculation.counts.rounds == 2, "rounds launched ahead of the end are none"
