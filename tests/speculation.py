@@ -87,6 +87,9 @@ class Oracle:
         wrong = hashed(places, rows, self._spoiled) % 100 < self._spoiled
         return (said + wrong) % self._vocab
 
+    def keep_up(self, accepted: Accepted) -> None:
+        pass
+
 
 def oracle(depth: int, spoiled: int) -> Drafting:
     def said(entry: Any) -> list[int]:
@@ -107,6 +110,9 @@ class Says:
 
     def draft(self, accepted: Accepted) -> torch.Tensor:
         return self.say(accepted)
+
+    def keep_up(self, accepted: Accepted) -> None:
+        pass
 
 
 def saying(depth: int, say: Callable[[Accepted], torch.Tensor]) -> Drafting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -37,6 +37,19 @@ requests = st.tuples(
 )
 
 
+@dataclass
+class Switching:
+    """Rounds and plain steps in turn, some of each."""
+
+    most: int
+    period: int
+    calls: int = 0
+
+    def of(self, decodes: tuple[Sequence, ...]) -> int:
+        self.calls += 1
+        return 1 if self.calls * 7919 % self.period < self.period // 2 else self.most
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
@@ -54,6 +67,8 @@ def test_output_is_that_of_plain_decoding(data: st.DataObject) -> None:
         num_pages=data.draw(st.sampled_from((96 // page_size + 2, 120)), "pages"),
         reserve_tokens=data.draw(st.sampled_from((0, 64)), "reserve"),
     )
+    if data.draw(st.booleans(), "switches"):
+        core.scheduler.width = Switching(depth + 1, data.draw(st.integers(2, 7), "period"))  # type: ignore[assignment]
     many = data.draw(st.lists(requests, min_size=1, max_size=7), "requests")
     gone = data.draw(st.dictionaries(st.integers(1, 40), st.integers(0, 6), max_size=2), "cancelled")
 

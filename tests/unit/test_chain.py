@@ -98,7 +98,7 @@ class OracleRounds:
         return Picked(as_block(picked, counts))
 
     def begin(
-        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None
+        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None, **_: bool
     ) -> Picked:
         return self._parts.tail.next_tokens(logits, queries, needs)
 

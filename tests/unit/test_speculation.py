@@ -351,3 +351,45 @@ def test_rounds_that_end_bring_what_is_taken_of_them() -> None:
     [sequence] = Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=8))])
     assert (sequence.num_drafted, sequence.num_accepted) == (6, 5)
     assert core.speculation.counts.rounds == 2, "rounds launched ahead of the end are none"
+
+
+# -- plain steps ----------------------------------------------------------------------------------------------
+
+
+class Alternating:
+    """Some rounds, then some plain steps."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.calls = most, 0
+
+    def of(self, decodes: Any) -> int:
+        self.calls += 1
+        return self.most if self.calls // 3 % 2 else 1
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])
+def test_rounds_and_plain_steps_in_turn(backend: str) -> None:
+    core = speculating(ngram(3), backend)
+    core.scheduler.width = Alternating(4)  # type: ignore[assignment]
+    check(Driver(core).run(REQUESTS))
+    if backend != "disabled":
+        assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
+
+
+def test_where_nobody_takes_drafts_steps_are_plain_and_steady() -> None:
+    core = speculating(ngram(3), reserve_tokens=MAX_LEN)
+    runner, tables = core.executor.runners[TARGET_VERIFY.name], core.executor.tables
+    params = replace(GREEDY, max_tokens=60, speculate=False)
+    sequences = [core.add(Request(f"{n}", prompt, params))[0] for n, prompt in enumerate(PROMPTS[:2])]
+    for _ in range(6):
+        core.step()
+    before = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
+    for _ in range(20):
+        core.step()
+    after = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
+    assert after == (*before[:2], before[2] + 20)
+    while not core.is_idle:
+        core.step()
+    check(sequences)
+    assert {key.axes for key in runner.stats.replays} == {"drafts=off"}
+    assert core.speculation.counts.plain["request"] == 2 * 59

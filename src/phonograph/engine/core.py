@@ -150,7 +150,7 @@ class EngineCore(Generic[E]):
         for sequence, problem in unscored:
             self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
-        if step.tokens_per_row > 1:
+        if self.scheduler.limits.tokens_per_row > 1:
             self.speculation.note(step, updates)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:

@@ -29,6 +29,7 @@ class DecodeBatch:
     width: int
     """Pages that the longest sequence has; a recording looks at all that a row can have."""
     needs: SamplingNeeds
+    tokens_per_row: int = 1
 
 
 class DecodeBatches:
@@ -38,17 +39,18 @@ class DecodeBatches:
         """`ahead` is how many positions past a step its body looks at."""
         self._page_size = limits.page_size
         self._ahead = ahead
-        self._version = 0
+        self._version = self._tokens_per_row = 0
 
     def is_steady(self, step: Step) -> bool:
         """Whether this step decodes just the rows that the last batch was made for."""
-        return step.decodes.version == self._version and not step.decodes.needs.constrained
+        same = step.decodes.version == self._version and step.tokens_per_row == self._tokens_per_row
+        return same and not step.decodes.needs.constrained
 
     def batch(self, step: Step) -> DecodeBatch:
         """The rows of a step."""
-        self._version = step.decodes.version
+        self._version, self._tokens_per_row = step.decodes.version, step.tokens_per_row
         width = ceil_div(step.longest + self._ahead, self._page_size)
-        return DecodeBatch(step.decodes.rows, width, step.decodes.needs)
+        return DecodeBatch(step.decodes.rows, width, step.decodes.needs, step.tokens_per_row)
 
 
 class DecodeBody:

@@ -47,6 +47,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def keep_up(self, accepted: Accepted) -> None:
+        """Take in what rows got in a step after which nothing is drafted, so that it can draft after a later one."""
+        ...
+
 
 @runtime_checkable
 class ReadsTarget(Drafter, Protocol):

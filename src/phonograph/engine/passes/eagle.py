@@ -34,17 +34,9 @@ class EagleDrafter:
         self._head.store(following, features, queries, self._cache)
 
     def draft(self, accepted: Accepted) -> torch.Tensor:
-        """The cache gets every place of the round; what is past the last token that stays is written again later."""
         head, rows, width = self._head, accepted.rows, accepted.tokens.shape[1]
         assert accepted.features is not None
-        offsets = torch.arange(width, device=rows.device)
-        whole = Queries(
-            rows.repeat_interleave(width),
-            (accepted.starts[:, None] + offsets).flatten().clamp_max(self._last),
-            accepted.table,
-            tokens_per_row=width,
-        )
-        q = head.store(accepted.tokens.flatten(), accepted.features, whole, self._cache)
+        q = self._extended(accepted, accepted.features)
         lasts = (accepted.counts - 1).clamp_min(0)
         chosen = torch.arange(rows.shape[0], device=rows.device) * width + lasts
         q, hidden = q[chosen], accepted.features[chosen]
@@ -57,6 +49,23 @@ class EagleDrafter:
                 return torch.stack(drafted, dim=1)
             queries = replace(queries, positions=(queries.positions + 1).clamp_max(self._last))
             q = head.store(drafted[-1], hidden, queries, self._cache)
+
+    def keep_up(self, accepted: Accepted) -> None:
+        assert accepted.features is not None
+        self._extended(accepted, accepted.features)
+
+    def _extended(self, accepted: Accepted, features: torch.Tensor) -> torch.Tensor:
+        """The attention queries of every place of the round, all of which the cache gets; what is past the last token
+        that stays is written again later."""
+        width = accepted.tokens.shape[1]
+        offsets = torch.arange(width, device=features.device)
+        whole = Queries(
+            accepted.rows.repeat_interleave(width),
+            (accepted.starts[:, None] + offsets).flatten().clamp_max(self._last),
+            accepted.table,
+            tokens_per_row=width,
+        )
+        return self._head.store(accepted.tokens.flatten(), features, whole, self._cache)
 
 
 def eagle(head: DraftHead, depth: int) -> Drafting:

@@ -48,13 +48,17 @@ class NgramDrafter:
 
     def draft(self, accepted: Accepted) -> torch.Tensor:
         """Notes the new tokens, and looks at all that the row holds."""
+        self.keep_up(accepted)
+        history, rows = self._tables[HISTORY.name], accepted.rows
+        return continued(history[rows], self._tables.length[rows], self._depth)
+
+    def keep_up(self, accepted: Accepted) -> None:
         history, rows = self._tables[HISTORY.name], accepted.rows
         offsets = torch.arange(accepted.tokens.shape[1], device=rows.device)
         stays = offsets < accepted.counts[:, None]
         # What does not stay goes to the null row, which nobody reads.
         places = (accepted.starts[:, None] + 1 + offsets).clamp_max(history.shape[1] - 1)
         history.index_put_((rows[:, None] * stays, places * stays), (accepted.tokens * stays).to(history.dtype))
-        return continued(history[rows], self._tables.length[rows], self._depth)
 
 
 def continued(history: torch.Tensor, lasts: torch.Tensor, depth: int) -> torch.Tensor:

@@ -49,6 +49,8 @@ class PrefillBatch:
     """What follows the last of `ends` in their prompts, as many as there are; None where no prompt is scored."""
     following: Any = None
     """The token after each one of a prompt, for rounds that read it; where it is yet to be picked, 0."""
+    tokens_per_row: int = 1
+    """Tokens of each row that decodes."""
 
     @property
     def num_sampled(self) -> int:
@@ -72,6 +74,8 @@ class PrefillBatches:
 
     def __init__(self, limits: Limits, rounds: Rounds | None = None) -> None:
         self._page_size = limits.page_size
+        self._is_exact = limits.tokens_per_row == 1
+        """Whether the host knows where rows that decode are."""
         self._ahead = 0 if rounds is None else rounds.ahead
         self._has_following = rounds is not None and bool(rounds.taps)
 
@@ -79,7 +83,7 @@ class PrefillBatches:
         """Rows, tokens and positions as far as the host knows them."""
         decoding_rows, lengths = step.decodes.rows.tolist(), [] if step.lengths is None else step.lengths.tolist()
         num_decoding = len(decoding_rows) * step.tokens_per_row
-        is_exact = step.tokens_per_row == 1
+        is_exact = self._is_exact
         counted = enumerate(zip(decoding_rows, lengths, strict=True))
         spans = [Span(row, index, length - 1, 1) for index, (row, length) in counted if is_exact]
         ends = list(range(num_decoding))
@@ -112,6 +116,7 @@ class PrefillBatches:
             0 if is_exact else num_decoding,
             np.asarray(targets, dtype=np.int64) if targets else None,
             np.asarray(following, dtype=np.int64) if self._has_following else None,
+            step.tokens_per_row,
         )
 
 
@@ -176,7 +181,7 @@ class PrefillBody:
 
     def _picked_rounds(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
         assert self._rounds is not None
-        count, first, width = batch.num_sampled, batch.spans_from, self._parts.limits.tokens_per_row
+        count, first, width = batch.num_sampled, batch.spans_from, batch.tokens_per_row
         logits, picked = self._model.logits(found.hidden[:count]), None
         if first or not count:
             queries, features = self._places(found, batch, slice(first), width)
@@ -184,7 +189,7 @@ class PrefillBody:
         if first == count and picked is not None:
             return picked
         queries, features = self._places(found, batch, slice(first, count), 1)
-        ends = self._rounds.begin(logits[first:], queries, batch.needs, features)
+        ends = self._rounds.begin(logits[first:], queries, batch.needs, features, drafts=width > 1)
         return widened(ends, width) if picked is None else joined(picked, ends)
 
     def _places(
@@ -232,7 +237,9 @@ class PrefillSample:
             decoding[[span.first for span in spans if span.count == 1]] = True
         width, needs = self._trials.width, SamplingNeeds()
         following = np.roll(tokens, -1) if self._has_following else None
-        return PrefillBatch(tokens, rows, positions, decoding, ends, width, needs, told, first, None, following)
+        return PrefillBatch(
+            tokens, rows, positions, decoding, ends, width, needs, told, first, None, following, self._width
+        )
 
     def _num_rounds(self, numbers: np.random.Generator, total: int, num_ends: int) -> int:
         """Rows that decode several tokens, each with all of its places."""
@@ -289,7 +296,7 @@ def prefill_pass(
         written=written,
         public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from"),
         body=body,
-        free=("width", "spans_from"),
+        free=("width", "spans_from", "tokens_per_row"),
         tail=body.tail if rounds is None else body.rounds_tail,
         sample=PrefillSample(parts, spans=backend in BREAKING, following=bool(read)),
         preserve=parts.trials.running,

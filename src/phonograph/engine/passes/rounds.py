@@ -50,14 +50,21 @@ class Rounds(Protocol):
         """Pick what follows each of the tokens, decide how many of each row stay, and note them in the tables.
 
         Logits, tokens, queries and features are those of whole rounds: [num_rows * tokens_per_row]. Returns a block of
-        [num_rows, tokens_per_row].
+        [num_rows, tokens_per_row]; where that is one token a row, nothing is drafted, and tokens are [num_rows].
         """
         ...
 
     def begin(
-        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None,
+        *,
+        drafts: bool,
     ) -> Picked:
-        """Pick the first token of rows whose prompts end, one each, and note it in the tables."""
+        """Pick the first token of rows whose prompts end, one each, and note it in the tables; and whether something is
+        to be drafted after it."""
         ...
 
 
@@ -69,6 +76,8 @@ def as_block(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def widened(plain: Picked, width: int) -> Picked:
     """Rows that have one token each, as rounds of so many places."""
+    if width == 1:
+        return plain
     block = plain.tokens.new_full((plain.tokens.shape[0], width), NO_TOKEN)
     block[:, 0] = plain.tokens
     if plain.logprobs is None:
@@ -80,7 +89,7 @@ def widened(plain: Picked, width: int) -> Picked:
 
 def joined(rounds: Picked, plain: Picked) -> Picked:
     """Rounds, then rows that have one token each, in one block."""
-    ends = widened(plain, rounds.tokens.shape[1])
+    ends = widened(plain, 1 if rounds.tokens.dim() == 1 else rounds.tokens.shape[1])
     tokens = torch.cat([rounds.tokens, ends.tokens])
     if rounds.logprobs is None or ends.logprobs is None:
         return Picked(tokens)

@@ -31,6 +31,7 @@ from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.penalties import count_tokens
 from phonograph.engine.sampling.sampler import TopLogprobs
 from phonograph.engine.state.column import Column, RowSource, TrialRows, Writer
+from phonograph.graphs.phases.axes import Axis
 from phonograph.graphs.phases.context import Stage, current
 from phonograph.graphs.phases.opaque import opaque
 
@@ -137,12 +138,17 @@ class DraftedRounds:
         self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds
     ) -> tuple[Picked, Accepted]:
         """Pick what follows each token, find how many of each row stay, and note these in the tables."""
+        width = queries.tokens_per_row
+        assert width is not None
         tables, places = self._parts.tables, (queries.rows, queries.token_positions, queries.table)
         asked = (needs.level.value, needs.logprobs, needs.constrained, needs.masked)
         run = self._opaque_verify if current().stage is Stage.COMPILING else self._verify
         block, rows, starts, said, counts, *logprobs = run(
-            logits, tokens, places, self.width, asked, tables.last_token, tables.length
+            logits, tokens, places, width, asked, tables.last_token, tables.length
         )
+        if width == 1:
+            # Of a row that is past its end nobody takes the token.
+            block, logprobs = block[:, 0], [part[:, 0] for part in logprobs]
         picked = Picked(block, TopLogprobs(*logprobs) if logprobs else None)
         return picked, Accepted(rows, starts, said, counts, queries.table)
 
@@ -160,7 +166,8 @@ class DraftedRounds:
         written."""
         level, *others = asked
         queries, needs = Queries(*places, tokens_per_row=width), SamplingNeeds(Sampling(level), *others)
-        tables, drafted = self._parts.tables, tokens.view(-1, width)[:, 1:]
+        tables, rest = self._parts.tables, tokens.new_empty((logits.shape[0], 0))
+        drafted = tokens.view(-1, width)[:, 1:] if width > 1 else rest
         is_penalised = needs.level is Sampling.PENALISED
         picked = self._parts.tail.pick(logits, queries, needs, _said(drafted) if is_penalised else None)
         block = picked.tokens.view(-1, width)
@@ -174,33 +181,37 @@ class DraftedRounds:
             for place, said in enumerate(block.unbind(1)):
                 count_tokens(tables["counts"], rows * (place < counts), said)
         self._parts.model.kernels.write_next_token(queries, block, counts, last_token, length)
-        found, likely = (as_block(block, counts), rows, starts, block.clamp_min(0), counts), picked.logprobs
+        told = as_block(block, counts) if width > 1 else block
+        found, likely = (told, rows, starts, block.clamp_min(0), counts), picked.logprobs
         if likely is None:
             return found
         parts = (likely.token_logprob, likely.top_ids, likely.top_logprobs)
         return (*found, *(part.view(-1, width, *part.shape[1:]) for part in parts))
 
-    def draft(self, accepted: Accepted) -> None:
-        """Ask the drafter, and keep what it says for the next round."""
+    def draft(self, accepted: Accepted, *, drafts: bool) -> None:
+        """Ask the drafter, and keep what it says for the next round; or let it take in what there is."""
         run = self._opaque_draft if current().stage is Stage.COMPILING else self._draft
         table, features = accepted.table, accepted.features
-        run(accepted.rows, accepted.starts, accepted.tokens, accepted.counts, table, features, self._drafts, self._kept)
+        places = (accepted.rows, accepted.starts, accepted.tokens, accepted.counts, table)
+        run(places, features, drafts, self._drafts, self._kept)
 
     def _draft(
         self,
-        rows: torch.Tensor,
-        starts: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: torch.Tensor,
-        table: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         features: torch.Tensor | None,
+        is_on: bool,
         drafts: torch.Tensor,
         kept: tuple[torch.Tensor, ...],
     ) -> None:
         """As one call that no compiler looks into; the last arguments say what is written."""
+        accepted = Accepted(*places, features)
+        rows = accepted.rows
         try:
-            found = self._drafter.draft(Accepted(rows, starts, tokens, counts, table, features))
-            drafts.index_put_((rows,), found.to(drafts.dtype) * (rows > 0)[:, None])
+            if is_on:
+                found = self._drafter.draft(accepted)
+                drafts.index_put_((rows,), found.to(drafts.dtype) * (rows > 0)[:, None])
+            else:
+                self._drafter.keep_up(accepted)
         except Exception as error:  # no request needs what it would have said
             log.warning("the drafter failed, and nothing is drafted: %s: %s", type(error).__name__, error)
             drafts.index_fill_(0, rows, -1)
@@ -242,16 +253,22 @@ class DraftedRounds:
         features: torch.Tensor | None,
     ) -> Picked:
         picked, accepted = self.verify(logits, tokens, queries, needs)
-        self.draft(replace(accepted, features=features))
+        self.draft(replace(accepted, features=features), drafts=queries.tokens_per_row != 1)
         return picked
 
     def begin(
-        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None,
+        *,
+        drafts: bool,
     ) -> Picked:
         picked = self._parts.tail.next_tokens(logits, queries, needs)
         rows, tokens = queries.rows, picked.tokens.clamp_min(0)[:, None]
         starts, counts = queries.token_positions, (rows > 0).long()
-        self.draft(Accepted(rows, starts, tokens, counts, queries.table, features))
+        self.draft(Accepted(rows, starts, tokens, counts, queries.table, features), drafts=drafts)
         return picked
 
 
@@ -272,12 +289,16 @@ class _Links:
         self._model = parts.model_for(backend)
 
     def verify(self, batch: DecodeBatch) -> tuple[Picked, Accepted]:
-        """The target over all tokens of the round, and how many stay."""
-        tables, width = self._parts.tables, self._rounds.width
-        offsets = torch.arange(width, device=batch.rows.device).repeat(batch.rows.shape[0])
-        rows = batch.rows[:, None].expand(-1, width).reshape(-1)
-        tokens = self._rounds.tokens(rows, offsets)
-        queries = Queries(rows, tables.length[rows] + offsets, tables.pages[:, : batch.width], tokens_per_row=width)
+        """The target over all tokens of the round, and how many stay; or over the last token of each row alone."""
+        tables, width = self._parts.tables, batch.tokens_per_row
+        pages = tables.pages[:, : batch.width]
+        if width == 1:
+            tokens, queries = tables.last_token, Queries(batch.rows, tables.length, pages, 1, by_row=True)
+        else:
+            offsets = torch.arange(width, device=batch.rows.device).repeat(batch.rows.shape[0])
+            rows = batch.rows[:, None].expand(-1, width).reshape(-1)
+            tokens = self._rounds.tokens(rows, offsets)
+            queries = Queries(rows, tables.length[rows] + offsets, pages, tokens_per_row=width)
         hidden = self._model.hidden(tokens, queries, self._parts.cache, taps=self._rounds.taps)
         picked, accepted = self._rounds.verify(self._model.logits(hidden.states), tokens, queries, batch.needs)
         return picked, replace(accepted, features=self._rounds.features(hidden.taps))
@@ -285,8 +306,17 @@ class _Links:
     def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted]) -> Picked:
         """What is drafted for the next round."""
         picked, accepted = found
-        self._rounds.draft(accepted)
+        self._rounds.draft(accepted, drafts=batch.tokens_per_row > 1)
         return picked
+
+
+def _drafts_axis(width: int) -> Axis:
+    """Rounds of drafts; or, where nobody takes any, one token a row, as plain decoding has it."""
+
+    def applied(batch: DecodeBatch, value: str) -> DecodeBatch:
+        return replace(batch, tokens_per_row=width if value == "on" else 1)
+
+    return Axis("drafts", ("on", "off"), of=lambda batch: "on" if batch.tokens_per_row > 1 else "off", apply=applied)
 
 
 def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter) -> Pass:
@@ -309,8 +339,8 @@ def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration
         public=("rows", "width"),
         is_steady=batches.is_steady,
         body=links.verify,
-        sample=lambda extent, seed: sample_rows(parts, extent, seed),
-        axes=[SAMPLING],
+        sample=lambda extent, seed: replace(sample_rows(parts, extent, seed), tokens_per_row=rounds.width),
+        axes=[SAMPLING, _drafts_axis(rounds.width)],
         preserve=parts.trials.running,
         reads=rounds.reads,
     )
