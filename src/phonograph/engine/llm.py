@@ -180,12 +180,8 @@ class LLM:
         """What was checked before the first request, by phase."""
         refuse_failures(self.verified)
         self.prefix_sharing = prefix_sharing(options.prefix_cache, self.executor.step_tables.prompt_state)
-        scheduler = Scheduler(
-            self.limits,
-            prefix_cache=self.prefix_sharing.is_on,
-            mixed=options.mixed,
-            passes=step_passes_of(speculates=options.speculates),
-        )
+        sharing, named = self.prefix_sharing.is_on, step_passes_of(speculates=options.speculates)
+        scheduler = Scheduler(self.limits, prefix_cache=sharing, mixed=options.mixed, passes=named)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
         self.core = EngineCore(scheduler, self.executor, grammars)
         self._numbers = itertools.count()
