@@ -16,7 +16,7 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.passes.drafting import Accepted, Drafting
-from phonograph.engine.passes.registry import step_passes_of
+from phonograph.engine.passes.registry import step_passes_for
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request
@@ -131,7 +131,7 @@ def speculating(
     plan = resolve(asked, facts_of(device), [one.defaults for one in passes])
     executor = Executor(plain_llm().executor.model, TorchSampler(), device, plan, limits, passes=passes)
     executor.capture()
-    named = step_passes_of(speculates=True)
+    named = step_passes_for(speculates=True)
     return EngineCore(Scheduler(limits, mixed=mixed, prefix_cache=prefix_cache, passes=named), executor)
 
 

@@ -13,6 +13,12 @@ def cache_folder() -> Path:
     return (Path(named) if named else Path.home() / ".cache") / "phonograph"
 
 
+def triton_cache_folder() -> Path:
+    """Where Triton keeps what it compiles."""
+    named = os.environ.get("TRITON_CACHE_DIR")
+    return Path(named) if named else Path.home() / ".triton" / "cache"
+
+
 def use_compile_cache(torch_version: str, torchs_own: str) -> Path:
     """Have torch's compiler keep what it compiles in our folder, one for each version of torch; a folder that the
     user's own variable names prevails.

@@ -1,4 +1,4 @@
-"""What the tests of clients share: one live server with the default model, and long contexts for tools and histories."""
+"""What the tests of clients share: one live server with the default model, with room for tools."""
 
 from __future__ import annotations
 

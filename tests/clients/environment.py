@@ -31,7 +31,7 @@ QUIET = {
 
 
 def client_python(*modules: str) -> Path:
-    """The Python of the clients' environment, in which all of these can be imported; skips the test where it has not."""
+    """The Python of the clients' environment, which has all of these modules; skips the test where there is none."""
     python = Path(os.environ.get("PHONOGRAPH_CLIENTS_PYTHON") or OWN)
     if not python.exists():
         pytest.skip(f"needs the clients' environment, {python}. Run: scripts/clients .venv/clients")

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.prompt_scoring import take_scores
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
+from phonograph.engine.requests.step import PromptDetails, Sampled, ScheduledStep, Update
 from phonograph.engine.scheduling.scheduler import Scheduler
 
 VOCAB = 11
@@ -33,6 +34,8 @@ def expected(sequence: Sequence, limits: Limits) -> tuple[list[int], FinishReaso
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_ids)}
     longest = min(limits.max_len, (limits.num_pages - 1) * limits.page_size + 1)
     outputs: list[int] = []
+    if params.max_tokens == 0:
+        return outputs, FinishReason.LENGTH
     while True:
         outputs.append(next_token(request.prompt + tuple(outputs), sequence.index))
         if outputs[-1] in stop_ids:
@@ -232,6 +235,8 @@ class Simulation:
         assert len({sequence.row for sequence in step.sequences}) == step.num_seqs
         assert all(1 <= sequence.row <= limits.max_seqs for sequence in step.sequences)
         assert all(1 <= chunk.count <= limits.max_chunk for chunk in step.prefills)
+        scored, sampled = sum(len(chunk.targets) for chunk in step.prefills), len(step.prefills)
+        assert scored + sampled + len(step.decodes) * step.tokens_per_row <= limits.num_places
         for sequence in step.decodes:
             sampled = any(sequence in flight.step.sampling for flight in self.device.in_flight)
             assert sequence.request.run_ahead or not sampled
@@ -246,7 +251,10 @@ class Simulation:
     def _commit(self) -> None:
         flight = self.device.in_flight.popleft()
         counts = None if self.limits.tokens_per_row == 1 else flight.counts
-        self._take(self.scheduler.commit(flight.step, Sampled(flight.tokens, counts)))
+        scores: list[PromptDetails] = [(-1.0, [t], [-1.0], 1) for one in flight.step.prefills for t in one.targets]
+        sampled = Sampled(flight.tokens, counts, scores=scores or None)
+        assert not take_scores(flight.step, sampled)[1]
+        self._take(self.scheduler.commit(flight.step, sampled))
         self.check_cache()
         if not self.device.in_flight and self.device.clamps:
             for sequence in self.told:
@@ -274,24 +282,31 @@ class Simulation:
             assert told == tokens[: len(told)]
             if self.finished[sequence] in NATURAL and sequence not in ended_by_us:
                 assert (told, self.finished[sequence]) == (tokens, finish)
+                assert sequence.is_scored
+            if sequence.index == 0 and sequence.request.params.prompt_logprobs is not None:
+                scores = [one.token for one in sequence.prompt_logprobs]
+                assert tuple(scores) == sequence.request.prompt[1 : len(scores) + 1]
         pool, counts = self.scheduler.rows.reservations.pool, self.scheduler.counts
         assert pool.num_held == counts.cached_pages
         assert (counts.used_pages, counts.generated_tokens) == (0, sum(map(len, self.told.values())))
 
 
 LIMITS = st.builds(
-    lambda seqs, more_tokens, max_len, page_size, more_pages, reserve, ahead, chunk, patience, eos, per_row: Limits(
-        max_seqs=seqs,
-        max_tokens=seqs * per_row + more_tokens,
-        max_len=max_len,
-        page_size=page_size,
-        num_pages=2 + more_pages,
-        reserve_tokens=reserve,
-        max_ahead=ahead,
-        chunk=chunk,
-        patience=patience,
-        eos_ids=eos,
-        tokens_per_row=per_row,
+    lambda seqs, more_tokens, max_len, page_size, more_pages, reserve, ahead, chunk, patience, eos, per_row, places: (
+        Limits(
+            max_seqs=seqs,
+            max_tokens=seqs * per_row + more_tokens,
+            max_len=max_len,
+            page_size=page_size,
+            num_pages=2 + more_pages,
+            reserve_tokens=reserve,
+            max_ahead=ahead,
+            chunk=chunk,
+            patience=patience,
+            eos_ids=eos,
+            tokens_per_row=per_row,
+            scored_places=places,
+        )
     ),
     st.integers(1, 5),
     st.integers(0, 12),
@@ -304,6 +319,7 @@ LIMITS = st.builds(
     st.sampled_from([3, 30, 1000]),
     st.sampled_from([(), (), (0,)]),
     st.just(1) | st.integers(1, 7),
+    st.sampled_from([1, 4, 64]),
 )
 
 
@@ -315,7 +331,8 @@ def arrivals(draw: st.DrawFn, limits: Limits) -> list[Arrival]:
         tick = draw(st.integers(0, 5) | st.integers(0, 30))
         start = draw(st.integers(0, 1))
         params = SamplingParams(
-            max_tokens=draw(st.integers(1, 8) | st.integers(8, 30)),
+            max_tokens=draw(st.integers(0, 8) | st.integers(8, 30)),
+            prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
             n=draw(st.sampled_from([1, 1, 1, 2, 3])),
             stop_token_ids=draw(st.sampled_from([(), (), (), (3,)])),
             ignore_eos=draw(st.booleans()),

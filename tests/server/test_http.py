@@ -183,6 +183,8 @@ def calling(**changes: object) -> dict[str, object]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
+NOW = {"type": "function", "function": {"name": "now", "parameters": {}}}
+
 MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {}, "`prompt` is missing", "prompt"),
     (CHAT, {}, "`messages` is missing", "messages"),
@@ -230,7 +232,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "temperature": "hot"}, "expected `float | null`, got `str`", "temperature"),
     (TEXT, {"prompt": "x", "temperature": -1}, ">= 0", "temperature"),
     (TEXT, {"prompt": "x", "top_p": 0}, "> 0", "top_p"),
-    (TEXT, {"prompt": "x", "max_tokens": -5}, ">= 1", "max_tokens"),
+    (TEXT, {"prompt": "x", "max_tokens": -5}, ">= 0", "max_tokens"),
     (TEXT, {"prompt": "x", "max_tokens": 1.5}, "got `float`", "max_tokens"),
     (TEXT, {"prompt": "x", "n": 0}, ">= 1", "n"),
     (TEXT, {"prompt": "x", "n": 10**30}, "<= 128", "n"),
@@ -293,7 +295,15 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "17 texts; at most 16", "stop"),
     (TEXT, {"prompt": "x", "stream": "yes"}, "expected `bool | null`", "stream"),
     (TEXT, {"prompt": "x", "stream_options": {}}, "`stream_options` needs `stream`", "stream_options"),
-    (TEXT, {"prompt": "x", "echo": True}, "`echo` can't be served", "echo"),
+    (TEXT, {"prompt": "x", "prompt_logprobs": 0, "stream": True}, "a stream has no place", "prompt_logprobs"),
+    (TEXT, {"prompt": "x", "min_tokens": 17}, "max_tokens 16", "min_tokens"),
+    (TEXT, {"prompt": "x", "truncate_prompt_tokens": 0}, "nothing of the prompt", "truncate_prompt_tokens"),
+    (TEXT, {"prompt": "x", "allowed_token_ids": [99999]}, "not in the vocabulary", "allowed_token_ids"),
+    (TEXT, {"prompt": "x", "allowed_token_ids": []}, "length >= 1", "allowed_token_ids"),
+    (TEXT, {"prompt": "x", "bad_words": [""]}, "length >= 1", "bad_words[0]"),
+    (TEXT, {"prompt": "x", "bad_words": ["a"] * 129}, "129 texts; at most 128", "bad_words"),
+    (TEXT, {"prompt": "x", "bad_words": ["a", "b" * 257]}, "257 characters", "bad_words[1]"),
+    (TEXT, {"prompt": "x", "prompt_logprobs": 21}, "<= 20", "prompt_logprobs"),
     (TEXT, {"prompt": "x", "best_of": 3}, "use `n`", "best_of"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "`suffix` can't be served", "suffix"),
     (TEXT, {"prompt": "x", "temprature": 1}, "did you mean `temperature`", "temprature"),
@@ -304,7 +314,29 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "`schema`", "response_format"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs `logprobs`", "top_logprobs"),
     (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools[0]` must be", "tools[0]"),
-    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "a call can't be forced", "tool_choice"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "needs `tools`", "tool_choice"),
+    (CHAT, {"messages": HELLO, "structured_outputs": {"jsn": {}}}, "did you mean", "structured_outputs.jsn"),
+    (
+        TEXT,
+        {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "one grammar",
+        "structured_outputs.choice",
+    ),
+    (TEXT, {"prompt": "x", "structured_outputs": {"choice": "a"}}, "a list of texts", "structured_outputs.choice"),
+    (TEXT, {"prompt": "x", "structured_outputs": {"regex": ["a"]}}, "a text", "structured_outputs.regex"),
+    (CHAT, {"messages": HELLO, "reasoning_effort": "most"}, "invalid enum value", "reasoning_effort"),
+    (
+        CHAT,
+        {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+        "asks for a new one",
+        "continue_final_message",
+    ),
+    (
+        CHAT,
+        {"messages": HELLO, "tools": [NOW], "tool_choice": "required", "guided_regex": "a"},
+        "one grammar",
+        "guided_regex",
+    ),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"think": 1}}, "does not read 'think'", "chat_template_kwargs"),
     (
         CHAT,
@@ -345,24 +377,20 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
         for name, value in (
             ("top_a", 0.2),
             ("typical_p", 0.9),
-            ("min_tokens", 4),
-            ("min_tokens", False),
-            ("min_tokens", "0"),
-            ("min_tokens", [0] * 100),
+            ("top_a", False),
+            ("top_a", "0"),
+            ("top_a", [0] * 100),
             ("skip_special_tokens", False),
             ("skip_special_tokens", 1),
             ("length_penalty", 1.01),
-            ("priority", -1),
-            ("prompt_logprobs", 0),
             ("use_beam_search", True),
-            ("structured_outputs", {"regex": "a"}),
             ("reasoning_effort", "high"),
         )
     ),
     (CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, "`tools` in its place", "functions"),
-    (TEXT, {"prompt": "x", "min_tokens": 0, "temprature": None}, "did you mean `temperature`", "temprature"),
-    (TEXT, {"prompt": "x", "min_tokens": 0, "temperature": "hot"}, "got `str`", "temperature"),
-    (TEXT, {"prompt": "x", "min_tokens": 0, "top_p": 0}, "> 0", "top_p"),
+    (TEXT, {"prompt": "x", "top_a": 0, "temprature": None}, "did you mean `temperature`", "temprature"),
+    (TEXT, {"prompt": "x", "top_a": 0, "temperature": "hot"}, "got `str`", "temperature"),
+    (TEXT, {"prompt": "x", "top_a": 0, "top_p": 0}, "> 0", "top_p"),
     ("/tokenize", {"prompt": "x", "min_tokens": 0}, "unknown field", "min_tokens"),
     (
         CHAT,
@@ -521,7 +549,8 @@ def test_every_field_of_a_body_is_read_or_known_to_be_without_effect() -> None:
     """Where requests are made of it: that a field is within its bounds is no reading."""
     folder = Path(requests.__file__).parent
     trees = [
-        ast.parse((folder / name).read_text()) for name in ("api.py", "sampling_params.py", "request_validation.py")
+        ast.parse((folder / name).read_text())
+        for name in ("api.py", "chat_plan.py", "sampling_params.py", "request_validation.py")
     ]
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
@@ -567,7 +596,7 @@ def test_fields_of_others_are_known_and_documented() -> None:
     )
 )
 def test_a_body_without_neutral_fields_is_otherwise_the_same(body: dict[str, Any]) -> None:
-    data = msgspec.json.encode({"min_tokens": 0, **body, "echo": 5, "priority": None})
+    data = msgspec.json.encode({"top_a": 0, **body, "echo": 5, "verbosity": None})
     assert json.loads(without_neutral(data, ONLY_NEUTRAL, ("echo",))) == {**body, "echo": 5}
 
 
@@ -595,36 +624,22 @@ RESULT = {"role": "tool", "content": "noon", "tool_call_id": "a"}
 
 
 @pytest.mark.parametrize(
-    ("message", "read", "refused"),
+    ("message", "refused"),
     [
-        (calling(), (), "tool_calls"),
-        (calling(), ("tool_call_id",), "tool_calls"),
-        (calling(), ("tool_calls",), None),
-        (RESULT, (), "tool_call_id"),
-        (RESULT, ("tool_call_id",), None),
-        (RESULT, ("tool_calls",), None),  # results follow their calls
-        ({**RESULT, "tool_call_id": ""}, (), None),
-        ({"role": "user", "content": "x", "tool_calls": [], "tool_call_id": None}, (), None),
+        (calling(), None),
+        (RESULT, None),
+        ({**RESULT, "role": "user"}, "tool_call_id"),
+        ({**calling(), "role": "user"}, "tool_calls"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "y"}, None),
+        ({"role": "user", "content": "x", "reasoning_content": "y"}, "reasoning_content"),
+        ({"role": "user", "content": "x", "tool_calls": [], "tool_call_id": None}, None),
     ],
 )
-def test_calls_and_results_reach_the_template_or_are_refused(
-    message: dict[str, Any], read: tuple[str, ...], refused: str | None
-) -> None:
+def test_calls_results_and_thoughts_are_of_one_role(message: dict[str, Any], refused: str | None) -> None:
     if refused is None:
-        check_message_fields([*HELLO, message], read)
+        check_message_fields([*HELLO, message], ())
         return
     with pytest.raises(ApiError) as found:
-        check_message_fields([*HELLO, message], read)
+        check_message_fields([*HELLO, message], ())
     assert found.value.error.param == f"messages[1].{refused}"
     assert f"`messages[1].{refused}` can't be served" in found.value.error.message
-    assert "chat template does not read calls of tools" in found.value.error.message
-
-
-def test_the_default_models_template_reads_no_calls(real_server: Server) -> None:
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "what time is it?"}]
-    for path in (CHAT, "/tokenize"):
-        found = error_of(real_server.post(path, {"messages": [*asked, calling(), RESULT]}), 400)
-        assert found["param"] == "messages[1].tool_calls"
-        assert error_of(real_server.post(path, {"messages": [*asked, RESULT]}), 400)["param"].endswith("tool_call_id")
-    plain = {**RESULT, "tool_call_id": None}
-    assert real_server.post("/tokenize", {"messages": [*asked, plain]}).status_code == 200

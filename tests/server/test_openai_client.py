@@ -155,10 +155,56 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
         client.completions.create(model=MODEL, prompt="word " * 600)
     assert long.value.code == "context_length_exceeded"
     assert long.value.param == "prompt"
-    with pytest.raises(openai.BadRequestError, match="this model's chat template has no place for them"):
-        client.chat.completions.create(
-            model=MODEL, messages=QUESTION, tools=[{"type": "function", "function": {"name": "now"}}]
-        )
+
+
+WEATHER: openai.types.chat.ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Paris", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 3},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_tools_with_a_model_whose_template_has_none(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    asked: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Weather in Paris?"}]
+    done = client.chat.completions.create(
+        model=MODEL,
+        messages=asked,
+        tools=[WEATHER],
+        temperature=0,
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )
+    assert done.choices[0].finish_reason == "tool_calls"
+    calls = done.choices[0].message.tool_calls
+    assert calls is not None
+    (call,) = calls
+    assert call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in ("Paris", "Rome")
+    assert 1 <= arguments["days"] <= 3
+    answered = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            *asked,
+            done.choices[0].message.model_dump(),  # type: ignore[list-item]
+            {"role": "tool", "tool_call_id": call.id, "content": "sunny, 20 degrees"},
+        ],
+        tools=[WEATHER],
+        temperature=0,
+        max_tokens=20,
+    )
+    assert answered.choices[0].message.content
 
 
 def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:

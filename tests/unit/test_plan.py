@@ -44,7 +44,7 @@ class TestSettings:
             *("graphs", "guard", "tc_compiler", "tc_fallback", "debug", "gc", "profile", "ignore_rules"),
             *(f"{phase}.{field}" for phase in PHASES for field in PHASE_FIELDS),
         )
-        assert PHASES == ("decode", "prefill", "target_verify", "draft", "draft_extend", "idle")
+        assert PHASES == ("decode", "prefill", "embed", "target_verify", "draft", "draft_extend", "idle")
 
     @pytest.mark.parametrize("name", SETTINGS)
     def test_each_has_help_a_reason_and_a_default_of_its_kind(self, name: str) -> None:
@@ -98,7 +98,7 @@ class TestDefaults:
     @pytest.mark.parametrize("phase", PHASES)
     def test_phase(self, phase: str) -> None:
         assert resolve([], ABLE).phase(phase) == PhasePlan(
-            backend="breakable" if phase == "prefill" else "full",
+            backend="breakable" if phase in ("prefill", "embed") else "full",
             limit=None,
             buckets=None,
             exact=False,

@@ -13,7 +13,7 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM, Completion
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.requests.limits import SCORED_PLACES, Limits
+from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.step import Sampled
 from phonograph.engine.scheduling.scheduler import Scheduler
@@ -142,7 +142,7 @@ def test_a_step_that_raises_is_scored_one_by_one(failing: set[int], reference: A
             raise RuntimeError("no")
         return run(batch)
 
-    runner.run = raising  # type: ignore[method-assign]
+    runner.run = raising  # type: ignore[assignment, method-assign]
     for place, done in enumerate(llm.generate(prompts, SCORED)):
         if place in failing:
             assert done.finish is FinishReason.ERROR
@@ -232,7 +232,7 @@ def test_a_step_holds_as_many_scored_tokens_as_there_are_places() -> None:
         scheduler.commit(step, Sampled([1] * len(step.sampling), scores=details))
         scheduler.integrity()
     assert scored == 3 * 199
-    assert most >= SCORED_PLACES
+    assert most >= limits.scored_places
 
 
 def test_scores_that_are_missing_fail_by_name() -> None:

@@ -260,6 +260,7 @@ def test_a_backend_is_asked_for_by_the_phase_s_name() -> None:
     [
         ({"speculate": "medusa"}, "speculate is one of off, ngram"),
         ({"speculate_depth": 2}, "nothing is"),
+        ({"speculate": "ngram", "embeddings": True}, "exclude each other"),
         ({"speculate": "ngram", "speculate_depth": 0}, "speculate_depth must be a whole number"),
         ({"speculate": "ngram", "speculate_depth": 16}, "speculate_depth must be a whole number"),
     ],

@@ -23,7 +23,7 @@ from phonograph.graphs.planning.settings import ask
 from server import tiny
 
 PROMPT = [5, 9, 200, 3]
-GREEDY = {"temperature": 0.0, "max_tokens": 12}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
 
 
 def make(device: str = "cpu", backend: str | None = None, **options: Any) -> LLM:

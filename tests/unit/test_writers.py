@@ -9,124 +9,36 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import TokenLogprob as Logprob
 from phonograph.engine.text import Detokenizer, Tokenizer
+from phonograph.server.openai.answer_reader import Reading
 from phonograph.server.openai.logprobs import LogprobWriter
-from phonograph.server.openai.responses import FunctionCall
-from phonograph.server.openai.tool_calls import ToolCallReader, for_template
+from phonograph.server.openai.reasoning import THINK
 from phonograph.server.openai.writers import BLOCK, ChatWriter, CompletionWriter, Head, split
 from server import tiny
 
 STOP = FinishReason.STOP
 HEAD = Head("chatcmpl-abc", 7, "tiny")
 USAGE = TokenUsage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
+READING = Reading(("now",))
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
-UNKNOWN = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
-BARE = '[{"name": "now", "arguments": {"zone": "UTC"}}, {"name": "now", "arguments": {}}]'
-MADE = FunctionCall("now", '{"zone": "UTC"}')
-INNER = '{"text": "a </tool_call> b \\" </tool_call>"}'
-ODD = '{"a": 1e5, "b": 12345678901234567890.0, "a": "\\u00e9",  "c": 1}'
 
 
 def events(data: bytes) -> list[Any]:
-    return [json.loads(event.removeprefix("data: ")) for event in data.decode().split("\n\n") if event]
+    written = data.decode().removesuffix("data: [DONE]\n\n").split("\n\n")
+    return [json.loads(event.removeprefix("data: ")) for event in written if event]
 
 
 def whole(pieces: list[bytes]) -> Any:
     return json.loads(b"".join(pieces))
 
 
-def read(text: str, size: int) -> tuple[str, list[FunctionCall]]:
-    """An answer in pieces of this size."""
-    reader = ToolCallReader(["now"])
-    shown = ""
-    calls: list[FunctionCall] = []
-    for start in range(0, len(text), size):
-        more, found = reader.add(text[start : start + size])
-        shown, calls = shown + more, calls + found
-    more, found = reader.finish()
-    return shown + more, calls + found
-
-
-@pytest.mark.parametrize(
-    ("text", "shown", "calls"),
-    [
-        ("plain text, 1 < 2", "plain text, 1 < 2", []),
-        (CALL, "", [MADE]),
-        (f"Let me see. {CALL}", "Let me see. ", [MADE]),
-        (f"{CALL}\n{CALL}", "", [MADE, MADE]),
-        (f"a {CALL} b", "a b", [MADE]),
-        ('<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}', "", [MADE]),
-        ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
-        ("<tool_call>cut short", "<tool_call>cut short", []),
-        ("it ends with <tool", "it ends with <tool", []),
-        ('{"name": "now", "parameters": {"zone": "UTC"}}', "", [MADE]),
-        ('[{"name": "now", "arguments": "{}"}]', "", [FunctionCall("now", "{}")]),
-        ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
-        (UNKNOWN, UNKNOWN, []),
-        ('{"answer": 5}', '{"answer": 5}', []),
-        ('{"name": "now", "arguments": {}, "answer": 5}', '{"name": "now", "arguments": {}, "answer": 5}', []),
-        (
-            '{"name": "now", "arguments": {}, "parameters": {}}',
-            '{"name": "now", "arguments": {}, "parameters": {}}',
-            [],
-        ),
-        ('{"id": "a", "type": "function", "name": "now", "arguments": {}}', "", [FunctionCall("now", "{}")]),
-        (
-            f'<tool_call>{{"name": "now", "arguments": {INNER}}}</tool_call>{CALL}',
-            "",
-            [FunctionCall("now", INNER), MADE],
-        ),
-        (f'<tool_call>{{"name": "now", "arguments": {ODD}}}</tool_call>', "", [FunctionCall("now", ODD)]),
-        (f'{{"name": "now", "arguments": {ODD}}}', "", [FunctionCall("now", ODD)]),
-        (f'<tool_call>{{"name": "</tool_call> a {CALL}', '<tool_call>{"name": "</tool_call> a ', [MADE]),
-        ('<tool_call>it"s</tool_call> so', '<tool_call>it"s</tool_call> so', []),
-        ("{not JSON", "{not JSON", []),
-        ("  \n ", "  \n ", []),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_calls_are_found_however_the_text_comes(text: str, shown: str, calls: list[FunctionCall], size: int) -> None:
-    assert read(text, size) == (shown, calls)
-
-
-@given(st.text(st.sampled_from('<tool_cal>/{}"ax ')), st.integers(1, 9))
-def test_text_without_calls_comes_through(text: str, size: int) -> None:
-    assert read(text, size) == (text, [])
-
-
-@pytest.mark.parametrize("text", [f"{CALL}\n{CALL}", f"a {CALL}{CALL}", BARE])
-@pytest.mark.parametrize("size", [3, 1000])
-def test_of_several_calls_only_so_many_are_passed_on(text: str, size: int) -> None:
-    reader, calls = ToolCallReader(["now"], most=1), list[FunctionCall]()
-    for start in range(0, len(text), size):
-        calls += reader.add(text[start : start + size])[1]
-    assert calls + reader.finish()[1] == [MADE]
-
-
-def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
-    reader = ToolCallReader(["now"])
-    assert reader.add("Hello <") == ("Hello ", [])
-    assert reader.add("b>") == ("<b>", [])
-
-
-def test_arguments_of_earlier_calls_become_objects() -> None:
-    def message(arguments: object) -> dict[str, Any]:
-        return {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": arguments}}]}
-
-    assert for_template([message('{"zone": 1}')]) == [message({"zone": 1})]
-    for left_alone in (message("no JSON"), message("[1]"), {"role": "user", "tool_calls": 5}, {"role": "user"}):
-        assert for_template([left_alone]) == [left_alone]
-
-
 def test_a_chat_with_calls_whole() -> None:
-    writer = ChatWriter(HEAD, None, ["now"])
+    writer = ChatWriter(HEAD, None, READING)
     body = whole(writer.body([Delta(0, CALL, [1, 2], finish=FinishReason.STOP)], USAGE))
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -138,7 +50,7 @@ def test_a_chat_with_calls_whole() -> None:
 
 
 def test_a_chat_with_calls_as_events() -> None:
-    writer = ChatWriter(HEAD, None, ["now"])
+    writer = ChatWriter(HEAD, None, READING)
     found = events(writer.events([Delta(0, "Wait. <tool")]))
     found += events(writer.events([Delta(0, CALL[5:] + CALL)]))
     found += events(writer.events([Delta(0, "", finish=FinishReason.STOP)]))
@@ -148,6 +60,28 @@ def test_a_chat_with_calls_as_events() -> None:
     assert len({call["id"] for call in deltas[1]["tool_calls"]}) == 2
     assert deltas[2] == {}
     assert found[2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_thoughts_have_a_field_of_their_own() -> None:
+    reading = Reading(("now",), reasoning=THINK, last_of_thought=9)
+    text = f"<think>\nhm\n</think>\n\nWell. {CALL}"
+    tokens = [5, 5, 9, 5, 5]
+    body = whole(ChatWriter(HEAD, None, reading).body([Delta(0, text, tokens, finish=STOP)] * 2, USAGE))
+    assert len(body["choices"]) == 2
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "Well. ")
+    assert message["tool_calls"][0]["function"]["name"] == "now"
+    one = whole(ChatWriter(HEAD, None, reading).body([Delta(0, text, tokens, finish=STOP)], USAGE))
+    assert one["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    writer = ChatWriter(Head("chatcmpl-abc", 7, "tiny", streams_usage=True), None, reading)
+    found = events(writer.events([Delta(0, "<think>\nhm", [5, 5])]))
+    found += events(writer.events([Delta(0, text[10:], tokens[2:], finish=STOP)]))
+    found += events(writer.end(USAGE))
+    deltas = [event["choices"][0]["delta"] for event in found[:-1]]
+    assert deltas[0] == {"role": "assistant", "reasoning_content": "hm"}
+    assert deltas[1]["content"] == "Well. "
+    assert "reasoning_content" not in deltas[1]
+    assert found[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
 
 
 def test_an_answer_without_text_has_its_events_all_the_same() -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from phonograph.cli.flags import add_engine_flags, arguments_from
-from phonograph.engine.passes.registry import passes_of
+from phonograph.engine.passes.registry import passes_for, phases_of
 
 if TYPE_CHECKING:
     from phonograph.engine.process.arguments import EngineArguments
@@ -80,7 +80,9 @@ def _traces(arguments: EngineArguments, phase: str) -> str:
     from phonograph.graphs.progress import silent
     from phonograph.graphs.trust.guard import traced
 
-    names = [declared.name for declared in passes_of(speculates=arguments.options.speculates)]
+    options = arguments.options
+    phases = phases_of(passes_for(embeddings=options.embeddings, speculates=options.speculates))
+    names = [declared.name for declared in phases]
     if phase not in ("all", *names):
         raise unknown("phase", phase, ("all", *names), "--trace")
     llm = arguments.open(silent)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from phonograph import settings
 from phonograph.cli.speculation import add_speculation_flags, phases_for, speculation_from
-from phonograph.engine.passes.registry import ALL_PHASES
+from phonograph.engine.passes.registry import ALL_PHASES, EMBED
+from phonograph.errors import PlanError
 from phonograph.graphs.planning import flags as graph_flags
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
     add_speculation_flags(parser)
+    parser.add_argument(
+        "--embeddings",
+        action="store_true",
+        help="make vectors of texts too (/v1/embeddings): a pass of its own, with as many recordings as prefill has",
+    )
     graph_flags.add_flags(parser, ALL_PHASES)
 
 
@@ -123,13 +129,17 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         speculate=speculation.speculate,
         speculate_depth=speculation.depth,
         draft=speculation.draft,
+        embeddings=args.embeddings,
         eager_copies=args.eager_copies,
         verify=args.verify,
         shadow_verify=args.shadow_verify,
         shadow_dir=Path(args.shadow_dir) if args.shadow_dir else None,
         shadow_tokens=getattr(args, "log_prompts", False),
     )
-    phases = phases_for(args, speculates=options.speculates)
+    unread = None if args.embeddings else graph_flags.first_flag_of(args, EMBED.defaults)
+    if unread is not None:
+        raise PlanError(f"{unread} is for the pass that makes embeddings, which is off. Add --embeddings.")
+    phases = phases_for(args, options)
     asked = graph_flags.asked_from(args, phases, variables=settings.environment())
     return EngineArguments(args.model, args.shape, args.device, options, asked)
 

@@ -7,16 +7,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from phonograph.cli import bench, chat, explain, generate, serve, verify
+from phonograph import __version__
+from phonograph.cli import bench, chat, doctor, explain, generate, run_batch, serve, verify
 from phonograph.errors import PhonographError
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "run-batch": run_batch,
     "explain": explain,
     "verify": verify,
     "bench": bench,
+    "doctor": doctor,
 }
 
 
@@ -50,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="phonograph", allow_abbrev=False, description="Records an LLM's forward pass once and replays it."
     )
+    parser.add_argument("--version", action="version", version=f"phonograph {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         added = commands.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("phonograph")
 
 HELP = "serve the OpenAI API over HTTP"
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "json")
+REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "qwen3", "mistral")
+"""As `server.openai.reasoning` has them; the server's packages may be missing when flags are read."""
+_VLLM_NAMES = {"--tool-parser": ("--tool-call-parser",)}
+"""vLLM's names of our flags, so that launch lines carry over."""
+_VLLM_SWITCHES = {"--enable-auto-tool-choice": "calls are looked for whenever a request has tools"}
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -55,10 +61,43 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--core-timeout", type=float, default=300.0, help="a core that is silent for so long is restarted"
     )
+    _add_answer_flags(parser)
     log = parser.add_argument_group("log")
     log.add_argument("--log-level", choices=_LEVELS, default="info", help="info has a line for each request")
     log.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
     add_engine_flags(parser)
+
+
+def _add_answer_flags(parser: argparse.ArgumentParser) -> None:
+    """How outputs are read, and how long responses are kept."""
+    answers = parser.add_argument_group("answers")
+    answers.add_argument(
+        "--tool-parser",
+        *_VLLM_NAMES["--tool-parser"],
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="how the model writes calls of tools; auto goes by its chat template, none looks for no calls",
+    )
+    answers.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="auto",
+        help="how the model writes what it thinks; auto goes by its chat template, none leaves it in the answer",
+    )
+    answers.add_argument(
+        "--content-special-tokens",
+        choices=("text", "special"),
+        default="text",
+        help="what special tokens in the texts of messages are; as special ones, a user's words could end a message",
+    )
+    for flag, because in _VLLM_SWITCHES.items():
+        answers.add_argument(flag, action="store_true", help=f"accepted and changes nothing: {because}")
+    answers.add_argument(
+        "--response-store-bytes", type=int, default=64 << 20, help="of responses that are kept; 0 keeps none"
+    )
+    answers.add_argument(
+        "--response-store-seconds", type=float, default=24 * 3600.0, help="for which a response is kept"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,8 +171,13 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         host=args.host,
         port=args.port,
         names=tuple(args.served_name),
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
+        content_special_tokens=args.content_special_tokens,
         api_keys=(*args.api_key, *(_keys(args.api_key_file) if args.api_key_file is not None else ())),
         max_queue=args.max_queue,
+        response_store_bytes=args.response_store_bytes,
+        response_store_seconds=args.response_store_seconds,
         max_body_bytes=args.max_body_bytes,
         max_prompt_chars=args.max_prompt_chars,
         max_connections=args.max_connections,

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from phonograph.engine.passes.registry import ALL_PHASES, passes_of, step_passes_of
+from phonograph.engine.passes.registry import DECODE, TARGET_VERIFY, passes_for, phases_of, step_passes_for
 from phonograph.errors import PlanError
-from phonograph.graphs.planning.flags import given_for
+from phonograph.graphs.planning.flags import first_flag_of
 from phonograph.graphs.planning.sglang_flags import Alias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phonograph.engine.options import SpeculateName
+    from phonograph.engine.options import EngineOptions, SpeculateName
     from phonograph.graphs.planning.settings import PhaseDefaults
 
 log = logging.getLogger("phonograph")
@@ -88,15 +88,19 @@ def _one(flag: str, said: Mapping[str, T | None]) -> T | None:
     return next(iter(found.values()), None)
 
 
-def phases_for(args: argparse.Namespace, *, speculates: bool) -> Sequence[PhaseDefaults]:
-    """The phases of the engine's plan; a flag for another one is refused."""
-    phases, steps = [one.defaults for one in passes_of(speculates=speculates)], step_passes_of(speculates=speculates)
-    others = [phase for phase in ALL_PHASES if phase not in phases]
-    if unused := given_for(args, others):
+def phases_for(args: argparse.Namespace, options: EngineOptions) -> Sequence[PhaseDefaults]:
+    """The phases of the engine's plan; a flag for another way of decoding is refused."""
+    speculates = options.speculates
+    phases, steps = (
+        passes_for(embeddings=options.embeddings, speculates=speculates),
+        step_passes_for(speculates=speculates),
+    )
+    other = TARGET_VERIFY if not speculates else DECODE
+    if (unused := first_flag_of(args, other.defaults)) is not None:
         instead = steps.decodes.replace("_", "-")
         why = f"rows decode in rounds ({SPECULATE})" if speculates else f"nothing is drafted ({SPECULATE} is off)"
-        raise PlanError(f"{unused[0]}: this engine has no such phase, since {why}. Use --{instead}-graph-….")
-    return phases
+        raise PlanError(f"{unused}: this engine has no such phase, since {why}. Use --{instead}-graph-….")
+    return phases_of(phases)
 
 
 def _value(args: argparse.Namespace, flag: str) -> str | None:

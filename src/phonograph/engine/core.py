@@ -17,7 +17,8 @@ from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
 from phonograph.engine.requests.step import Sampled, ScheduledStep, TokenDetails, Update
 from phonograph.engine.requests.token_masks import TokenMasks, constrained
-from phonograph.engine.scheduling.admission import refuse_unknown_tokens
+from phonograph.engine.requests.vectors import add_sums, joined_sums
+from phonograph.engine.scheduling.admission import refuse_pooling, refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.speculation_tally import SpeculationTally
 from phonograph.errors import CoverageError, RequestError
@@ -74,6 +75,7 @@ class EngineCore(Generic[E]):
         """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
         refuse_unknown_tokens(request, self.executor.vocab)
         self._steps.honoured.refuse_others(request)
+        refuse_pooling(request, embeddings=self.scheduler.passes.embeds is not None)
         if constraints is None:
             constraints = self.constraints(request)
         vocab = self.executor.vocab
@@ -147,7 +149,7 @@ class EngineCore(Generic[E]):
             for sequence, problem in sampled.outside(step, self.executor.vocab):
                 self._news += self.scheduler.fail(sequence, problem)
         scored, unscored = take_scores(step, sampled) if step.prefills else ((), ())
-        for sequence, problem in unscored:
+        for sequence, problem in (*unscored, *add_sums(step, sampled)):
             self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
         if self.scheduler.limits.tokens_per_row > 1:
@@ -266,7 +268,8 @@ class EngineCore(Generic[E]):
                 continue
             found[part.sequences[0]] = sampled
         scores = joined_scores(step, [found.get(chunk.sequence) for chunk in step.prefills])
-        return replace(_joined([found.get(sequence) for sequence in step.sampling]), scores=scores)
+        sums = joined_sums([found.get(chunk.sequence) for chunk in step.pooling])
+        return replace(_joined([found.get(sequence) for sequence in step.sampling]), scores=scores, pooled=sums)
 
 
 def _joined(parts: list[Sampled | None]) -> Sampled:

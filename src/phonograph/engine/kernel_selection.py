@@ -18,7 +18,7 @@ from phonograph.engine.ops.native.library import Library, library
 from phonograph.engine.ops.queries import Attention
 from phonograph.engine.ops.tuning import Overlap
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes.registry import passes_of
+from phonograph.engine.passes.registry import passes_for
 from phonograph.engine.sampling.cpu import CpuSampler
 from phonograph.engine.sampling.sampler import Sampler, TorchSampler
 from phonograph.errors import DeviceError, PlanError
@@ -79,7 +79,8 @@ def refuse_unsupported(device: Device, options: EngineOptions, plan: Plan) -> No
         raise PlanError(
             f"attention='flashinfer' takes bfloat16 or float16, not {options.dtype}. Leave one of them out."
         )
-    for name in (declared.name for declared in passes_of(speculates=options.speculates) if declared.is_ragged):
+    passes = passes_for(embeddings=options.embeddings, speculates=options.speculates)
+    for name in (declared.name for declared in passes if declared.is_ragged):
         if plan.phase(name).backend == "full":
             raise PlanError(
                 "attention='flashinfer' plans every prompt on the host, which one graph can't hold. "

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from phonograph.devices import Device, open_device
 from phonograph.engine.cache.prefix_cache import prefix_sharing
 from phonograph.engine.checkpoints import open_for
@@ -33,13 +36,15 @@ from phonograph.engine.models.interface import Model, ModelParts, Noted
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes.registry import step_passes_of
+from phonograph.engine.passes.registry import step_passes_for
 from phonograph.engine.precision import precision_for
+from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
+from phonograph.engine.requests.vectors import embedding_of, normalized
 from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.scheduling.scheduler import Scheduler
-from phonograph.engine.text import ChatTemplate, StopStrings, TextReader, Tokenizer
+from phonograph.engine.text import ChatTemplate, ContentGuard, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.bad_words import with_bad_words
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.stops import with_special_stops
@@ -158,7 +163,7 @@ class LLM:
         sampler = select_sampler(self.device, options, self.plan)
         self.drafting = drafting_for(options, draft, loaded, limits.num_positions)
         """Who drafts tokens, if somebody does."""
-        passes = passes_with(self.drafting)
+        passes = passes_with(self.drafting, options)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress, passes)
         self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(
@@ -180,14 +185,17 @@ class LLM:
         """What was checked before the first request, by phase."""
         refuse_failures(self.verified)
         self.prefix_sharing = prefix_sharing(options.prefix_cache, self.executor.step_tables.prompt_state)
-        sharing, named = self.prefix_sharing.is_on, step_passes_of(speculates=options.speculates)
-        scheduler = Scheduler(self.limits, prefix_cache=sharing, mixed=options.mixed, passes=named)
-        grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
-        self.core = EngineCore(scheduler, self.executor, grammars)
+        self.core = self._new_core(options)
         self._numbers = itertools.count()
         self._turn = threading.Lock()
         self._submitted: list[str] = []
         """Requests of the caller whose turn it is, each noted before the core knows it."""
+
+    def _new_core(self, options: EngineOptions) -> EngineCore[Executor]:
+        steps = step_passes_for(embeddings=options.embeddings, speculates=options.speculates)
+        scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed, passes=steps)
+        grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
+        return EngineCore(scheduler, self.executor, grammars)
 
     def _planned(self, asked: Asked | Many[Ask], *, on_cpu_by_default: bool) -> Plan:
         """The plan for the model, its warnings logged."""
@@ -237,6 +245,22 @@ class LLM:
     def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
         """The next message of a conversation, as it comes."""
         return self._streamed(self._rendered(messages), params, continues=False)
+
+    def embed(
+        self, prompts: str | Many[str] | Many[Many[int]], pooling: Pooling = "mean", *, normalize: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """A vector of each prompt, [num_prompts, hidden]: the hidden states after the last norm, pooled.
+
+        Made by an engine with EngineOptions(embeddings=True). With `normalize` every vector has length 1.
+        """
+        many = [self._encoded(prompt) for prompt in _as_prompts(prompts)]
+        with self._alone():
+            added = [self._added(prompt, SamplingParams(max_tokens=0), pooling)[0] for prompt in many]
+            while any(sequence.finish is None for sequence in added):
+                self.core.step()
+        vectors = [embedding_of(sequence) for sequence in added]
+        vectors = [normalized(one) for one in vectors] if normalize else vectors
+        return np.stack(vectors) if vectors else np.zeros((0, self.checkpoint.config.hidden), dtype=np.float32)
 
     @property
     def where(self) -> str:
@@ -322,8 +346,9 @@ class LLM:
         return len(self._rendered(messages))
 
     def _rendered(self, messages: Many[Message]) -> tuple[int, ...]:
+        """Special tokens in messages are text: a prompt has them as they are."""
         template: ChatTemplate = self.checkpoint.chat_template()
-        return tuple(self._text().encode(template.render(list(messages)), add_special=False))
+        return tuple(ContentGuard(self._text()).encoded(lambda hide: template.render(hide(list(messages)))))
 
     def _generated(
         self, prompts: Many[tuple[int, ...]], params: SamplingParams | None, *, continues: bool
@@ -349,13 +374,18 @@ class LLM:
         params = with_bad_words(params, self.tokenizer)
         readers = dict[Sequence, _Reader]()
         for prompt in prompts:
-            request = Request(f"request-{next(self._numbers)}", prompt, params, arrival=time.monotonic())
-            self._submitted.append(request.id)
-            sequences = self.core.add(request)
+            sequences = self._added(prompt, params)
             for sequence in sequences:
                 readers[sequence] = reader = _Reader(sequence, self.tokenizer, continues=continues)
                 reader.done.prompt_logprobs = sequences[0].prompt_logprobs  # the first is scored, for all of them
         return readers
+
+    def _added(self, prompt: tuple[int, ...], params: SamplingParams, pooling: Pooling | None = None) -> list[Sequence]:
+        """The sequences of a prompt, in the core."""
+        name, arrival = f"request-{next(self._numbers)}", time.monotonic()
+        request = Request(name, prompt, params, arrival=arrival, pooling=pooling)
+        self._submitted.append(request.id)
+        return self.core.add(request)
 
     def _run(self, readers: dict[Sequence, _Reader]) -> Generator[tuple[Sequence, str], None, None]:
         """Step until all are done; a caller that stops listening cancels what is left."""

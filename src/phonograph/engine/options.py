@@ -81,6 +81,9 @@ class EngineOptions:
     shadow_tokens: bool = False
     """Whether token ids may be written there."""
 
+    embeddings: bool = False
+    """Whether prompts can be embedded: a pass of its own, with as many recordings as prefill has."""
+
     model_impl: ModelImplementation = "auto"
     """Whose layers a model has."""
     trust_remote_code: bool = False
@@ -115,6 +118,11 @@ class EngineOptions:
             known = get_args(names)
             if getattr(self, name) not in ((None, *known) if is_optional else known):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
+        if self.speculates and self.embeddings:
+            raise PlanError(
+                f"speculate={self.speculate!r} and embeddings exclude each other: the pass that makes vectors decodes "
+                "one token a row. Leave --embeddings or --speculate out."
+            )
         if (self.speculate == "eagle") != (self.draft is not None):
             raise PlanError(
                 "speculate='eagle' drafts by a head, and draft says where that is. Give --speculate eagle and --draft "

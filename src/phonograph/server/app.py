@@ -17,6 +17,8 @@ from phonograph.errors import PhonographError
 from phonograph.server.http.access import CorsGuard, HostGuard, KeyGuard
 from phonograph.server.http.failures import ApiError, respond
 from phonograph.server.openai.api import Api
+from phonograph.server.openai.delivery import NOTE_HEADER
+from phonograph.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from phonograph.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phonograph.server.openai.responses import (
     ChatChunk,
@@ -28,6 +30,9 @@ from phonograph.server.openai.responses import (
     ModelList,
     TokenizeResponse,
 )
+from phonograph.server.openai.responses_api import objects as responses_api
+from phonograph.server.openai.responses_api.request import ResponsesRequest
+from phonograph.server.openai.responses_api.routes import ResponsesApi
 from phonograph.server.openapi import Operation, document
 from phonograph.server.options import ServerOptions
 
@@ -53,6 +58,40 @@ OPERATIONS = (
         event=ChatChunk,
         statuses=_ENGINE,
     ),
+    Operation("/v1/embeddings", "post", "A vector of each text", EmbeddingResponse, EmbeddingRequest, statuses=_ENGINE),
+    Operation(
+        "/v1/responses",
+        "post",
+        "Answer a conversation, and keep the answer",
+        responses_api.Response,
+        ResponsesRequest,
+        event=responses_api.ResponseEvent,
+        statuses=_ENGINE,
+    ),
+    Operation(
+        "/v1/responses/{id}",
+        "get",
+        "A response that was kept",
+        responses_api.Response,
+        statuses=(400, 404),
+        parameters=("id",),
+    ),
+    Operation(
+        "/v1/responses/{id}",
+        "delete",
+        "Forget a response",
+        responses_api.DeletedResponse,
+        statuses=(404,),
+        parameters=("id",),
+    ),
+    Operation(
+        "/v1/responses/{id}/input_items",
+        "get",
+        "The items of its input",
+        responses_api.ItemList,
+        statuses=(400, 404),
+        parameters=("id",),
+    ),
     Operation("/v1/models", "get", "The names of the model", ModelList, statuses=()),
     Operation("/v1/models/{model}", "get", "One of the names", ModelCard, statuses=(404,), parameters=("model",)),
     Operation(
@@ -72,6 +111,7 @@ def create_app(
 ) -> ASGIApp:
     """The app for an AsyncLLM that is started elsewhere; `further` routes may be open to those without a key."""
     api = Api(llm, options)
+    kept = ResponsesApi(api, llm, options)
     described = msgspec.json.encode(document(OPERATIONS))
 
     async def openapi(request: Request) -> Response:
@@ -80,6 +120,10 @@ def create_app(
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/embeddings", api.embeddings, methods=["POST"]),
+        Route("/v1/responses", kept.create, methods=["POST"]),
+        Route("/v1/responses/{id}", kept.stored, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/input_items", kept.input_items),
         Route("/v1/models", api.models),
         Route("/v1/models/{model:path}", api.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),
@@ -96,6 +140,10 @@ def create_app(
         guarded = KeyGuard(guarded, options.api_keys, {"/health", *open_paths})
     if options.cors_origins:
         guarded = CorsGuard(
-            guarded, allow_origins=options.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            guarded,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[NOTE_HEADER],
         )
     return HostGuard(guarded, options.hosts) if options.hosts else guarded

@@ -25,8 +25,18 @@ class ServerOptions:
     """What the model is called in requests; default: the name of its file or folder."""
     api_keys: tuple[str, ...] = ()
     """Of which a request must carry one; none lets everybody in."""
+    tool_parser: str = "auto"
+    """How the model writes calls of tools: a name of `tool_formats`, `auto` to go by its template, or `none`."""
+    reasoning_parser: str = "auto"
+    """How it writes what it thinks: a name of `reasoning`, `auto` or `none`."""
+    content_special_tokens: str = "text"
+    """What special tokens in the texts of messages are: `text`, or `special` as in a prompt. Requests may say too."""
     max_queue: int = 1024
     """Sequences that may wait for a place; with more, requests get a 429."""
+    response_store_bytes: int = 64 << 20
+    """Of all responses of /v1/responses that can be had again by their id; 0: none can."""
+    response_store_seconds: float = 24 * 3600.0
+    """How long a response can be had again."""
     max_body_bytes: int = 8 << 20
     """A larger body gets a 413."""
     max_prompt_chars: int | None = None
@@ -53,10 +63,23 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         expect_whole("server options: port", self.port, PlanError, least=0, most=65535)
-        for name, least in (("max_queue", 0), ("max_body_bytes", 1), ("max_connections", 1), ("max_prompt_chars", 1)):
+        for name, least in (
+            ("max_queue", 0),
+            ("response_store_bytes", 0),
+            ("max_body_bytes", 1),
+            ("max_connections", 1),
+            ("max_prompt_chars", 1),
+        ):
             if (value := getattr(self, name)) is not None:
                 expect_whole(f"server options: {name}", value, PlanError, least=least)
-        for name in ("head_timeout", "body_timeout", "request_timeout", "stall_timeout", "drain_timeout"):
+        for name in (
+            "response_store_seconds",
+            "head_timeout",
+            "body_timeout",
+            "request_timeout",
+            "stall_timeout",
+            "drain_timeout",
+        ):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value > 0):  # without end is a time too
                 raise PlanError(f"server options: {name} must be above 0 seconds, found {shown(value)}.")

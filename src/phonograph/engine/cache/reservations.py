@@ -37,8 +37,7 @@ class Reservations:
     def admit(self, sequence: Sequence) -> bool:
         """Give pages for all known tokens and the reserve, cached ones first; False, and nothing given, if short."""
         tokens = sequence.known()
-        # The likelihood of a token is read off while the one before it is computed: what is not scored is computed.
-        cached = self.prefixes.match(tokens if sequence.is_scored else tokens[: len(sequence.prompt_logprobs) + 1])
+        cached = self.prefixes.match(tokens[: sequence.num_shareable])
         missing = self._target(sequence, len(tokens)) - len(cached)
         self._evict_for(missing)
         fresh = self.pool.take(missing)
@@ -70,8 +69,9 @@ class Reservations:
         self.prefixes.insert(sequence.known()[:num_tokens], sequence.pages)
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Take all pages back; none of its steps may be in flight. Full pages stay cached, unless it failed."""
-        if keep and sequence.finish is not FinishReason.ERROR:
+        """Take all pages back; none of its steps may be in flight. Full pages stay cached, unless it failed or was
+        pooled: whoever embeds many texts would push out the prompts that others share."""
+        if keep and sequence.finish is not FinishReason.ERROR and sequence.request.pooling is None:
             # What a step computed past the sequence's last token was written to no page of its own.
             self.keep(sequence, min(sequence.num_computed, sequence.max_computed))
         self.pool.give_back(sequence.pages)

@@ -105,7 +105,8 @@ class Executor:
         depth = limits.max_ahead + 2
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
             most = limits.max_seqs * limits.tokens_per_row
-            self._readback = Readback(device, most, depth, limits.num_places)
+            pooled = (limits.max_seqs, model.config.hidden) if any(one.pools for one in passes) else None
+            self._readback = Readback(device, most, depth, limits.num_places, pooled)
         self._begun = [device.fence(timed=True) for _ in range(depth)]
         self._num_launched = 0
         self._order = StepOrder()

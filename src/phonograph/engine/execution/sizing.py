@@ -15,7 +15,7 @@ from phonograph.engine.models.interface import Model
 from phonograph.engine.models.registry import UNCOMPILED
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.prompt_scores import scoring_bytes
-from phonograph.engine.passes.registry import PASSES, PassDeclaration, kept_by, passes_of
+from phonograph.engine.passes.registry import PASSES, PassDeclaration, kept_by, passes_for, phases_of
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.sampler import Sampler
 from phonograph.errors import DeviceError, PlanError
@@ -61,7 +61,8 @@ def plan_for(
 
     `breaks` are modules of the model that run between two graphs.
     """
-    measured, passes = [], passes_of(speculates=options.speculates)
+    passes = passes_for(embeddings=options.embeddings, speculates=options.speculates)
+    phases, measured = phases_of(passes), []
     if device.torch_device.type == "cuda":
         backend = "full"
         reason = "attention reads lengths and pages from device memory, so one graph serves any number of requests"
@@ -73,13 +74,13 @@ def plan_for(
     if breaks:
         reason = f"{breaks[0]} reads the device from the host, so it runs between graphs"
         measured = [one for one in measured if not one.setting.endswith(".backend")]
-        measured += [Measured(f"{one.name}.backend", "breakable", reason) for one in passes]
+        measured += [Measured(f"{phase.name}.backend", "breakable", reason) for phase in phases]
     if device.torch_device.type == "cpu" and on_cpu_by_default:
         reason = "the CPU has no graphs to launch; device='emulated' runs the graph path"
-        measured = [Measured(f"{one.name}.backend", "disabled", reason) for one in passes]
+        measured = [Measured(f"{phase.name}.backend", "disabled", reason) for phase in phases]
     packed = "the C++ kernels" if options.kernels == "cpu" else ""
     facts = replace(facts_of(device), known_failure=UNCOMPILED.get(architecture, ""), packed_weights=packed)
-    return resolve(asked, facts, [one.defaults for one in passes], measured=measured)
+    return resolve(asked, facts, phases, measured=measured)
 
 
 def _step_size(device: Device) -> _StepSize:
@@ -151,7 +152,7 @@ def cache_size(
         return CacheSize(limits.num_pages, f"{options.cache_tokens:,} tokens were asked for")
     if device.torch_device.type == "cpu":
         return CacheSize(limits.num_pages, f"a default on the CPU, for {limits.max_seqs} sequences")
-    needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, progress, passes)
+    needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, passes, progress)
     memory = device.memory()
     allowed = int(memory.total * options.memory) - memory.used
     page = page_bytes(kept_by(model, passes), limits.page_size, model.dtype)
@@ -178,8 +179,8 @@ def _rehearsed(
     device: Device,
     plan: Plan,
     limits: Limits,
-    progress: Progress,
     passes: Sequence[PassDeclaration],
+    progress: Progress,
 ) -> tuple[int, int]:
     """Bytes that graphs and activations take, found by recording the largest of every phase over a tiny cache.
 

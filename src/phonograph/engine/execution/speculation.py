@@ -11,7 +11,7 @@ from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
 from phonograph.engine.passes.ngram import ngram
-from phonograph.engine.passes.registry import PASSES, PassDeclaration
+from phonograph.engine.passes.registry import PassDeclaration, passes_for
 from phonograph.engine.passes.target_verify import speculating_passes
 
 
@@ -29,6 +29,8 @@ def drafting_for(
     return ngram(options.draft_depth) if options.speculates else None
 
 
-def passes_with(drafting: Drafting | None) -> Sequence[PassDeclaration]:
+def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[PassDeclaration]:
     """The passes of an engine for which somebody drafts, or nobody."""
-    return PASSES if drafting is None else speculating_passes(drafting)
+    if drafting is None:
+        return passes_for(embeddings=options.embeddings)
+    return speculating_passes(drafting)

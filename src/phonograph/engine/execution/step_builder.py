@@ -47,8 +47,9 @@ class StepTables:
             "decodes": [one.name for one in self.passes if one.serves],
             "mixed": [one.name for one in self.passes if one.serves and one.is_ragged],
         }
-        for kind, name in (("decodes", named.decodes), ("mixed", named.mixed)):
-            if name not in fit[kind]:
+        fit["embeds"] = [one.name for one in self.passes if one.serves and one.pools]
+        for kind, name in (("decodes", named.decodes), ("mixed", named.mixed), ("embeds", named.embeds)):
+            if name is not None and name not in fit[kind]:
                 raise PlanError(
                     f"StepPasses names {name!r} for {kind}: no pass of the executor that can run such a step. "
                     f"Name one of: {', '.join(fit[kind]) or 'none'}."
@@ -124,4 +125,5 @@ class StepBuilder:
 def _prompt_chunk(chunk: Chunk) -> PromptChunk:
     end = chunk.start + chunk.count
     following = next(iter(chunk.sequence.tokens(end, end + 1)), 0)
-    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, chunk.samples, chunk.targets, following)
+    asked = (chunk.samples, chunk.targets, chunk.pooled)
+    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, *asked, following)

@@ -59,14 +59,15 @@ class PrefillBatch:
         return count if self.targets is None else count - len(self.targets)
 
 
-class RoundEnds(NamedTuple):
-    """What the tail takes over where rows decode several tokens: all that is known of the tokens at `ends`."""
+class TokenStates(NamedTuple):
+    """Hidden states, and all that is known of the tokens."""
 
     hidden: torch.Tensor
     tokens: torch.Tensor
     rows: torch.Tensor
     positions: torch.Tensor
-    features: torch.Tensor | None
+    features: torch.Tensor | None = None
+    """What rounds take of them, if anything."""
 
 
 class PrefillBatches:
@@ -134,8 +135,17 @@ class PrefillBody:
         inner = model.attention
         self._model = model.with_attention(GapAttention(inner if rounds is None else ApartAttention(inner)))
 
-    def __call__(self, batch: PrefillBatch) -> torch.Tensor | RoundEnds:
+    def __call__(self, batch: PrefillBatch) -> torch.Tensor | TokenStates:
         """Hidden states of the tokens that something is sampled after."""
+        found = self.found(batch, batch.ends)
+        if self._rounds is None:
+            return found.hidden
+        ends = batch.ends
+        features = None if found.features is None else found.features[ends]
+        return TokenStates(found.hidden, found.tokens[ends], found.rows[ends], found.positions[ends], features)
+
+    def found(self, batch: PrefillBatch, wanted: torch.Tensor | None) -> TokenStates:
+        """Hidden states of the wanted tokens, or of all; and all that is known of every token."""
         tables, rows, rounds, positions = self._parts.tables, batch.rows, self._rounds, batch.positions
         if rounds is None:
             decoded = tables.last_token[rows]
@@ -147,13 +157,11 @@ class PrefillBody:
         spans = batch.spans if current().stage is Stage.EAGER else None
         queries = Queries(rows, positions, tables.pages[:, : batch.width], None, spans, batch.spans_from)
         if rounds is None:
-            return self._model.hidden(tokens, queries, self._parts.cache, wanted=batch.ends).states
-        hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=batch.ends, taps=rounds.taps)
+            hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted)
+            return TokenStates(hidden.states, tokens, rows, positions)
+        hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted, taps=rounds.taps)
         features = rounds.read(batch.following, queries, hidden.taps) if rounds.taps else None
-        ends = batch.ends
-        return RoundEnds(
-            hidden.states, tokens[ends], rows[ends], positions[ends], None if features is None else features[ends]
-        )
+        return TokenStates(hidden.states, tokens, rows, positions, features)
 
     def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         """Logits and tokens, of as many sequences as there are."""
@@ -173,13 +181,13 @@ class PrefillBody:
         wanted = hidden[batch.num_sampled : batch.ends.shape[0]]
         return score_prompts(wanted, targets, self._model.logits, self._parts.sampler)
 
-    def rounds_tail(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
+    def rounds_tail(self, found: TokenStates, batch: PrefillBatch) -> Picked:
         """As `tail`, where rows that decode have rounds; the rows of prompts get one token each."""
         scores = self._scores(found.hidden, batch)
         picked = self._picked_rounds(found, batch)
         return picked if scores is None else picked._replace(scores=scores)
 
-    def _picked_rounds(self, found: RoundEnds, batch: PrefillBatch) -> Picked:
+    def _picked_rounds(self, found: TokenStates, batch: PrefillBatch) -> Picked:
         assert self._rounds is not None
         count, first, width = batch.num_sampled, batch.spans_from, batch.tokens_per_row
         logits, picked = self._model.logits(found.hidden[:count]), None
@@ -193,7 +201,7 @@ class PrefillBody:
         return widened(ends, width) if picked is None else joined(picked, ends)
 
     def _places(
-        self, found: RoundEnds, batch: PrefillBatch, part: slice, tokens_per_row: int
+        self, found: TokenStates, batch: PrefillBatch, part: slice, tokens_per_row: int
     ) -> tuple[Queries, torch.Tensor | None]:
         """Where some of the ends stand, and what rounds take of them."""
         table, features = self._parts.tables.pages[:, : batch.width], found.features

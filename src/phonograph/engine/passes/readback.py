@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from phonograph.devices import Device, Fence
@@ -26,6 +28,7 @@ class Picked(NamedTuple):
     logprobs: TopLogprobs | None = None  # [num_rows, …] or [num_rows, tokens_per_row, …]
     scores: PromptScores | None = None
     """Of tokens of prompts, where a request wants them."""
+    pooled: torch.Tensor | None = None  # [num_pooled, hidden], float32
 
 
 class _Details:
@@ -49,11 +52,12 @@ class _Details:
 class _Block:
     """Host memory for the results of one step."""
 
-    def __init__(self, device: Device, max_tokens: int, max_scored: int) -> None:
+    def __init__(self, device: Device, max_tokens: int, max_scored: int, pooled: tuple[int, int] | None) -> None:
         self.tokens = _pinned(device, torch.int64, max_tokens)
         self.details = _Details(device, max_tokens)
         self.scores = _Details(device, max_scored)
         self.ranks = _pinned(device, torch.int64, max_scored)
+        self.pooled = None if pooled is None else _pinned(device, torch.float32, *pooled)
         self.done = device.fence(timed=True)
         self.num_uses = 0
 
@@ -62,6 +66,13 @@ class _Block:
         read, ranks = self.scores.start(found.logprobs), self.ranks[: found.ranks.shape[0]]
         ranks.copy_(found.ranks, non_blocking=True)
         return lambda: [(*details, rank) for details, rank in zip(read(), ranks.tolist(), strict=True)]
+
+    def start_pooled(self, found: torch.Tensor) -> Callable[[], npt.NDArray[np.float32]]:
+        """As `_Details.start`; what reads them makes a copy, since the block is used again."""
+        assert self.pooled is not None
+        place = self.pooled[: found.shape[0]]
+        place.copy_(found, non_blocking=True)
+        return lambda: place.numpy().copy()
 
 
 def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -79,6 +90,7 @@ class Pending:
         width: int | None,
         logprobs: Callable[[], list[TokenDetails]] | None,
         scores: Callable[[], list[PromptDetails]] | None,
+        pooled: Callable[[], npt.NDArray[np.float32]] | None = None,
     ) -> None:
         """What is there besides tokens is read by functions; `width` is the number of places of each row, where rows
         may have several tokens or none."""
@@ -88,6 +100,7 @@ class Pending:
         self._width = width
         self._logprobs = logprobs
         self._scores = scores
+        self._pooled = pooled
 
     @property
     def fence(self) -> Fence:
@@ -106,7 +119,7 @@ class Pending:
         logprobs = self._logprobs() if self._logprobs is not None else None
         scores = self._scores() if self._scores is not None else None
         if self._width is None:
-            return Sampled(tokens, None, logprobs, scores)
+            return Sampled(tokens, None, logprobs, scores, self._pooled() if self._pooled is not None else None)
         return _counted(tokens, self._width, logprobs, scores)
 
 
@@ -126,9 +139,17 @@ def _counted(
 class Readback:
     """A ring of host blocks, one for each step that may be in flight, and one more."""
 
-    def __init__(self, device: Device, max_tokens: int, depth: int, max_scored: int = 0) -> None:
-        """For so many sampled tokens, and so many of prompts that are scored, at most."""
-        self._blocks = [_Block(device, max_tokens, max_scored) for _ in range(depth)]
+    def __init__(
+        self,
+        device: Device,
+        max_tokens: int,
+        depth: int,
+        max_scored: int = 0,
+        pooled: tuple[int, int] | None = None,
+    ) -> None:
+        """For so many sampled tokens, and so many of prompts that are scored, at most; `pooled` is how many vectors a
+        step may bring, and how long they are."""
+        self._blocks = [_Block(device, max_tokens, max_scored, pooled) for _ in range(depth)]
         self._next = 0
 
     def start(self, picked: Picked) -> Pending:
@@ -143,5 +164,6 @@ class Readback:
         block.tokens[:count].copy_(tokens, non_blocking=True)
         logprobs = None if picked.logprobs is None else block.details.start(picked.logprobs)
         scores = None if picked.scores is None else block.start_scores(picked.scores)
+        pooled = None if picked.pooled is None else block.start_pooled(picked.pooled)
         block.done.record()
-        return Pending(block, count, width, logprobs, scores)
+        return Pending(block, count, width, logprobs, scores, pooled)

@@ -5,7 +5,7 @@ It needs no torch: what a pass computes is in its own file, which is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phonograph.engine.cache.groups import Kept
     from phonograph.engine.models.interface import Model
     from phonograph.engine.passes.base import Pass, PassParts
+    from phonograph.engine.requests.step import Chunk
     from phonograph.engine.state.column import Column
 
 
@@ -50,6 +51,8 @@ class PassDeclaration:
     host, outside of graphs."""
     serves: bool = True
     """Whether requests are served by it. Only such a pass needs a graph for every batch where coverage is strict."""
+    pools: bool = False
+    """Whether it sums hidden states, for requests that want a vector."""
     columns: Callable[[], Sequence[Column]] = _nothing
     """Request state of its own, besides what every engine has."""
     keeps: Callable[[Model], Sequence[Kept]] | None = None
@@ -72,6 +75,12 @@ def _prefill(parts: PassParts, backend: str) -> Pass:
     return prefill_pass(parts, backend)
 
 
+def _embed(parts: PassParts, backend: str) -> Pass:
+    from phonograph.engine.passes.embed import embed_pass
+
+    return embed_pass(parts, backend)
+
+
 def _heartbeat(parts: PassParts, backend: str) -> Pass:
     from phonograph.engine.passes.heartbeat import heartbeat_pass
 
@@ -88,15 +97,32 @@ def _without_drafter(parts: PassParts, backend: str) -> Pass:
 DECODE = PassDeclaration(KNOWN_PHASES["decode"], limit=lambda size: size.max_seqs, make=_decode)
 PREFILL = PassDeclaration(KNOWN_PHASES["prefill"], limit=lambda size: size.max_tokens, make=_prefill, is_ragged=True)
 HEARTBEAT = PassDeclaration(KNOWN_PHASES["idle"], limit=lambda size: 1, make=_heartbeat, serves=False)
+EMBED = PassDeclaration(
+    KNOWN_PHASES["embed"], limit=lambda size: size.max_tokens, make=_embed, is_ragged=True, pools=True
+)
 TARGET_VERIFY = PassDeclaration(KNOWN_PHASES["target_verify"], limit=lambda size: size.max_seqs, make=_without_drafter)
 """As plans know it; `target_verify.speculating_passes` gives it a drafter."""
 PASSES = (DECODE, PREFILL, HEARTBEAT)
+"""Those that every engine has, unless it drafts."""
 SPECULATING = (TARGET_VERIFY, PREFILL, HEARTBEAT)
 """Of an engine that drafts tokens and verifies them: rows decode in rounds, alone and among prompts."""
-PHASES = tuple(declared.defaults for declared in PASSES)
-"""As a plan and its flags take them."""
-ALL_PHASES = tuple(declared.defaults for declared in dict.fromkeys((*PASSES, *SPECULATING)))
-"""Of all engines together."""
+
+
+def passes_for(*, embeddings: bool, speculates: bool = False) -> tuple[PassDeclaration, ...]:
+    """The passes of an engine, as its plan knows them; with that for embeddings only where they are asked for: it has
+    as many recordings as prefill."""
+    passes = SPECULATING if speculates else PASSES
+    return (*passes, EMBED) if embeddings else passes
+
+
+def phases_of(passes: Iterable[PassDeclaration]) -> tuple[PhaseDefaults, ...]:
+    """As a plan takes them."""
+    return tuple(declared.defaults for declared in passes)
+
+
+PHASES = phases_of(PASSES)
+ALL_PHASES = phases_of(dict.fromkeys((*passes_for(embeddings=True), *SPECULATING)))
+"""Those of every pass that an engine may have: as flags are made for them."""
 
 
 def kept_by(model: Model, passes: Sequence[PassDeclaration] = PASSES) -> list[Kept]:
@@ -112,13 +138,17 @@ class StepPasses:
     """Decodes alone."""
     mixed: str = PREFILL.name
     """Prefills, and decodes among them."""
+    embeds: str | None = None
+    """As mixed, with a chunk among them that is pooled; None where no request may be."""
+
+    def with_prefills(self, chunks: Iterable[Chunk]) -> str:
+        """The pass of a step with these prefills."""
+        if self.embeds is not None and any(chunk.pooled is not None for chunk in chunks):
+            return self.embeds
+        return self.mixed
 
 
-def passes_of(*, speculates: bool) -> tuple[PassDeclaration, ...]:
-    """The passes of an engine, as its plan knows them."""
-    return SPECULATING if speculates else PASSES
-
-
-def step_passes_of(*, speculates: bool) -> StepPasses:
-    """Which of them run its steps."""
-    return StepPasses(TARGET_VERIFY.name) if speculates else StepPasses()
+def step_passes_for(*, embeddings: bool = False, speculates: bool = False) -> StepPasses:
+    """Which passes of an engine run its steps."""
+    decodes = TARGET_VERIFY if speculates else DECODE
+    return StepPasses(decodes.name, embeds=EMBED.name if embeddings else None)

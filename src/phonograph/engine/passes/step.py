@@ -32,6 +32,8 @@ class PromptChunk:
     """Whether the row's next token is sampled."""
     targets: tuple[int, ...] = ()
     """What follows its first tokens in the prompt, where the likelihood of each is wanted."""
+    pooled: tuple[int, int] | None = None
+    """Which of the tokens are summed, from the first up to the second; None for none."""
     following: int = 0
     """The token that comes after these, where the host knows it."""
 

@@ -8,8 +8,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 
@@ -20,13 +21,12 @@ from phonograph.engine.process.front_text import FrontText
 from phonograph.engine.process.generation import Delta, Generation
 from phonograph.engine.process.health import Health, health_in_service
 from phonograph.engine.process.messages import Add, Cancel, CheckIntegrity, Finish, IntegrityReport, Ready, StepOutput
+from phonograph.engine.process.new_requests import Asked, new_requests
 from phonograph.engine.process.observer import Observer, Observers
 from phonograph.engine.process.statistics import EngineStats
+from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import Request, SamplingParams
-from phonograph.engine.scheduling.admission import refuse_oversized, refuse_unknown_tokens, refuse_unlike_prompts
 from phonograph.engine.text import ChatTemplate
-from phonograph.engine.text.bad_words import with_bad_words
-from phonograph.engine.text.stops import with_special_stops
 from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
 
@@ -191,7 +191,7 @@ class AsyncLLM:
         """
         self.refuse_unless_ready()
         with self._refusals_counted():
-            prepared = self._prepared(self._requests(prompts, params, request_id, priority, timeout), continues)
+            prepared = self._prepared(self._requests(prompts, Asked(params, priority, timeout), request_id), continues)
         return self._started(*prepared)
 
     async def submit_long(
@@ -203,12 +203,16 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
         continues: bool = False,
+        pooling: Pooling | None = None,
+        kept_ids: Collection[int] = (),
     ) -> Generation:
-        """Like `submit`; many tokens or choices are made ready in a thread."""
+        """Like `submit`; many tokens or choices are made ready in a thread. With `pooling`, prompts are embedded;
+        `kept_ids` are special tokens that are text in the outputs."""
         self.refuse_unless_ready()
 
         def work() -> tuple[Generation, list[msgspec.Raw]]:
-            return self._prepared(self._requests(prompts, params, request_id, priority, timeout), continues)
+            requests = self._requests(prompts, Asked(params, priority, timeout, pooling), request_id)
+            return self._prepared(requests, continues, kept_ids)
 
         size = sum(map(len, prompts)) + _CHOICE_SIZE * len(prompts) * params.n
         with self._refusals_counted():
@@ -216,36 +220,11 @@ class AsyncLLM:
         self.refuse_unless_ready()
         return self._started(*prepared)
 
-    def _requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        request_id: str | None,
-        priority: int,
-        timeout: float | None,
-    ) -> list[Request]:
-        """The prompts as requests that the engine can serve; any thread may make them."""
-        now, about = time.monotonic(), self.about
-        params = with_special_stops(params.resolved(self.sampling), self.tokenizer, about.vocab)
-        params = with_bad_words(params, self.tokenizer)
-        name = request_id or f"request-{next(self._numbers)}"
-        deadline = None if timeout is None else now + timeout
-        added, most = len(prompts) * params.n, self.max_active
-        if not prompts or added > most:
-            problem = (
-                f"the request makes {added} sequences; expected 1 to {most}, which may run or wait here. Send fewer."
-            )
-            raise RequestError(problem, field="n" if params.n > 1 else "prompt")
-        for prompt in prompts:
-            refuse_unlike_prompts(prompt)
-        requests = [
-            Request(f"{name}-{place}" if place else name, tuple(prompt), params, priority, deadline, now)
-            for place, prompt in enumerate(prompts)
-        ]
-        for request in requests:
-            refuse_unknown_tokens(request, about.vocab)
-            refuse_oversized(request, about.limits)
-        return requests
+    def _requests(self, prompts: Sequence[Sequence[int]], asked: Asked, request_id: str | None) -> list[Request]:
+        name, embeddings = request_id or f"request-{next(self._numbers)}", self.arguments.options.embeddings
+        asked = replace(asked, params=asked.params.resolved(self.sampling))
+        most = self.max_active
+        return new_requests(prompts, asked, name, self.about, self.tokenizer, most=most, embeddings=embeddings)
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
@@ -255,11 +234,19 @@ class AsyncLLM:
             self.observer.rejected("invalid")
             raise
 
-    def _prepared(self, requests: Sequence[Request], continues: bool) -> tuple[Generation, list[msgspec.Raw]]:
+    def _prepared(
+        self, requests: Sequence[Request], continues: bool, kept_ids: Collection[int] = ()
+    ) -> tuple[Generation, list[msgspec.Raw]]:
         """The generation, and what the core is told of it; any thread may make them."""
         eos_ids = self.about.limits.eos_ids
         generation = Generation(
-            requests, self.tokenizer, self.observer, self._closed, eos_ids=eos_ids, continues=continues
+            requests,
+            self.tokenizer,
+            self.observer,
+            self._closed,
+            eos_ids=eos_ids,
+            continues=continues,
+            kept_ids=kept_ids,
         )
         return generation, [self._core.encoded(Add(request)) for request in requests]
 

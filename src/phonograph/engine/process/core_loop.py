@@ -163,12 +163,11 @@ class CoreLoop:
         if index not in self._live.get(request_id, {}):
             return
         logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
-        told = (sequence.error, sequence.num_cached, logprobs)
         scores = self._new_scores(sequence) if sequence.prompt_logprobs else ()
-        drafts, field = (sequence.num_drafted, sequence.num_accepted), sequence.error_field
-        self._outputs.append(
-            Output(request_id, index, tokens, finish, *told, field=field, prompt_logprobs=scores, drafts=drafts)
-        )
+        vector = b"" if sequence.embedding is None else sequence.embedding.tobytes()
+        told = (sequence.error, sequence.num_cached, logprobs, False, sequence.error_field, scores, vector)
+        drafts = (sequence.num_drafted, sequence.num_accepted)
+        self._outputs.append(Output(request_id, index, tokens, finish, *told, drafts))
         if finish is not None:
             self._forget(sequence)
 

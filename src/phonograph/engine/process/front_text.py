@@ -8,11 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 from phonograph.engine.scheduling.admission import refuse_unlike_prompts
-from phonograph.engine.text import ChatTemplate, Tokenizer
-from phonograph.engine.text.truncation import encoded_end, last_tokens
+from phonograph.engine.text import ChatTemplate, ContentGuard, Tokenizer
+from phonograph.engine.text.truncation import encoded_end, end_of, last_tokens
 from phonograph.errors import RequestError
 
 T = TypeVar("T")
@@ -32,6 +33,10 @@ class FrontText:
         self._tokenizer = tokenizer
         self._template = template
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts", initializer=_let_others_go_first)
+
+    @cached_property
+    def _guard(self) -> ContentGuard:
+        return ContentGuard(self.tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -89,19 +94,30 @@ class FrontText:
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
+        continues: bool = False,
+        special_content: bool = False,
         add_special: bool = False,
         most: int | None = None,
         size: int = _INLINE,
     ) -> list[int]:
-        """The token ids of a conversation, the last of them, at most `most`; `size` is about how many characters it
-        has. With `add_special`, what the tokenizer puts around a text comes on top of what the template writes."""
+        """The token ids of a conversation, or of one whose last message is gone on with; the last, at most `most`.
+
+        Special tokens that messages and tools have in their texts are text, unless `special_content`. With
+        `add_special`, what the tokenizer puts around a text comes on top of what the template writes. `size` is about
+        how many characters there are.
+        """
         tokenizer, template = self.tokenizer, self.template
 
+        def written(hide: Callable[[Any], Any] = lambda value: value) -> str:
+            given, shown, further = hide(list(messages)), hide(tools), hide(variables)
+            if continues:
+                return template.continued(given, tools=shown, variables=further)
+            return template.render(given, tools=shown, variables=further, add_generation_prompt=add_generation_prompt)
+
         def rendered() -> list[int]:
-            text = template.render(
-                messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
-            )
-            return encoded_end(tokenizer, text, most, add_special=add_special)
+            if special_content:
+                return encoded_end(tokenizer, written(), most, add_special=add_special)
+            return end_of(self._guard.written(written), most, add_special=add_special)
 
         return await self.off_loop(size, rendered)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -31,6 +31,8 @@ class Delta:
     """The field of the request that is at fault, where one is."""
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """Of further tokens of the prompt, from the second on."""
+    embedding: bytes = b""
+    """Of a prompt that is pooled, its vector: numbers of float32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +78,9 @@ class Generation:
         *,
         eos_ids: Sequence[int],
         continues: bool = False,
+        kept_ids: Collection[int] = (),
     ) -> None:
+        """`continues`: outputs go on where their prompts end; `kept_ids`: special tokens that are text in them."""
         self.requests = tuple(requests)
         self._first = {request.id: place * request.params.n for place, request in enumerate(requests)}
         """The number of each request's first choice."""
@@ -89,6 +93,7 @@ class Generation:
                     tokenizer,
                     stops.again(),
                     stop_ids=request.params.stop_ids(eos_ids),
+                    kept_ids=kept_ids,
                     after=request.prompt if continues else (),
                     verbatim=request.params.grammar is not None,
                     min_tokens=request.params.min_tokens,
@@ -201,6 +206,7 @@ class Generation:
         delta.logprobs += output.logprobs[:count]
         if finish is not None:
             delta.finish, delta.error, delta.error_field = finish, output.error, output.field
+            delta.embedding = output.embedding
             self._end(choice, finish, now)
         if not self._wants_all or not self._left:
             self._wake()

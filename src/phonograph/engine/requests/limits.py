@@ -7,10 +7,6 @@ from dataclasses import dataclass, fields
 from phonograph.errors import PlanError
 from phonograph.numbers import expect_whole, is_whole
 
-SCORED_PLACES = 64
-"""Tokens of prompts that a step can score, however many sequences sample in it. Each place is a row of every mixed
-step's last norm, used or not; where fewer sequences sample, their places are used too."""
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -39,6 +35,9 @@ class Limits:
     tokens_per_row: int = 1
     """Tokens that a step computes for a row that decodes at most, and that it can bring it. With 1 it brings just that
     one; with more, any number up to it, or none. Where it is more, a step may compute one all the same."""
+    scored_places: int = 64
+    """Tokens of prompts that a step can score, however many sequences sample in it; where fewer do, their places are
+    used too. Each is a row of every mixed step's last norm, used or not."""
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -83,7 +82,7 @@ class Limits:
     def num_places(self) -> int:
         """Tokens of a mixed step that logits are computed for: all that something is sampled after, and some of
         prompts that are scored."""
-        return self.max_seqs * self.tokens_per_row + SCORED_PLACES
+        return self.max_seqs * self.tokens_per_row + self.scored_places
 
     @property
     def num_positions(self) -> int:

@@ -10,6 +10,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Literal
 
+from phonograph.engine.requests.pooling import Pooling, check_pooling
 from phonograph.errors import RequestError
 from phonograph.numbers import MAX_WHOLE, expect_finite, expect_whole, shown
 
@@ -246,6 +247,8 @@ class Request:
     run_ahead: bool = True
     """False where the next step depends on the text so far (a grammar, words of several tokens that may not come): each
     step waits for the last one's token."""
+    pooling: Pooling | None = None
+    """How hidden states of the prompt become the one vector that is wanted of it; it generates nothing then."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
@@ -262,6 +265,10 @@ class Request:
             raise RequestError(f"run_ahead is True or False, found {self.run_ahead!r}.", field="run_ahead")
         if self.params.follows_text:
             object.__setattr__(self, "run_ahead", False)
+        if self.pooling is not None:
+            check_pooling(self.pooling)
+            _whole("n, of a request that is pooled,", self.params.n, least=1, most=1, field="n")
+            _whole("max_tokens, of a request that is pooled,", self.params.max_tokens, most=0, field="max_tokens")
 
 
 def _whole(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phonograph.engine.requests.constraints import Constraint
     from phonograph.engine.requests.parameter import Sampling
     from phonograph.engine.requests.token_masks import TokenMasks
+    from phonograph.engine.requests.vectors import PooledSum, Vector
 
 
 class State(Enum):
@@ -92,6 +93,10 @@ class Sequence:
     """One for each output, where the request has logprobs."""
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """Of the prompt's tokens from the second on, as far as committed steps have scored them."""
+    pooled: PooledSum | None = None
+    """Of a request that is pooled, what its committed chunks have summed."""
+    embedding: Vector | None = None
+    """What became of that, once it has ended well."""
     constraint: Constraint | None = None
     """Which tokens may come next, where that depends on those before: where it is in its grammar."""
     masks: TokenMasks | None = None
@@ -118,6 +123,17 @@ class Sequence:
         """Whether nothing of its prompt is left to be scored. Of n sequences the first has the scores of all."""
         params, scored = self.request.params, len(self.prompt_logprobs)
         return params.prompt_logprobs is None or self.index > 0 or scored >= len(self.request.prompt) - 1
+
+    @property
+    def num_shareable(self) -> int:
+        """Tokens whose pages may be found in the prefix cache: pages don't hold what else is wanted of a prompt.
+
+        Of one that is pooled that is every hidden state. The likelihood of a token is read off while the one before it
+        is computed: what is not scored is computed.
+        """
+        if self.request.pooling is not None:
+            return 0
+        return len(self.request.prompt) + len(self.outputs) if self.is_scored else len(self.prompt_logprobs) + 1
 
     def targets(self, start: int, stop: int) -> tuple[int, ...]:
         """The tokens whose likelihood is read off after those from `start` up to `stop`: the prompt, one further."""
@@ -172,6 +188,14 @@ class Sequence:
             if len(outputs) >= self.max_outputs:
                 return outputs[first:], FinishReason.LENGTH, 0
         return outputs[first:], None, 0
+
+    def pooled_part(self, start: int, stop: int) -> tuple[int, int] | None:
+        """Which tokens of the chunk from `start` to `stop` are summed, counted from `start`; at its end there are some,
+        unless it is not pooled."""
+        pooling = self.request.pooling
+        if pooling is None or (pooling == "last" and stop < self.num_prompt):
+            return None
+        return (0 if pooling == "mean" else stop - start - 1), stop - start
 
     def known(self) -> tuple[int, ...]:
         """The prompt and the committed outputs."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.errors import PhonographError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 NOT_FINITE = -1
 """In place of a token: the logits that it was to be picked from hold NaN or +inf."""
@@ -30,6 +35,8 @@ class Chunk:
     """Whether the sequence got its row in this step, fresh or after a preemption."""
     targets: tuple[int, ...] = ()
     """What follows its first tokens, where the prompt is scored: the likelihood of each is read off the one before."""
+    pooled: tuple[int, int] | None = None
+    """Of a request that is pooled, which of the tokens are summed, from the first up to the second."""
 
     @property
     def is_end(self) -> bool:
@@ -77,6 +84,11 @@ class ScheduledStep:
         return tuple(chunk for chunk in self.prefills if chunk.enters)
 
     @property
+    def pooling(self) -> tuple[Chunk, ...]:
+        """Chunks whose hidden states are summed, in the order of the batch."""
+        return tuple(chunk for chunk in self.prefills if chunk.pooled is not None)
+
+    @property
     def num_seqs(self) -> int:
         return len(self.decodes) + len(self.prefills)
 
@@ -108,9 +120,13 @@ class Sampled:
     """For each token, where a request has logprobs."""
     scores: list[PromptDetails] | None = None
     """For each of the targets of all prefills, in their order, where there are some."""
+    pooled: npt.NDArray[np.float32] | None = None
+    """[num_pooled, hidden]: the sums of `step.pooling`, where there are some; None too where all of these failed."""
 
     def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""
+        if step.prefills:
+            self._check_pooled(step)
         counts, expected = self.counts, len(step.sampling)
         if counts is not None:
             decodes, ends, most = counts[: len(step.decodes)], counts[len(step.decodes) :], step.tokens_per_row
@@ -130,6 +146,14 @@ class Sampled:
             raise PhonographError(
                 f"committing step {step.number}: found {len(self.scores)} scores of prompts, expected {num_scored}. "
                 "Give those of the targets of step.prefills, in their order."
+            )
+
+    def _check_pooled(self, step: ScheduledStep) -> None:
+        chunks, found = step.pooling, 0 if self.pooled is None else len(self.pooled)
+        if found != len(chunks) and (found or any(chunk.sequence.finish is None for chunk in chunks)):
+            raise PhonographError(
+                f"committing step {step.number}: found {found} sums of hidden states, expected {len(chunks)}. "
+                "Give one for each of step.pooling, in its order."
             )
 
     def outside(self, step: ScheduledStep, vocab: int) -> list[tuple[Sequence, str]]:

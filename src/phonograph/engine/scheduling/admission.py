@@ -14,6 +14,12 @@ UNORDERED = (bytes, bytearray, memoryview, Mapping, Set)
 """They can be iterated over, but what comes of it is no text and no list of token ids."""
 
 
+NO_EMBEDDINGS = (
+    "this engine makes no embeddings: the recordings for them are made only where they are asked for. Start it with "
+    "--embeddings, or EngineOptions(embeddings=True)."
+)
+
+
 def refuse_unlike_prompts(prompt: object) -> None:
     """Refuse what is neither a text nor a list of token ids."""
     if isinstance(prompt, UNORDERED) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) != 1:
@@ -68,6 +74,12 @@ def refuse_speculation(request: Request, limits: Limits) -> None:
             "it out, or start the engine with --speculate ngram.",
             field="speculate",
         )
+
+
+def refuse_pooling(request: Request, *, embeddings: bool) -> None:
+    """Refuse a request for a vector where no pass makes one."""
+    if request.pooling is not None and not embeddings:
+        raise RequestError(NO_EMBEDDINGS, field="pooling")
 
 
 def refuse_oversized(request: Request, limits: Limits) -> None:

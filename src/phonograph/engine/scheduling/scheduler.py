@@ -78,8 +78,7 @@ class Scheduler:
         first, followers = (sequences[:1], sequences[1:]) if shares else (sequences, [])
         if followers:
             self._followers[sequences[0]] = followers
-        for sequence in first:
-            self._waiting.push(sequence)
+        self._waiting_again(first)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
         return list(sequences)
@@ -131,9 +130,7 @@ class Scheduler:
             del self._live[sequence.request.id]
 
     def _queue_followers(self, sequence: Sequence) -> None:
-        for follower in self._followers.pop(sequence, ()):
-            if follower.finish is None:
-                self._waiting.push(follower)
+        self._waiting_again(self._followers.pop(sequence, ()))
 
     # -- launch ---------------------------------------------------------------------------------------------------
 
@@ -160,8 +157,8 @@ class Scheduler:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
-        pass_name = self.passes.mixed if chunks else self.passes.decodes
-        step = ScheduledStep(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=pass_name)
+        name = self.passes.with_prefills(chunks) if chunks else self.passes.decodes
+        step = ScheduledStep(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=name)
         self._in_flight.append(step)
         return step
 
@@ -228,7 +225,7 @@ class Scheduler:
             return None
         self._waiting.discard(sequence)
         self._prefills.append(sequence)
-        self._prefix_lookup_tokens += sequence.prefill_end
+        self._prefix_lookup_tokens += sequence.prefill_end if sequence.request.pooling is None else 0
         self._prefix_hit_tokens += sequence.num_computed
         if not sequence.last_step:
             sequence.num_cached = sequence.num_computed
@@ -247,7 +244,8 @@ class Scheduler:
             sequence.num_launched_outputs += 1
             self._decodes.join(sequence)
         known, targets = sequence.tokens(start, stop), sequence.targets(start, stop)
-        return budget.spent_on(Chunk(sequence, start, known, samples, enters, targets))
+        part = sequence.pooled_part(start, stop)
+        return budget.spent_on(Chunk(sequence, start, known, samples, enters, targets, part))
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
@@ -272,8 +270,8 @@ class Scheduler:
         self._waiting_again(self.rows.retire(self._committed))
         return updates
 
-    def _waiting_again(self, retired: Iterable[Sequence]) -> None:
-        for sequence in retired:
+    def _waiting_again(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
             if sequence.finish is None:
                 self._waiting.push(sequence)
 

@@ -26,6 +26,10 @@ _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exce
 """Names that every template is given, or is not given on purpose: no request sets them by `variables`."""
 
 
+_LAST = "\ue000end of the last message\ue000"
+"""Marks a place in a rendered text; its first character is one that is assigned to nothing."""
+
+
 class ChatTemplate:
     """A model's chat template; without one, `render` refuses and says so."""
 
@@ -35,6 +39,7 @@ class ChatTemplate:
         self.source = Path(source).name
         """What messages call it: clients read them, and where the file lies is not for them."""
         self._special_tokens = dict(special_tokens or {})
+        self._written = template or ""
         self._template = None if template is None else _compiled(template, source)
         names = frozenset[str]() if template is None else _names_in(template)
         self.takes_tools = "tools" in names
@@ -50,6 +55,27 @@ class ChatTemplate:
     def from_folder(cls, folder: Path) -> ChatTemplate:
         """From chat_template.jinja, or from tokenizer_config.json, of a Hugging Face folder."""
         return cls(_read_template(folder), SideFiles.read(folder).special_tokens, str(folder))
+
+    def mentions(self, text: str) -> bool:
+        """Whether the template has this text in it, as it is written."""
+        return text in self._written
+
+    def continued(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt for messages of which the last is gone on with: it ends where the text of that ends."""
+        *before, last = messages
+        marked = {**last, "content": f"{last.get('content')}{_LAST}"}
+        text = self.render([*before, marked], add_generation_prompt=False, tools=tools, variables=variables)
+        found, mark, _ = text.rpartition(_LAST)
+        if not mark:
+            problem = f"the template of {self.source} does not show the text of the last message"
+            raise RequestError(f"rendering a chat: {problem}. Change that message.", field="messages")
+        return found
 
     def render(
         self,

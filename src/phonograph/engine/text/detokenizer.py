@@ -45,12 +45,14 @@ class Detokenizer:
         *,
         skip_special: bool = True,
         without: Collection[int] = (),
+        kept: Collection[int] = (),
         after: Iterable[int] = (),
         verbatim: bool = False,
     ) -> None:
-        """`without`: tokens that are no text in this output, whatever the vocabulary says of them."""
+        """`without`: tokens that are no text in this output, whatever the vocabulary says of them; `kept`: special ones
+        that are text in it."""
         self._tokenizer = tokenizer
-        self._skipped = (tokenizer.special_ids if skip_special else frozenset()).union(without)
+        self._skipped = (tokenizer.special_ids if skip_special else frozenset()).difference(kept).union(without)
         self._decoder = _utf8_decoder("replace")
         self._started = LeadingSpaces(tokenizer, after, verbatim=verbatim).cut
 

@@ -35,17 +35,20 @@ class TextReader:
         stops: StopStrings,
         *,
         stop_ids: Collection[int] = (),
+        kept_ids: Collection[int] = (),
         after: Sequence[int] = (),
         verbatim: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """`stop_ids` end the output and are not part of its text; `after` is the prompt that the text continues.
-        Within the first `min_tokens` no stop string ends it.
+        """`stop_ids` end the output and are not part of its text; `kept_ids` are part of it though they are special;
+        `after` is the prompt that the text continues. Within the first `min_tokens` no stop string ends it.
 
         A `verbatim` text follows a grammar: no space in front of it is the vocabulary's own.
         """
         self._detokenizer = (
-            Detokenizer(tokenizer, without=stop_ids, after=after, verbatim=verbatim) if tokenizer is not None else None
+            Detokenizer(tokenizer, without=stop_ids, kept=kept_ids, after=after, verbatim=verbatim)
+            if tokenizer is not None
+            else None
         )
         self._stops = stops
         self._stop_ids = stop_ids

@@ -98,6 +98,23 @@ class Tokenizer:
                 field="prompt",
             ) from None
 
+    def encode_places(self, text: str, *, add_special: bool = True) -> list[tuple[int, tuple[int, int]]]:
+        """As `encode`, each id with the characters that it is of: start and end, which are 0 of what is put around."""
+        (found,) = self._backend.encode_batch([text], add_special_tokens=add_special)
+        return list(zip(found.ids, found.offsets, strict=True))
+
+    def encode_exactly(self, text: str) -> list[int]:
+        """The ids whose bytes are those of a text, without spaces that the vocabulary puts in front of every text."""
+        wanted = text.encode()
+        for before in ("", "\n"):
+            ids = self._backend.encode(before + text, add_special_tokens=False).ids
+            found = b""
+            for place in reversed(range(len(ids))):
+                found = self.token_bytes(ids[place]) + found
+                if found == wanted:
+                    return ids[place:]
+        return self._backend.encode(text, add_special_tokens=False).ids
+
     def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of ids; ids that are no token are left out."""
         data = b"".join(self.token_bytes(i) for i in token_ids if not (skip_special and i in self.special_ids))
@@ -116,6 +133,10 @@ class Tokenizer:
     def to_json(self) -> str:
         """The vocabulary in the form of a tokenizer.json."""
         return self._backend.to_str()
+
+    def token_text(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it."""
+        return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, such as `<|im_end|>`."""

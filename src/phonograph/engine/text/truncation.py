@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from phonograph.engine.text.tokenizer import Tokenizer
 
 
 def encoded_end(tokenizer: Tokenizer, text: str, most: int | None, *, add_special: bool) -> list[int]:
     """The tokens of a text, the last ones if there are more than `most`; what the tokenizer puts around it stays."""
-    tokens = tokenizer.encode(text, add_special=add_special)
+    return end_of(lambda special: tokenizer.encode(text, add_special=special), most, add_special=add_special)
+
+
+def end_of(encode: Callable[[bool], list[int]], most: int | None, *, add_special: bool) -> list[int]:
+    """The same of what `encode` gives, with what the tokenizer puts around it or without."""
+    tokens = encode(add_special)
     if most is None or len(tokens) <= most:
         return tokens
-    bare = tokenizer.encode(text, add_special=False)
+    bare = encode(False)
     room = most - (len(tokens) - len(bare))
     first = next((place for place in range(len(tokens)) if tokens[place : place + len(bare)] == bare), None)
     if first is None or room < 1:

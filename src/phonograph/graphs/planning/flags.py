@@ -96,10 +96,10 @@ def asked_from(namespace: argparse.Namespace, phases: Sequence[PhaseDefaults], v
     return Asked(tuple(asks), tuple(dict.fromkeys(warnings)))
 
 
-def given_for(namespace: argparse.Namespace, phases: Sequence[PhaseDefaults]) -> list[str]:
-    """The flags of these phases that the command line uses: an owner whose plan lacks them says so."""
-    given: Mapping[str, object] = vars(namespace)
-    return [flag for flag, setting in _by_flag(phases).items() if setting.phase is not None and _found(given, flag)]
+def first_flag_of(namespace: argparse.Namespace, phase: PhaseDefaults) -> str | None:
+    """The first flag of one phase alone that the command line has, or None."""
+    of_phase = [flag for flag, setting in _by_flag([phase]).items() if setting.phase is not None]
+    return next((flag for flag in of_phase if _found(vars(namespace), flag)), None)
 
 
 def _found(given: Mapping[str, object], flag: str) -> list[object]:

@@ -50,6 +50,7 @@ _BETWEEN = "attention that depends on the number of requests can run between gra
 KNOWN_PHASES: Mapping[str, PhaseDefaults] = {
     "decode": PhaseDefaults("decode"),
     "prefill": PhaseDefaults("prefill", "breakable", _BETWEEN),
+    "embed": PhaseDefaults("embed", "breakable", _BETWEEN),
     "target_verify": PhaseDefaults("target_verify"),
     "draft": PhaseDefaults("draft"),
     "draft_extend": PhaseDefaults("draft_extend"),

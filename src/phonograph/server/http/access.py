@@ -103,6 +103,11 @@ def _name_in(host: str) -> str:
     return name.lower().rstrip(".")
 
 
+def owner_of(headers: Headers) -> bytes:
+    """Who sent a request, told by its key; nothing can be read from it."""
+    return _digest(_key_in(headers.get("authorization", "")) or b"")
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 

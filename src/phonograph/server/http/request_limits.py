@@ -51,6 +51,8 @@ FURTHER_DIGITS = Bound("the body", 4096, "digits of numbers after their 20th")
 CHOICES = Bound("n", 128, "choices")
 TOP_LOGPROBS = Bound("top_logprobs", MAX_LOGPROBS, "alternatives")
 LOGPROBS = Bound("logprobs", 1 << 20, "entries (`n` × `max_tokens` × (1 + `top_logprobs`))")
+RESPONSE_LOGPROBS = Bound("include", 8192, "entries of logprobs (`max_output_tokens` × (1 + `top_logprobs`))")
+INCLUDES = Bound("include", 64, "names")
 PROMPT_LOGPROBS = Bound("prompt_logprobs, echo", 1 << 20, "entries (`n` × tokens of prompts × (1 + `prompt_logprobs`))")
 STOPS = Bound("stop", 16, "texts")
 STOP_CHARS = Bound("stop[]", 1024, "characters")
@@ -68,11 +70,13 @@ SCHEMA_SIZE = Bound("guided_json, response_format", 64 << 10, _SIZE)
 GUIDED_CHOICES = Bound("guided_choice", 1024, "texts")
 GUIDED_CHOICE_SIZE = Bound("guided_choice", 64 << 10, _SIZE)
 METADATA_SIZE = Bound("metadata", 16 << 10, _SIZE)
-LABEL_CHARS = Bound("model, user, service_tier, safety_identifier, prompt_cache_key", 1024, "characters")
+LABEL_CHARS = Bound(
+    "model, user, service_tier, safety_identifier, prompt_cache_key, previous_response_id", 1024, "characters"
+)
 
 FIXED = (
     *(URL, HEADERS, NUM_HEADERS, PIPELINED, DEPTH, CONTAINERS, EXPONENTS, FRACTIONS, FURTHER_DIGITS),
-    *(CHOICES, TOP_LOGPROBS, LOGPROBS, PROMPT_LOGPROBS, STOPS, STOP_CHARS),
+    *(CHOICES, TOP_LOGPROBS, LOGPROBS, PROMPT_LOGPROBS, RESPONSE_LOGPROBS, INCLUDES, STOPS, STOP_CHARS),
     *(
         STOP_TOKENS,
         ALLOWED_TOKENS,
@@ -132,9 +136,13 @@ class ModelBounds:
 DERIVED = (
     ("the body", "`--max-body-bytes`", "bytes (413)"),
     ("the body", f"the larger of {2 * MANY_TOKENS:,} and 2 × `--max-len`", "values"),
-    ("prompt", "`--max-seqs` + `--max-queue`", "prompts"),
-    ("prompt, messages", "`--max-len` × the longest token of the vocabulary, and `--max-prompt-chars`", "characters"),
-    ("prompt", f"the larger of {MANY_TOKENS:,} and `--max-len`", "tokens in all prompts"),
+    ("prompt, input", "`--max-seqs` + `--max-queue`", "prompts"),
+    (
+        "prompt, input, messages",
+        "`--max-len` × the longest token of the vocabulary, and `--max-prompt-chars`",
+        "characters",
+    ),
+    ("prompt, input", f"the larger of {MANY_TOKENS:,} and `--max-len`", "tokens in all prompts"),
     ("tokens", f"the larger of {MANY_TO_DECODE:,} and `--max-len`", "token ids"),
 )
 

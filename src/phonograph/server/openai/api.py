@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,14 +16,24 @@ from starlette.responses import Response
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.process.messages import Ready
 from phonograph.engine.requests.request import NEUTRAL, SamplingParams
+from phonograph.engine.scheduling.admission import NO_EMBEDDINGS
 from phonograph.errors import RequestError
 from phonograph.server.http.bodies import Arrivals, BodyReader
 from phonograph.server.http.failures import SERVER, ApiError, Error
 from phonograph.server.http.neutral_fields import NeutralField
 from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.http.request_log import RequestLog
+from phonograph.server.openai.answer_reader import Reading
+from phonograph.server.openai.chat_plan import AnswerFormats, ChatPlan, check_continued, checked_tools, planned
 from phonograph.server.openai.delivery import Delivery
 from phonograph.server.openai.echo import Echo, echo_of
+from phonograph.server.openai.embeddings import (
+    NEUTRAL_FOR_EMBEDDINGS,
+    EmbeddingRequest,
+    EmbeddingWriter,
+    check_embeddings,
+    inputs_at_fault,
+)
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.prompt_writer import PromptWriter
 from phonograph.server.openai.request_validation import (
@@ -33,7 +44,6 @@ from phonograph.server.openai.request_validation import (
     check_message_fields,
     check_tokenize,
     check_tokenize_fields,
-    check_tool_fields,
 )
 from phonograph.server.openai.requests import (
     ONLY_NEUTRAL,
@@ -50,15 +60,20 @@ from phonograph.server.openai.responses import (
     ModelList,
     TokenizeResponse,
 )
-from phonograph.server.openai.sampling_params import chat_params, completion_params
-from phonograph.server.openai.tool_calls import for_template
-from phonograph.server.openai.writers import ChatWriter, CompletionWriter, Head
+from phonograph.server.openai.sampling_params import completion_params
+from phonograph.server.openai.tool_choice import choice_of
+from phonograph.server.openai.tool_formats import JSON
+from phonograph.server.openai.tool_messages import for_template
+from phonograph.server.openai.writers import ChatWriter, CompletionWriter, Head, ResponseWriter
 from phonograph.server.options import ServerOptions
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 _BODIES = 32
 """Bodies of the largest size that may be on their way at a time."""
+
+_END_OF_PROMPT = 16
+"""Tokens at a prompt's end that show whether the template has begun a thought."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -71,15 +86,17 @@ class Api:
         self._llm = llm
         self._options = options
         self._created = int(time.time())
-        self._logprobs = LogprobWriter(llm.tokenizer)
+        self.logprobs = LogprobWriter(llm.tokenizer)
         self._arrivals = Arrivals(_BODIES * options.max_body_bytes)
         self._bounds: tuple[Ready, ModelBounds] | None = None
-        self._completion_bodies = self._reader(CompletionRequest, ONLY_NEUTRAL)
-        self._chat_bodies = self._reader(ChatRequest, ONLY_NEUTRAL)
-        self._tokenize_bodies = self._reader(TokenizeRequest)
-        self._detokenize_bodies = self._reader(DetokenizeRequest)
+        self._completion_bodies = self.reader(CompletionRequest, ONLY_NEUTRAL)
+        self._chat_bodies = self.reader(ChatRequest, ONLY_NEUTRAL)
+        self._embedding_bodies = self.reader(EmbeddingRequest, NEUTRAL_FOR_EMBEDDINGS)
+        self._tokenize_bodies = self.reader(TokenizeRequest)
+        self._detokenize_bodies = self.reader(DetokenizeRequest)
 
-    def _reader(self, kind: type[T], neutral: Mapping[str, NeutralField] | None = None) -> BodyReader[T]:
+    def reader(self, kind: type[T], neutral: Mapping[str, NeutralField] | None = None) -> BodyReader[T]:
+        """Reads bodies of a kind, which may have `neutral` fields too."""
         options = self._options
         most, seconds = options.max_body_bytes, options.body_timeout
         return BodyReader(kind, most, seconds, self._arrivals, self.bounds, neutral or {})
@@ -94,6 +111,12 @@ class Api:
             self._bounds = about, ModelBounds.of(about.limits.max_len, longest, self._llm.max_active, most)
         return self._bounds[1]
 
+    @cached_property
+    def formats(self) -> AnswerFormats:
+        """How the model writes calls and thoughts."""
+        options, llm = self._options, self._llm
+        return AnswerFormats.of(llm.text.template, llm.tokenizer, options.tool_parser, options.reasoning_parser)
+
     # -- generation -------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
@@ -104,9 +127,9 @@ class Api:
             body: CompletionRequest,
         ) -> tuple[CompletionRequest, Head, SamplingParams, list[str] | list[list[int]]]:
             check_completion(body, self.bounds())
-            return body, self._head("cmpl", body), completion_params(body), _prompts_of(body.prompt)
+            return body, self._head("cmpl", body), completion_params(body), _prompts_of(body.prompt, "prompt")
 
-        with self._refusals_counted():
+        with self.refusals_counted():
             found, _ = await self._completion_bodies.read(request, self._llm.text.off_loop, checked)
             body, head, params, given = found
             most = self._most_tokens(body, params)
@@ -116,7 +139,7 @@ class Api:
             check_logprobs(params, prompts, self._llm.about.limits.max_len)
 
         def offsets(choice: int) -> TextOffsets:
-            return self._logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
+            return self.logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
 
         def echo(choice: int) -> Echo:
             place = choice // params.n
@@ -125,45 +148,80 @@ class Api:
         shown = None
         if body.echo or body.prompt_logprobs is not None:
             echoed = echo if body.echo else None
-            shown = PromptWriter(self._logprobs, echoed, body.logprobs, body.prompt_logprobs)
-        writer = CompletionWriter(head, self._logprobs if body.logprobs is not None else None, offsets, shown)
-        return await self._response(request, body, prompts, params, writer)
+            shown = PromptWriter(self.logprobs, echoed, body.logprobs, body.prompt_logprobs)
+        writer = CompletionWriter(head, self.logprobs if body.logprobs is not None else None, offsets, shown)
+        return await self.deliver(request, prompts, params, writer, stream=bool(body.stream), priority=body.priority)
 
     async def chat(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
         self._llm.refuse_unless_ready()
         max_len = self._llm.about.limits.max_len
 
-        def checked(
-            body: ChatRequest,
-        ) -> tuple[ChatRequest, Head, SamplingParams, list[str] | None, list[dict[str, Any]]]:
+        def checked(body: ChatRequest) -> tuple[ChatRequest, Head, ChatPlan]:
             check_chat(body, self.bounds())
-            check_message_fields(body.messages, self._llm.text.template.message_fields)
-            tools = None if body.tool_choice == "none" or not body.tools else self._checked_tools(body.tools)
-            return body, self._head("chatcmpl", body), chat_params(body, max_len), tools, for_template(body.messages)
+            plan = planned(body, self._llm.text.template, self.formats, max_len)
+            return body, self._head("chatcmpl", body), plan
 
-        with self._refusals_counted():
-            found, size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
-            body, head, params, tools, messages = found
-            prompt = await self._llm.text.render(
-                messages,
-                tools=body.tools if tools else None,
-                variables=body.chat_template_kwargs,
-                add_special=bool(body.add_special_tokens),
-                most=self._most_tokens(body, params),
-                size=size,
-            )
-            self._check_context(prompt, "messages", params.max_tokens)
+        with self.refusals_counted():
+            (body, head, plan), size = await self._chat_bodies.read(request, self._llm.text.off_loop, checked)
+            params = plan.params
+            special, most = bool(body.add_special_tokens), self._most_tokens(body, params)
+            prompt, reading = await self.rendered(plan, size, add_special=special, most=most)
+            self.check_context(prompt, "messages", params.max_tokens)
             check_logprobs(params, [prompt], max_len)
-        max_calls = 1 if body.parallel_tool_calls is False else None
-        callable_tools = tools if params.grammar is None else None  # what follows a grammar is content
-        ranked = body.prompt_logprobs
-        shown = None if ranked is None else PromptWriter(self._logprobs, num_ranked=ranked)
-        writer = ChatWriter(head, self._logprobs if body.logprobs else None, callable_tools, max_calls, shown)
-        return await self._response(request, body, [prompt], params, writer)
+        ranked, stream = body.prompt_logprobs, bool(body.stream)
+        shown = None if ranked is None else PromptWriter(self.logprobs, num_ranked=ranked)
+        writer = ChatWriter(head, self.logprobs if body.logprobs else None, reading, shown)
+        return await self.deliver(request, [prompt], params, writer, stream=stream, priority=body.priority, plan=plan)
+
+    async def rendered(
+        self, plan: ChatPlan, size: int, *, add_special: bool = False, most: int | None = None
+    ) -> tuple[list[int], Reading]:
+        """The prompt of a chat of about so many characters, and how to read what comes after it."""
+        text = self._llm.text
+        prompt = await text.render(
+            plan.messages,
+            tools=plan.tools,
+            variables=plan.variables,
+            add_generation_prompt=plan.add_generation_prompt,
+            continues=plan.continues,
+            special_content=self._has_special_content(plan.content_special_tokens),
+            add_special=add_special,
+            most=most,
+            size=size,
+        )
+        end = text.tokenizer.decode(prompt[-_END_OF_PROMPT:], skip_special=False)
+        end = str(plan.messages[-1]["content"]) if plan.continues else end
+        return prompt, plan.reading.after(end, continues=plan.continues)
+
+    def _has_special_content(self, asked: str | None) -> bool:
+        return (asked or self._options.content_special_tokens) == "special"
+
+    async def embeddings(self, request: Request) -> Response:
+        """A vector of each input."""
+        self._llm.refuse_unless_ready()
+        if not self._llm.arguments.options.embeddings:
+            raise ApiError(400, NO_EMBEDDINGS, code="unsupported")
+
+        def checked(body: EmbeddingRequest) -> tuple[EmbeddingRequest, str, list[str] | list[list[int]]]:
+            check_embeddings(body, self.bounds(), self._llm.checkpoint.config.hidden)
+            return body, self.checked_model(body.model), _prompts_of(body.input, "input")
+
+        with self.refusals_counted(), inputs_at_fault():
+            found, _ = await self._embedding_bodies.read(request, self._llm.text.off_loop, checked)
+            body, model, given = found
+            inputs = await self._llm.text.encode(given, check=self._fitting(0, "input"))
+        writer = EmbeddingWriter(f"embd-{uuid.uuid4().hex}", model, body)
+        log, timeout = await self._logged(writer.id, inputs), self._options.request_timeout
+        params, pooling = SamplingParams(max_tokens=0), body.pooling or "mean"
+        with inputs_at_fault():
+            generation = await self._llm.submit_long(
+                inputs, params, request_id=writer.id, timeout=timeout, pooling=pooling
+            )
+        return await Delivery(generation, writer, log, timeout, self._llm.text.off_loop).whole(request)
 
     @contextmanager
-    def _refusals_counted(self) -> Iterator[None]:
+    def refusals_counted(self) -> Iterator[None]:
         """Report requests that don't get as far as the engine to the observer; the engine reports the others."""
         try:
             yield
@@ -173,7 +231,7 @@ class Api:
 
     def _head(self, kind: str, body: SamplingFields) -> Head:
         with_usage = bool(body.stream and body.stream_options and body.stream_options.include_usage)
-        return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._checked_model(body.model), with_usage)
+        return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self.checked_model(body.model), with_usage)
 
     def _most_tokens(self, body: SamplingFields, params: SamplingParams) -> int | None:
         """How many of a prompt's last tokens are taken."""
@@ -183,56 +241,56 @@ class Api:
             raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
         return self._llm.about.limits.longest_prompt(params.max_tokens) if most == -1 else most
 
-    def _fitting(self, max_outputs: int) -> Callable[[Sequence[int]], None]:
+    def _fitting(self, max_outputs: int, field: str = "prompt") -> Callable[[Sequence[int]], None]:
         """Refuses prompts, one after the other: each one that is too long, and all together."""
         total, most = 0, self.bounds().prompt_tokens
 
         def check(prompt: Sequence[int]) -> None:
             nonlocal total
-            self._check_context(prompt, "prompt", max_outputs)
+            self.check_context(prompt, field, max_outputs)
             total += len(prompt)
-            most.check(total)
+            most.check(total, field)
 
         return check
 
-    def _check_context(self, prompt: Sequence[int], param: str, max_outputs: int) -> None:
+    def check_context(self, prompt: Sequence[int], param: str, max_outputs: int) -> None:
+        """Refuse a prompt that does not fit the context with so many tokens of output."""
         if prompt and (problem := self._llm.about.limits.misfit(len(prompt), max_outputs)):
             raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
-    def _checked_tools(self, tools: Sequence[dict[str, Any]]) -> list[str]:
-        """The names of the functions."""
-        names, template = [_function_name(place, tool) for place, tool in enumerate(tools)], self._llm.text.template
-        if not template.takes_tools:
-            message = "`tools` can't be served: this model's chat template has no place for them. Leave them out."
-            raise ApiError(400, message, param="tools", code="unsupported")
-        check_tool_fields(tools, template.message_fields, shown_whole=template.shows_tools_whole)
-        return names
-
-    async def _response(
+    async def deliver(
         self,
         request: Request,
-        body: SamplingFields,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        writer: ChatWriter | CompletionWriter,
+        writer: ResponseWriter,
+        *,
+        stream: bool,
+        priority: int | None = None,
+        plan: ChatPlan | None = None,
     ) -> Response:
-        """Run the prompts and deliver what comes of them."""
-        log = RequestLog(writer.id, with_texts=self._options.log_prompts)
-        if self._options.log_prompts:
-            for prompt in prompts:
-                log.prompt(await self._text_of(prompt) if self._llm.tokenizer is not None else prompt)
-        timeout = self._options.request_timeout
+        """Run the prompts, those of a chat by their plan, and deliver what comes of them; a low priority goes first."""
+        log, timeout = await self._logged(writer.id, prompts), self._options.request_timeout
         generation = await self._llm.submit_long(
             prompts,
             params,
             request_id=writer.id,
-            priority=-(body.priority or 0),
+            priority=-(priority or 0),
             timeout=timeout,
-            continues=isinstance(writer, CompletionWriter),
+            continues=plan is None or plan.continues,
+            kept_ids=plan.reading.kept_tokens if plan is not None else (),
         )
-        with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, with_usage)
-        return await (delivery.stream(request) if body.stream else delivery.whole(request))
+        notes = plan.notes if plan is not None else ()
+        delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, notes)
+        return await (delivery.stream(request) if stream else delivery.whole(request))
+
+    async def _logged(self, name: str, prompts: Sequence[Sequence[int]]) -> RequestLog:
+        """The log of a request, with its prompts where these may be written."""
+        log = RequestLog(name, with_texts=self._options.log_prompts)
+        if self._options.log_prompts:
+            for prompt in prompts:
+                log.prompt(await self._text_of(prompt) if self._llm.tokenizer is not None else prompt)
+        return log
 
     # -- text -------------------------------------------------------------------------------------------------------
 
@@ -242,7 +300,8 @@ class Api:
         def checked(body: TokenizeRequest) -> TokenizeRequest:
             check_tokenize(body, self.bounds())
             check_message_fields(body.messages or (), self._llm.text.template.message_fields)
-            self._checked_model(body.model)
+            check_continued(body.messages or (), body.add_generation_prompt, body.continue_final_message)
+            self.checked_model(body.model)
             if (body.prompt is None) == (body.messages is None):
                 found = "neither" if body.prompt is None else "both"
                 message = f"expected either `prompt` or `messages`, found {found}. Send one of them."
@@ -253,11 +312,16 @@ class Api:
         body, size = await self._tokenize_bodies.read(request, self._llm.text.off_loop, checked)
         tokens: Sequence[int]
         if body.messages is not None:
+            template = self._llm.text.template
+            tools = checked_tools(choice_of("auto", body.tools).tools, template)
+            messages, shown = for_template(body.messages, tools, template, self.formats.tools or JSON)
             tokens = await self._llm.text.render(
-                for_template(body.messages),
-                tools=body.tools if body.tools and self._checked_tools(body.tools) else None,
+                messages,
+                tools=shown,
                 variables=body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt is not False,
+                continues=bool(body.continue_final_message),
+                special_content=self._has_special_content(body.content_special_tokens),
                 size=size,
             )
         else:
@@ -271,7 +335,7 @@ class Api:
 
         def checked(body: DetokenizeRequest) -> DetokenizeRequest:
             check_detokenize(body, self.bounds())
-            self._checked_model(body.model)
+            self.checked_model(body.model)
             return body
 
         body, _ = await self._detokenize_bodies.read(request, self._llm.text.off_loop, checked)
@@ -288,7 +352,7 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         """One of them."""
-        return _json(self._model(self._checked_model(request.path_params["model"])))
+        return _json(self._model(self.checked_model(request.path_params["model"])))
 
     async def health(self, request: Request) -> Response:
         """Whether requests are taken, and if not, or if some of them fail, why."""
@@ -305,7 +369,7 @@ class Api:
         sampling = {field: getattr(resolved, field) for field in NEUTRAL}
         return ModelCard(name, self._created, self._llm.about.limits.max_len, sampling)
 
-    def _checked_model(self, name: str | None) -> str:
+    def checked_model(self, name: str | None) -> str:
         """The name of the model in the response."""
         if name is not None and name not in self.names:
             message = f"the model {name[:100]!r} is not served here; expected {' or '.join(map(repr, self.names))}."
@@ -313,24 +377,15 @@ class Api:
         return name or self.names[0]
 
 
-def _prompts_of(prompt: str | Sequence[Any]) -> list[str] | list[list[int]]:
+def _prompts_of(prompt: str | Sequence[Any], field: str) -> list[str] | list[list[int]]:
     """Every form that a prompt may have, as texts or as lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
     if len(kinds) > 1:
-        message = "`prompt` mixes texts, token ids and lists of token ids. Send one kind."
-        raise ApiError(400, message, param="prompt", code="invalid_value")
+        message = f"`{field}` mixes texts, token ids and lists of token ids. Send one kind."
+        raise ApiError(400, message, param=field, code="invalid_value")
     return [list(prompt)] if kinds == {int} else list(prompt)
-
-
-def _function_name(place: int, tool: dict[str, Any]) -> str:
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if tool.get("type") != "function" or not isinstance(name, str) or not name:
-        message = f'`tools[{place}]` must be {{"type": "function", "function": {{"name": …}}}}.'
-        raise ApiError(400, message, param=f"tools[{place}]", code="invalid_value")
-    return name
 
 
 def _json(body: msgspec.Struct, status: int = 200) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,9 +18,11 @@ from phonograph.server.http.failures import failure_of, failure_of_finish
 from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.writers import ResponseWriter, split
 
-DONE = b"data: [DONE]\n\n"
 _CHARS_OF_AN_ENTRY = 256
 """Characters of text that are written in the time of one logprob."""
+_BYTES_OF_AN_ENTRY = 32
+"""Bytes of a vector that are written in the time of one logprob."""
+NOTE_HEADER = "X-Phonograph-Note"
 GONE = 499
 """The status of a response whose client has left; no one sees it."""
 
@@ -62,7 +64,12 @@ class Delivery:
     """What the request's deadline was, for the message when it is missed."""
     off_loop: OffLoop
     """For responses that take long to write."""
-    with_usage: bool = False
+    notes: Sequence[str] = ()
+    """What was asked for and has no effect: the client is told in a header."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {NOTE_HEADER: "; ".join(self.notes)} if self.notes else {}
 
     async def whole(self, request: Request) -> Response:
         """The response in one body."""
@@ -74,12 +81,18 @@ class Delivery:
                 self.log.end(generation, "left by its client")
                 return Response(status_code=GONE)
             self.log.end(generation, "done")
-            body = await self.off_loop(_weight(choices), lambda: self.writer.body(choices, generation.usage))
-            return WholeResponse(body)
+            weight = _weight(choices) + self.writer.size // _CHARS_OF_AN_ENTRY
+            body = await self.off_loop(weight, lambda: self.writer.body(choices, generation.usage))
+            return WholeResponse(body, self.headers)
 
     async def events(self, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for what is new."""
         return await self.off_loop(_weight(deltas), lambda: self.writer.events(deltas))
+
+    async def end(self) -> bytes:
+        """The last events."""
+        weight = self.writer.size // _CHARS_OF_AN_ENTRY
+        return await self.off_loop(weight, lambda: self.writer.end(self.generation.usage))
 
     async def stream(self, request: Request) -> Response:
         """The response as server-sent events; what fails before the first token has a status of its own."""
@@ -115,14 +128,16 @@ def _weight(deltas: Sequence[Delta]) -> int:
     """About how long it takes to write these, in the unit of `off_loop`; all tokens have as many alternatives."""
     found = [found for delta in deltas for found in (delta.logprobs, delta.prompt_logprobs) if found]
     entries = sum(len(tokens) * (1 + len(tokens[0].top)) for tokens in found)
-    return entries + len(deltas) + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
+    numbers = sum(len(delta.embedding) for delta in deltas) // _BYTES_OF_AN_ENTRY
+    return entries + numbers + len(deltas) + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
 
 
 class WholeResponse(Response):
     """A body in pieces, of which a slow reader is sent one after the other."""
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        super().__init__(headers={"Content-Length": str(sum(map(len, pieces)))}, media_type="application/json")
+    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
+        size = str(sum(map(len, pieces)))
+        super().__init__(headers={"Content-Length": size, **headers}, media_type="application/json")
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,7 +151,7 @@ class EventStream(Response):
     """Sends all that is new at once, whenever the client can take more: one chunk for many tokens if it is slow."""
 
     def __init__(self, delivery: Delivery, first: list[Delta]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **delivery.headers}
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._delivery = delivery
@@ -150,10 +165,10 @@ class EventStream(Response):
                 end, outcome = b"", "streamed"
                 try:
                     await self._send_all(send)
-                    end = delivery.writer.usage_event(generation.usage) if delivery.with_usage else b""
+                    end = await delivery.end()
                 except Exception as error:
-                    end, outcome = failure_of(error).event(), delivery.log.failed(error)
-                await send({"type": "http.response.body", "body": end + DONE, "more_body": False})
+                    end, outcome = delivery.writer.failure(failure_of(error)), delivery.log.failed(error)
+                await send({"type": "http.response.body", "body": end, "more_body": False})
             delivery.log.end(generation, "left by its client" if client.is_gone else outcome)
 
     async def _send_all(self, send: Send) -> None:

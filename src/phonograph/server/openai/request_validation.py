@@ -17,17 +17,14 @@ from phonograph.server.openai.requests import (
     SamplingFields,
     TokenizeRequest,
 )
-from phonograph.server.openai.tool_calls import argument_texts
+from phonograph.server.openai.tool_messages import argument_texts
 
 _TOOL_FIELDS = frozenset(("type", "function"))
 _TOOL_FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "strict"))
-"""`strict` is taken, since OpenAI's client always sends it: a template may show it, and no call is forced to follow."""
-MESSAGE_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id"))
+MESSAGE_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "reasoning_content"))
 """What messages may have; of OpenAI's others, a template may read some."""
-_ROLE_OF = {"tool_calls": "assistant", "tool_call_id": "tool"}
+_ROLE_OF = {"tool_calls": "assistant", "tool_call_id": "tool", "reasoning_content": "assistant"}
 """Fields that messages of one role alone may have."""
-_READ_BY = {"tool_calls": ("tool_calls",), "tool_call_id": ("tool_calls", "tool_call_id")}
-"""What a template must read for a field to be taken. Results follow their calls, so most templates need no id."""
 _SAYS_NOTHING: tuple[object, ...] = (None, "", [], {})
 _PART_FIELDS = frozenset(("type", "text"))
 _CALL_FIELDS = frozenset(("id", "type", "function"))
@@ -81,7 +78,7 @@ def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[st
     for place, message in enumerate(messages):
         where = f"messages[{place}]."
         _refuse_unread(message, MESSAGE_FIELDS, read, where)
-        _refuse_misplaced_calls(message, read, where)
+        _refuse_misplaced(message, where)
         for number, part in enumerate(_objects(message.get("content"))):
             if part.get("type") in (None, "text"):  # the template refuses others as a whole
                 _refuse_unread(part, _PART_FIELDS, (), f"{where}content[{number}].")
@@ -105,6 +102,8 @@ def check_tokenize_fields(request: TokenizeRequest) -> None:
         "tools": request.tools,
         "chat_template_kwargs": request.chat_template_kwargs,
         "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
+        "content_special_tokens": request.content_special_tokens,
     }
     unread = [name for name, value in of_messages.items() if value not in (None, [], {})]
     if request.prompt is not None and unread:
@@ -128,19 +127,12 @@ def _refuse_unread(found: dict[str, Any], known: Collection[str], read: Collecti
             raise unknown_field(name, known, where)
 
 
-def _refuse_misplaced_calls(message: dict[str, Any], read: Collection[str], where: str) -> None:
-    """Calls and their results: not of a role that has none, nor with a template that would leave them out."""
+def _refuse_misplaced(message: dict[str, Any], where: str) -> None:
+    """Fields of a role that has none of them."""
     for name, role in _ROLE_OF.items():
-        if message.get(name) in _SAYS_NOTHING:
-            continue
-        if message.get("role") != role:
-            because = f"only messages of the role {role} have one. Leave it out."
-        elif not any(field in read for field in _READ_BY[name]):
-            because = "this model's chat template does not read calls of tools. Leave it out, or say it in `content`."
-        else:
-            continue
-        field = where + name
-        raise ApiError(400, f"`{field}` can't be served: {because}", param=field, code="unsupported")
+        if message.get(name) not in _SAYS_NOTHING and message.get("role") != role:
+            field, because = where + name, f"only messages of the role {role} have one. Leave it out."
+            raise ApiError(400, f"`{field}` can't be served: {because}", param=field, code="unsupported")
 
 
 def check_logprobs(params: SamplingParams, prompts: Sequence[Sequence[int]], max_len: int) -> None:
@@ -171,8 +163,16 @@ def _check_sampling(request: SamplingFields) -> None:
     limits.SCHEMA_SIZE.check_size(request.guided_json, "guided_json")
     limits.GRAMMAR_CHARS.check(len(request.guided_regex or ""), "guided_regex")
     limits.GRAMMAR_CHARS.check(len(request.guided_grammar or ""), "guided_grammar")
+    _check_structured(request.structured_outputs)
     limits.GUIDED_CHOICES.check(len(request.guided_choice or ()))
     limits.GUIDED_CHOICE_SIZE.check_size(request.guided_choice)
+
+
+def _check_structured(given: dict[str, Any] | None) -> None:
+    """Each part within the bound of the field that it is another name of."""
+    limits.SCHEMA_SIZE.check_size(given, "structured_outputs")
+    if isinstance(choices := (given or {}).get("choice"), list):
+        limits.GUIDED_CHOICES.check(len(choices), "structured_outputs.choice")
 
 
 def _check_arguments(messages: Sequence[dict[str, Any]], bounds: ModelBounds) -> None:

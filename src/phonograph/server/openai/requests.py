@@ -16,6 +16,9 @@ Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.STOP_CHARS.most})]
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": limits.STOPS.most})]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ContentTokens = Literal["text", "special"]
+Verbosity = Literal["low", "medium", "high"]
 BadWord = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.BAD_WORD_CHARS.most})]
 _MAX_ALLOWED = {"maxItems": limits.ALLOWED_TOKENS.most}
 Message = dict[str, Any]
@@ -47,17 +50,16 @@ ONLY_NEUTRAL = {
     "typical_p": NeutralField("this kind of sampling is not built in", (1,)),
     "top_a": NeutralField("this kind of sampling is not built in", (0,)),
     "logits_processors": NeutralField("no code of a request is run"),
-    "structured_outputs": NeutralField("use `response_format` or a `guided_` field"),
     "guided_decoding_backend": NeutralField("there is one"),
     "guided_whitespace_pattern": NeutralField("white space is that of JSON"),
     "return_tokens_as_token_ids": NeutralField(_NO_IDS, (False,)),
     "return_token_ids": NeutralField(_NO_IDS, (False,)),
-    "add_generation_prompt": NeutralField("a chat is always continued by an answer", (True,)),
-    "continue_final_message": NeutralField("a chat is always continued by an answer", (False,)),
+    "add_generation_prompt": NeutralField("a prompt is rendered by no template", (True,)),
+    "continue_final_message": NeutralField("a prompt is always continued", (False,)),
     "chat_template": NeutralField(f"{_ONE_TEMPLATE}, or by --chat-template"),
     "documents": NeutralField(f"{_ONE_TEMPLATE}, which is given none"),
-    "reasoning_effort": NeutralField("no model is told to think more or less"),
-    "verbosity": NeutralField("no model is told to say more or less"),
+    "reasoning_effort": NeutralField("a prompt is rendered by no template"),
+    "verbosity": NeutralField("a prompt is rendered by no template"),
     "prediction": NeutralField("answers are not predicted by clients"),
     "audio": NeutralField(_ONLY_TEXT),
     "mm_processor_kwargs": NeutralField(_ONLY_TEXT),
@@ -137,6 +139,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's form of the `guided_` fields: an object with one of json, json_object, regex, choice and grammar."""
 
     # Accepted, and without effect: `WITHOUT_EFFECT` says why.
     user: str | None = None
@@ -180,6 +184,16 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     chat_template_kwargs: dict[str, Any] | None = None
     """Further names that the chat template knows. Not in OpenAI's API."""
     modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of an answer. Default: true. Not in OpenAI's API."""
+    continue_final_message: bool | None = None
+    """Go on with the last message in place of answering it. Not in OpenAI's API."""
+    reasoning_effort: Effort | None = None
+    """For templates that read it; with others the answer is as without it, and a header says so."""
+    verbosity: Verbosity | None = None
+    """As `reasoning_effort`."""
+    content_special_tokens: ContentTokens | None = None
+    """What special tokens in the texts of messages are. Default: the server's, which is text. Not in OpenAI's API."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,6 +206,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Put what the tokenizer puts around a text. Default: true; not for messages, whose template writes it out."""
     add_generation_prompt: bool | None = None
     """Of messages: end with the beginning of an answer. Default: true."""
+    continue_final_message: bool | None = None
+    """Of messages: end with the last one, without the template's end of it."""
+    content_special_tokens: ContentTokens | None = None
+    """Of messages: as in a chat."""
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -19,11 +19,20 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class DraftedTokens(msgspec.Struct, frozen=True):
-    """Of the outputs' tokens, where the server drafts some and verifies them."""
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    """Of the output's tokens, those that were thought."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    reasoning_tokens: int
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    """Of the outputs' tokens, what is known of some."""
+
+    reasoning_tokens: int | UnsetType = UNSET
+    """Those that were thought, where outputs are looked through for thoughts."""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Where tokens are drafted, those that were drafted and are part of an output."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -33,7 +42,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: DraftedTokens | UnsetType = UNSET
+    completion_tokens_details: OutputDetails | UnsetType = UNSET
 
 
 # -- /v1/completions ------------------------------------------------------------------------------------------------
@@ -140,6 +149,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     content: str | None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """What the model thought before it answered."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
 
@@ -171,6 +182,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatDeltaChoice(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 from phonograph.engine.requests.request import GrammarSpec, SamplingParams
 from phonograph.server.http.failures import ApiError, unknown_field
@@ -13,6 +13,13 @@ from phonograph.server.openai.requests import ChatRequest, CompletionRequest, Sa
 _COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 _FORMAT_FIELDS = ("type", "json_schema")
+_STRUCTURED_FIELDS: dict[str, Literal["json_schema", "regex", "choice", "lark"]] = {
+    "json": "json_schema",
+    "json_object": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "lark",
+}
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
@@ -30,8 +37,6 @@ def chat_params(request: ChatRequest, max_len: int) -> SamplingParams:
     """For /v1/chat/completions; without a limit an output may fill the context."""
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "`top_logprobs` needs `logprobs`: true.", param="top_logprobs", code="invalid_value")
-    if request.tool_choice not in (None, "auto", "none"):
-        raise _refusal("tool_choice", 'a call can\'t be forced: use "auto" or "none"')
     if (
         None not in (request.max_tokens, request.max_completion_tokens)
         and request.max_tokens != request.max_completion_tokens
@@ -105,10 +110,34 @@ def grammar_of(request: SamplingFields) -> GrammarSpec | None:
         found["guided_choice"] = GrammarSpec("choice", json.dumps(request.guided_choice), "guided_choice")
     if request.guided_grammar is not None:
         found["guided_grammar"] = GrammarSpec("lark", request.guided_grammar, "guided_grammar")
+    found |= _structured(request.structured_outputs)
     if len(found) > 1:
         *others, last = found
         raise _refusal(last, f"the output can follow one grammar, and {others[0]} names another")
     return next(iter(found.values()), None)
+
+
+def _structured(given: dict[str, Any] | None) -> dict[str, GrammarSpec]:
+    """vLLM's form of the same: one of json, regex, choice and grammar, or `json_object`."""
+    _refuse_unknown(given, _STRUCTURED_FIELDS, "structured_outputs.")
+    found: dict[str, GrammarSpec] = {}
+    for name, value in (given or {}).items():
+        field, kind = f"structured_outputs.{name}", _STRUCTURED_FIELDS[name]
+        if value is None or (name == "json_object" and value is False):
+            continue
+        if name == "json_object" and value is not True:
+            _expected(field, "true")
+        if name == "choice" and not isinstance(value, list):
+            _expected(field, "a list of texts")
+        if name in ("regex", "grammar") and not isinstance(value, str):
+            _expected(field, "a text")
+        text = value if isinstance(value, str) else json.dumps({"type": "object"} if value is True else value)
+        found[field] = GrammarSpec(kind, text, field)
+    return found
+
+
+def _expected(field: str, what: str) -> NoReturn:
+    raise ApiError(400, f"`{field}` must be {what}.", param=field, code="invalid_value")
 
 
 def _schema_of(response_format: dict[str, Any]) -> str:

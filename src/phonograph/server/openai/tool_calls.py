@@ -1,31 +1,14 @@
-"""Tool calls in an output: `<tool_call>{…}</tool_call>`, or an output that is nothing but their JSON."""
+"""ToolCallReader: calls of tools in an output as it comes, told from its text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Literal
-
-import msgspec
+from collections.abc import Collection
 
 from phonograph.server.openai.responses import FunctionCall
+from phonograph.server.openai.tool_formats import HERMES, ToolFormat, read_json
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
-
-
-class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A call as models write it; an object with anything else in it is none."""
-
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw()
-    parameters: msgspec.Raw = msgspec.Raw()
-    id: str | None = None
-    type: Literal["function"] | None = None
-
-
-_read_call = msgspec.json.Decoder(_Call).decode
-_read_calls = msgspec.json.Decoder(list[_Call]).decode
 
 
 class ToolCallReader:
@@ -35,8 +18,17 @@ class ToolCallReader:
     given. Of more calls than `most`, the later ones are dropped.
     """
 
-    def __init__(self, names: Collection[str], most: int | None = None) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        format: ToolFormat = HERMES,
+        most: int | None = None,
+        *,
+        takes_bare: bool = True,
+    ) -> None:
         self._names = frozenset(names)
+        self._takes_bare = takes_bare
+        self._format = format
         self._left = most
         self._held = ""
         self._at_start = True
@@ -49,10 +41,82 @@ class ToolCallReader:
         self._in_text = False
         """Whether that much ends inside of a JSON text, where a tag is no tag."""
 
-    def add(self, text: str) -> tuple[str, list[FunctionCall]]:
-        """The text that can be given out, and the calls that are complete."""
-        shown, calls = self._add(text)
-        return shown, self._allowed(calls)
+    def add(self, text: str) -> list[str | FunctionCall]:
+        """The text that can be given out and the calls that are complete, in their order."""
+        self._held += text
+        found: list[str | FunctionCall] = []
+        while self._has_begun() and not self._in_json:
+            if self._skips_space:
+                self._held = self._held.lstrip()
+                self._skips_space = not self._held
+            if not (self._past_call(found) if self._in_call else self._up_to_call(found)):
+                break
+        return found
+
+    def _up_to_call(self, found: list[str | FunctionCall]) -> bool:
+        """Give out text up to the next mark of a call; whether there was one."""
+        opening = self._format.opening
+        before, opened, rest = self._held.partition(opening) if opening else (self._held, "", "")
+        if not opened:
+            keep = overlap(before, opening)
+            _say(found, before[: len(before) - keep])
+            self._held = before[len(before) - keep :]
+            return False
+        _say(found, before)
+        self._held, self._in_call = rest, True
+        self._looked, self._in_text = 0, False
+        return True
+
+    def _past_call(self, found: list[str | FunctionCall]) -> bool:
+        """Read the call that is held; whether its end was."""
+        end = self._end_of_call()
+        if end is None:
+            return False
+        opening, closing = self._format.opening, self._format.closing
+        inside = self._held[:end]
+        self._held, self._in_call = self._held[end + len(closing) :], False
+        calls = self._known(self._format.read(inside))
+        self._skips_space = bool(calls)
+        found += self._allowed(calls)
+        if not calls:
+            _say(found, opening + inside + closing)
+        return True
+
+    def _end_of_call(self) -> int | None:
+        """Where the tag is that ends the call; one inside of a text of its JSON does not."""
+        closing = self._format.closing
+        while closing and (end := self._held.find(closing, self._looked)) >= 0:
+            quotes = _ESCAPED.sub("", self._held[self._looked : end]).count('"')
+            if (quotes + self._in_text) % 2 == 0:
+                return end
+            self._looked, self._in_text = end + len(closing), True
+        return None
+
+    def finish(self) -> list[str | FunctionCall]:
+        """What is left when the output has ended."""
+        found: list[str | FunctionCall] = []
+        opening, closing = self._format.opening, self._format.closing
+        while self._in_call and closing and closing in self._held and not self._known(self._format.read(self._held)):
+            # A quote that has no end hid the tag: what is before it is no call, what is after it may have some.
+            inside, _, self._held = self._held.partition(closing)
+            self._in_call = False
+            _say(found, opening + inside + closing)
+            found += self.add("")
+        held, self._held = self._held, ""
+        calls: list[FunctionCall] = []
+        if self._in_call:
+            calls = self._known(self._format.read(held))
+            held = held if calls else opening + held
+        elif self._in_json:
+            calls = self._known(read_json(held))
+        if calls:
+            return found + self._allowed(calls)
+        _say(found, held)
+        return found
+
+    def _known(self, calls: list[FunctionCall]) -> list[FunctionCall]:
+        """The calls, if each is of a tool that there is."""
+        return calls if all(call.name in self._names for call in calls) else []
 
     def _allowed(self, calls: list[FunctionCall]) -> list[FunctionCall]:
         if self._left is None:
@@ -61,137 +125,22 @@ class ToolCallReader:
         self._left -= len(calls)
         return calls
 
-    def _add(self, text: str) -> tuple[str, list[FunctionCall]]:
-        self._held += text
-        shown = ""
-        calls: list[FunctionCall] = []
-        while self._has_begun() and not self._in_json:
-            if self._skips_space:
-                self._held = self._held.lstrip()
-                self._skips_space = not self._held
-            if self._in_call:
-                end = self._end_of_call()
-                if end is None:
-                    break
-                inside = self._held[:end]
-                self._held, self._in_call = self._held[end + len(_CLOSE) :], False
-                call = _tagged(inside, self._names)
-                self._skips_space = call is not None
-                calls += [call] if call is not None else []
-                shown += "" if call is not None else _OPEN + inside + _CLOSE
-                continue
-            before, opened, rest = self._held.partition(_OPEN)
-            if not opened:
-                keep = _overlap(before, _OPEN)
-                shown += before[: len(before) - keep]
-                self._held = before[len(before) - keep :]
-                break
-            shown += before
-            self._held, self._in_call = rest, True
-            self._looked, self._in_text = 0, False
-        return shown, calls
-
-    def _end_of_call(self) -> int | None:
-        """Where the tag is that ends the call; one inside of a text of its JSON does not."""
-        while (end := self._held.find(_CLOSE, self._looked)) >= 0:
-            quotes = _ESCAPED.sub("", self._held[self._looked : end]).count('"')
-            if (quotes + self._in_text) % 2 == 0:
-                return end
-            self._looked, self._in_text = end + len(_CLOSE), True
-        return None
-
-    def finish(self) -> tuple[str, list[FunctionCall]]:
-        """What is left when the output has ended."""
-        shown, calls = "", list[FunctionCall]()
-        while self._in_call and _CLOSE in self._held and _tagged(self._held, self._names) is None:
-            # A quote that has no end hid the tag: what is before it is no call, what is after it may have some.
-            inside, _, self._held = self._held.partition(_CLOSE)
-            self._in_call = False
-            text, found = self.add("")
-            shown, calls = shown + _OPEN + inside + _CLOSE + text, calls + found
-        held, self._held = self._held, ""
-        if self._in_call:
-            call = _tagged(held, self._names)
-            return (shown + _OPEN + held, calls) if call is None else (shown, calls + self._allowed([call]))
-        found = _bare(held, self._names) if self._in_json else []
-        return (shown, calls + self._allowed(found)) if found else (shown + held, calls)
-
     def _has_begun(self) -> bool:
-        """Whether there was a character that is no space; the first shows whether the output is JSON."""
-        if self._at_start and (first := self._held.lstrip()[:1]):
+        """Whether there was a character that is no space; the first ones show whether the output is JSON."""
+        if self._at_start and (begun := self._held.lstrip()):
+            opening = self._format.opening
+            if len(begun) < len(opening) and opening.startswith(begun):
+                return False  # Mistral's mark begins as a list does
             self._at_start = False
-            self._in_json = first in "{["
+            self._in_json = self._takes_bare and begun[0] in "{[" and not (opening and begun.startswith(opening))
         return not self._at_start
 
 
-def _overlap(text: str, tag: str) -> int:
+def _say(found: list[str | FunctionCall], text: str) -> None:
+    if text:
+        found.append(text)
+
+
+def overlap(text: str, tag: str) -> int:
     """How much of the text's end may be the beginning of a tag."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-size:])), 0)
-
-
-def _tagged(text: str, names: Collection[str]) -> FunctionCall | None:
-    try:
-        call = _made(_read_call(text))
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        return None
-    return call if call is not None and call.name in names else None
-
-
-def _bare(text: str, names: Collection[str]) -> list[FunctionCall]:
-    """The calls, if the whole text is one or a list of them and each names a tool that there is."""
-    try:
-        found = _read_calls(text) if text.lstrip().startswith("[") else [_read_call(text)]
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        return []
-    calls = [_made(one) for one in found]
-    return [call for call in calls if call] if all(call and call.name in names for call in calls) else []
-
-
-def _made(found: _Call) -> FunctionCall | None:
-    """The call, with arguments as the model wrote them: another encoding may be another number."""
-    if bool(bytes(found.arguments)) == bool(bytes(found.parameters)):
-        return None
-    arguments = bytes(found.arguments) or bytes(found.parameters)
-    if arguments.startswith(b"{"):
-        return FunctionCall(found.name, arguments.decode())
-    return FunctionCall(found.name, msgspec.json.decode(arguments)) if arguments.startswith(b'"') else None
-
-
-def _json(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        return None
-
-
-def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: the arguments of earlier calls as objects, not as JSON in a string."""
-    return [_with_objects(message) if "tool_calls" in message else message for message in messages]
-
-
-def argument_texts(messages: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Of all earlier calls whose arguments are JSON in a string."""
-    for message in messages:
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            function = call.get("function") if isinstance(call, dict) else None
-            arguments = function.get("arguments") if isinstance(function, dict) else None
-            if isinstance(arguments, str):
-                yield arguments
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message["tool_calls"]
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: object) -> object:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    arguments = _json(function["arguments"])
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol, TypeVar
 
@@ -12,6 +12,8 @@ from msgspec import UNSET, UnsetType
 from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
+from phonograph.server.http.failures import ApiError
+from phonograph.server.openai.answer_reader import AnswerReader, Part, Reading, joined
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.prompt_writer import PromptWriter, together
 from phonograph.server.openai.responses import (
@@ -24,9 +26,8 @@ from phonograph.server.openai.responses import (
     ChatMessage,
     ChatResponse,
     CompletionResponse,
-    DraftedTokens,
     Finish,
-    FunctionCall,
+    OutputDetails,
     PromptLogprobs,
     TextChoice,
     TextLogprobs,
@@ -34,12 +35,12 @@ from phonograph.server.openai.responses import (
     ToolCallDelta,
     Usage,
 )
-from phonograph.server.openai.tool_calls import ToolCallReader
 
 T = TypeVar("T", bound=TokenLogprob)
 
 _encode = msgspec.json.Encoder().encode
 
+DONE = b"data: [DONE]\n\n"
 BLOCK = 128
 """Tokens whose logprobs are encoded in one go: others wait for no more than 2,688 entries."""
 _SMALL = 256 << 10
@@ -55,12 +56,17 @@ class ResponseWriter(Protocol):
     """Writes the response to one request; it has a state, so there is one for each request."""
 
     id: str
+    size: int
+    """Characters, besides those of deltas, that are handled in the end."""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for what is new."""
 
-    def usage_event(self, used: TokenUsage) -> bytes:
-        """The last event, for a client that set include_usage."""
+    def end(self, used: TokenUsage) -> bytes:
+        """The last events of a stream."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last events of a stream that fails after its first."""
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
         """The whole response, in pieces of limited size; takes the logprobs out of the choices."""
@@ -73,7 +79,7 @@ class Head(msgspec.Struct, frozen=True):
     created: int
     model: str
     streams_usage: bool = False
-    """Whether events say that their usage is not known yet."""
+    """Whether the last event of a stream has the usage, and the others say that it is not known yet."""
 
     @property
     def no_usage(self) -> UnsetType | None:
@@ -92,6 +98,7 @@ class CompletionWriter:
     ) -> None:
         """`offsets` makes those of a choice; `prompts` writes what is shown of prompts."""
         self.id = head.id
+        self.size = 0
         self._head = head
         self._logprobs = logprobs
         self._prompts = prompts
@@ -108,11 +115,14 @@ class CompletionWriter:
             self._prompts is not None and (self._prompts.is_new(delta.choice) or bool(delta.prompt_logprobs))
         )
 
-    def usage_event(self, used: TokenUsage) -> bytes:
-        return self._event([], _usage(used))
+    def end(self, used: TokenUsage) -> bytes:
+        return (self._event([], usage_of(used)) if self._head.streams_usage else b"") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error.event() + DONE
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
-        whole = _encode(self._response([], _usage(used)))
+        whole = _encode(self._response([], usage_of(used)))
         return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
 
     def _pieces(self, delta: Delta) -> Iterator[bytes]:
@@ -168,23 +178,22 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """For /v1/chat/completions; with `tools`, calls of these names are looked for, at most `max_calls`."""
+    """For /v1/chat/completions; outputs are text, or what `reading` tells apart in them."""
 
     def __init__(
         self,
         head: Head,
         logprobs: LogprobWriter | None,
-        tools: Collection[str] | None,
-        max_calls: int | None = None,
+        reading: Reading | None,
         prompts: PromptWriter | None = None,
     ) -> None:
         self.id = head.id
+        self.size = 0
         self._head = head
         self._logprobs = logprobs
         self._prompts = prompts
-        self._tools = tools
-        self._max_calls = max_calls
-        self._readers: dict[int, ToolCallReader] = {}
+        self._reading = reading or Reading()
+        self._readers: dict[int, AnswerReader] = {}
         self._num_calls: dict[int, int] = {}
         """By choice; who is not in it has not begun."""
 
@@ -195,22 +204,33 @@ class ChatWriter:
             for choice in self._delta_choices(delta)
         )
 
-    def usage_event(self, used: TokenUsage) -> bytes:
-        return event(_encode(self._chunk([], _usage(used))))
+    def end(self, used: TokenUsage) -> bytes:
+        return (event(_encode(self._chunk([], self._usage(used)))) if self._head.streams_usage else b"") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error.event() + DONE
 
     def body(self, choices: Sequence[Delta], used: TokenUsage) -> list[bytes]:
         head, prompts = self._head, self._prompts
         scores = choices[0].prompt_logprobs if choices else []
+        written = _few(piece for place, delta in enumerate(choices) for piece in self._listed(place, delta))
+        usage = self._usage(used)  # of what was read just now
         if prompts is None:
-            whole = _encode(ChatResponse(head.id, head.created, head.model, [], _usage(used)))
-            return _few(_filled(whole, "choices", (self._pieces(delta) for delta in choices)))
-        whole = _encode(ChatResponse(head.id, head.created, head.model, [], _usage(used), prompt_logprobs=[]))
+            whole = _encode(ChatResponse(head.id, head.created, head.model, [], usage))
+            return _few(_filled(whole, "choices", [written]))
+        whole = _encode(ChatResponse(head.id, head.created, head.model, [], usage, prompt_logprobs=[]))
         begin, place, end = whole.partition(b'"usage":')
         pieces = chain(
-            _filled(begin, "choices", (self._pieces(delta) for delta in choices)),
+            _filled(begin, "choices", [written]),
             _filled(place + end, "prompt_logprobs", prompts.ranked(_blocks(scores))),
         )
         return _few(pieces)
+
+    def _listed(self, place: int, delta: Delta) -> Iterator[bytes]:
+        """A choice, with a comma in front of all but the first."""
+        if place:
+            yield b","
+        yield from self._pieces(delta)
 
     def _pieces(self, delta: Delta) -> Iterator[bytes]:
         """A choice, with its logprobs encoded block by block."""
@@ -222,44 +242,47 @@ class ChatWriter:
             yield from _filled(whole, "content", ([_encode(logprobs.chat(block).content)[1:-1]] for block in blocks))
 
     def _choice(self, delta: Delta) -> ChatChoice:
-        text, calls = self._read(delta)
+        thought, text, calls = joined(self._read(delta))
         logprobs = ChatLogprobs([]) if self._logprobs is not None else None
         made = [ToolCall(self._call_id(delta.choice, place), call) for place, call in enumerate(calls)]
-        message = ChatMessage(text, made) if made else ChatMessage(text)
-        if made and not text:
-            message = ChatMessage(None, made)
+        message = ChatMessage(None if made and not text else text, made or UNSET, thought or UNSET)
         return ChatChoice(delta.choice, message, self._finish(delta, len(made)) or "stop", logprobs)
 
     def _delta_choices(self, delta: Delta) -> Iterator[ChatDeltaChoice]:
         """An event with what is new, and one of its own for the end."""
         index = delta.choice
-        text, calls = self._read(delta)
+        thought, text, calls = joined(self._read(delta))
         logprobs: ChatLogprobs | None = None
         if self._logprobs is not None and delta.logprobs:
             logprobs = self._logprobs.chat(delta.logprobs)
         is_first = index not in self._num_calls
         first_call = self._num_calls.setdefault(index, 0)
         self._num_calls[index] += len(calls)
-        if text or is_first or logprobs is not None or calls:
+        if text or thought or is_first or logprobs is not None or calls:
             made = [
                 ToolCallDelta(place, self._call_id(index, place), call) for place, call in enumerate(calls, first_call)
             ]
-            new = ChatDelta("assistant" if is_first else UNSET, UNSET if made and not text else text, made or UNSET)
+            content = UNSET if (made or thought) and not text else text
+            new = ChatDelta("assistant" if is_first else UNSET, content, made or UNSET, thought or UNSET)
             yield ChatDeltaChoice(index, new, logprobs)
         if delta.finish is not None:
             yield ChatDeltaChoice(index, ChatDelta(), finish_reason=self._finish(delta, self._num_calls[index]))
 
-    def _read(self, delta: Delta) -> tuple[str, list[FunctionCall]]:
-        if self._tools is None:
-            return delta.text, []
+    def _read(self, delta: Delta) -> list[Part]:
         reader = self._readers.get(delta.choice)
         if reader is None:
-            reader = self._readers[delta.choice] = ToolCallReader(self._tools, self._max_calls)
-        text, calls = reader.add(delta.text)
-        if delta.finish is not None:
-            rest, more = reader.finish()
-            text, calls = text + rest, calls + more
-        return text, calls
+            reader = self._readers[delta.choice] = self._reading.reader()
+        parts = reader.add(delta.text, delta.tokens)
+        return [*parts, *reader.finish()] if delta.finish is not None else parts
+
+    def _usage(self, used: TokenUsage) -> Usage:
+        if self._reading.reasoning is None:
+            return usage_of(used)
+        thought = sum(reader.num_thought for reader in self._readers.values())
+        usage = usage_of(used)
+        details = usage.completion_tokens_details or OutputDetails()
+        details = msgspec.structs.replace(details, reasoning_tokens=thought)
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def _finish(self, delta: Delta, num_calls: int) -> Finish | None:
         found = _FINISH[delta.finish]
@@ -341,9 +364,10 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _usage(used: TokenUsage) -> Usage:
+def usage_of(used: TokenUsage) -> Usage:
     total = used.prompt_tokens + used.output_tokens
-    drafted: DraftedTokens | UnsetType = UNSET
+    details: OutputDetails | UnsetType = UNSET
     if used.drafted_tokens:
-        drafted = DraftedTokens(used.accepted_tokens, used.drafted_tokens - used.accepted_tokens)
-    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens), drafted)
+        accepted = used.accepted_tokens
+        details = OutputDetails(UNSET, accepted, used.drafted_tokens - accepted)
+    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens), details)

@@ -1,0 +1,81 @@
+"""Batch files on disk: lines of the input one at a time, and what an output that was begun has already."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from phonograph.errors import PlanError
+from phonograph.server.batch.lines import BadLineError, BatchResult
+
+_MANY = 1 << 20
+
+_decode = msgspec.json.Decoder(BatchResult).decode
+
+
+def numbered_lines(stream: BinaryIO, most: int) -> Iterator[tuple[int, bytes | BadLineError]]:
+    """Lines from 1 on, without blank ones; one of more than `most` bytes is read past and never kept."""
+    number = 0
+    while line := stream.readline(most + 1):
+        number += 1
+        if len(line) > most and not line.endswith(b"\n"):
+            size = len(line)
+            while (rest := stream.readline(_MANY)) and not rest.endswith(b"\n"):
+                size += len(rest)
+            problem = f"it has more than {size + len(rest) - 1:,} bytes; at most {most:,} are taken. Send less."
+            yield number, BadLineError("line_too_long", problem)
+        elif line.strip():
+            yield number, line
+
+
+def count_lines(path: Path) -> int:
+    """Of a file, by its ends of lines."""
+    count, last = 0, b"\n"
+    with path.open("rb") as file:
+        while part := file.read(_MANY):
+            count, last = count + part.count(b"\n"), part
+    return count + (not last.endswith(b"\n"))
+
+
+def digest(custom_id: str) -> bytes:
+    """What an id is remembered by: of many lines, all of them are."""
+    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+@dataclass
+class Done:
+    """What an output has: ids, and lines of the input that had none."""
+
+    ids: set[bytes] = field(default_factory=set)
+    lines: set[int] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self.ids) + len(self.lines)
+
+
+def resumed(path: Path) -> Done:
+    """What an output file has; a line that was not written to its end is cut off."""
+    done, end = Done(), 0
+    if not path.exists():
+        return done
+    with path.open("rb+") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            try:
+                found = _decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                problem = f"line {number} is no output of run-batch ({error})"
+                raise PlanError(f"resuming {path}: {problem}. Give another --output.") from None
+            if found.custom_id is not None:
+                done.ids.add(digest(found.custom_id))
+            elif found.error is not None:
+                done.lines.add(found.error.line)
+        file.truncate(end)
+    return done

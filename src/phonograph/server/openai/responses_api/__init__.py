@@ -1,0 +1,1 @@
+"""Responses API: `/v1/responses` of OpenAI, over the same chats."""

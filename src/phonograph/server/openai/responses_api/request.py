@@ -1,0 +1,99 @@
+"""ResponsesRequest: body of `/v1/responses`, in OpenAI's words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from phonograph.server.http import request_limits as limits
+from phonograph.server.http.neutral_fields import NeutralField
+from phonograph.server.openai.requests import ContentTokens, Effort, Penalty, Probability, Stops, Verbosity
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+ONLY_NEUTRAL = {
+    "background": NeutralField("a response is made while its client waits", (False,)),
+    "conversation": NeutralField("use `previous_response_id`"),
+    "context_management": NeutralField("a prompt is taken whole, or cut by `truncation`"),
+    "max_tool_calls": NeutralField("it is of tools that run in a server, and clients run all of them"),
+    "moderation": NeutralField("nothing is moderated"),
+    "prompt": NeutralField("no prompts are kept here"),
+    "prompt_cache_options": NeutralField("prompts share what they begin with, whoever sends them"),
+    "prompt_cache_retention": NeutralField("prompts share what they begin with, as long as memory lasts"),
+}
+"""Fields of OpenAI's that are taken where they ask for nothing."""
+
+WITHOUT_EFFECT = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "include_obfuscation")
+"""Taken as in chats, and given back in the response."""
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the text must look like."""
+
+    format: dict[str, Any] | None = None
+    """`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "name": …, "schema": …}`."""
+    verbosity: Verbosity | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much to think."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Nothing is summed up: thoughts are given in full."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """OpenAI's older name of `summary`."""
+
+
+class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to stream."""
+
+    include_obfuscation: bool = False
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/responses."""
+
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    """A text of the user's, or items: messages, function_call, function_call_output and reasoning."""
+    model: str | None = None
+    instructions: str | None = None
+    """A system message in front of everything; of this response alone."""
+    previous_response_id: str | None = None
+    """Go on after this response, which must be stored."""
+    store: bool | None = None
+    """Whether the response can be had again, and gone on with, by its id. Default: true."""
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Default: up to the end of the context."""
+    temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
+    """Needs `message.output_text.logprobs` in `include`."""
+    include: list[Include] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto` leaves out the oldest messages where all do not fit the context."""
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    # Not in OpenAI's API: as in chats.
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Annotated[str, Meta(extra_json_schema={"maxLength": limits.STOP_CHARS.most})] | Stops | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    content_special_tokens: ContentTokens | None = None

@@ -1,0 +1,151 @@
+"""Tool messages: tools, earlier calls and their results, as the model's chat template takes them.
+
+A template that knows no tools gets them as text: a system message with their JSON, calls as the assistant's words, and
+results as the user's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from phonograph.engine.text import ChatTemplate
+from phonograph.server.http.failures import ApiError
+from phonograph.server.openai.tool_formats import ToolFormat, call_of
+
+Message = dict[str, Any]
+
+_TOOLS = """\
+You may call functions to help with the user's request. These are the functions, as JSON:
+<tools>
+{tools}
+</tools>
+To call one, answer with nothing but its name and arguments as JSON, in this form:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
+</tool_call>
+Several calls are one such block after the other. If no function helps, answer as usual."""
+_RESULT = "<tool_response>\n{result}\n</tool_response>"
+
+
+def for_template(
+    messages: Sequence[Message], tools: Sequence[Message] | None, template: ChatTemplate, format: ToolFormat
+) -> tuple[list[Message], list[Message] | None]:
+    """Messages and tools as the template takes them."""
+    reads_calls = "tool_calls" in template.message_fields
+    found = [_with_objects(one) for one in messages] if reads_calls else _with_calls_written(messages, format)
+    if not tools:
+        return found, None
+    if template.takes_tools:
+        return found, list(tools)
+    return _with_tools_written(found, tools), None
+
+
+def argument_texts(messages: Iterable[Message]) -> Iterator[str]:
+    """Of all earlier calls whose arguments are JSON in a string."""
+    for message in messages:
+        for function in _functions(message):
+            if isinstance(function.get("arguments"), str):
+                yield function["arguments"]
+
+
+def _functions(message: Message) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    found = (
+        [call.get("function") if isinstance(call, dict) else None for call in calls] if isinstance(calls, list) else []
+    )
+    return [function if isinstance(function, dict) else {} for function in found]
+
+
+def _with_tools_written(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+    """With tools in the first system message, which is made if there is none."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = _TOOLS.format(tools=lines)
+    first = messages[0] if messages else {}
+    if first.get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    content = first.get("content")
+    if isinstance(content, list):
+        return [{**first, "content": [*content, {"type": "text", "text": text}]}, *messages[1:]]
+    return [{**first, "content": f"{content}\n\n{text}" if isinstance(content, str) else content}, *messages[1:]]
+
+
+def _with_calls_written(messages: Sequence[Message], format: ToolFormat) -> list[Message]:
+    """With calls and results as text, for templates that read neither."""
+    found: list[Message] = []
+    names: dict[str, str] = {}
+    results: list[str] = []
+    for place, message in enumerate(messages):
+        if message.get("role") == "tool":
+            results.append(_RESULT.format(result=_result(place, message, names)))
+            continue
+        if results:
+            found.append({"role": "user", "content": "\n".join(results)})
+            results = []
+        for call, function in zip(message.get("tool_calls") or (), _functions(message), strict=False):
+            if isinstance(call, dict) and isinstance(call.get("id"), str):
+                names[call["id"]] = str(function.get("name"))
+        found.append(_said(message, format))
+    return [*found, {"role": "user", "content": "\n".join(results)}] if results else found
+
+
+def _said(message: Message, format: ToolFormat) -> Message:
+    """An assistant's message with its calls in its text."""
+    functions = _functions(message)
+    if not functions:
+        return message
+    spelling = format.spelling
+    written = spelling.begin + spelling.separator.join(call_of(one, spelling) for one in functions) + spelling.end
+    content = message.get("content")
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    if isinstance(content, list):
+        return {**rest, "content": [*content, {"type": "text", "text": written}]}
+    return {**rest, "content": f"{content}\n{written}" if content and isinstance(content, str) else written}
+
+
+def _result(place: int, message: Message, names: dict[str, str]) -> str:
+    """What a tool gave, with the name of the function that was called."""
+    content, call = message.get("content"), message.get("tool_call_id")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "\n".join(part for part in parts if isinstance(part, str)) if None not in parts else None
+    if not isinstance(content, str):
+        problem = "must be a text or text parts, as the result of a tool"
+        field = f"messages[{place}].content"
+        raise ApiError(400, f"`{field}` {problem}.", param=field, code="invalid_value")
+    if not call:
+        return content
+    if call not in names:
+        field = f"messages[{place}].tool_call_id"
+        problem = f"names the call {str(call)[:100]!r}, which no message before it has"
+        raise ApiError(
+            400, f"`{field}` {problem}. Send the assistant's message too.", param=field, code="invalid_value"
+        )
+    return json.dumps({"name": names[call], "content": content}, ensure_ascii=False)
+
+
+def _json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return None
+
+
+def _with_objects(message: Message) -> Message:
+    """The arguments of earlier calls as objects, not as JSON in a string."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+
+
+def _with_object(call: object) -> object:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = _json(function["arguments"])
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
