@@ -41,7 +41,6 @@ from phonograph.server.options import ServerOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
 _MADE = "<!-- Made from the code by `make reference`. -->\n"
-_ENGINE_COMMANDS = ("generate", "chat", "serve", "explain", "verify")
 _DEPRECATED = "deprecated names of graph flags"
 
 Row = Sequence[str]
@@ -162,13 +161,14 @@ def commands_page() -> str:
     """Every flag of every command; those that all commands with an engine have are said once."""
     commands = dict(_commands(command_line()))
     grouped = {name: _rows_by_group(parser) for name, parser in commands.items()}
-    each = [[row for rows in grouped[name].values() for row in rows] for name in _ENGINE_COMMANDS]
+    engines = [name for name, groups in grouped.items() if _DEPRECATED in groups]
+    each = [[row for rows in grouped[name].values() for row in rows] for name in engines]
     shared = [row for row in each[0] if all(row in rows for rows in each)]
     head = ("flag", "takes", "default", "what it does")
-    deprecated = grouped[_ENGINE_COMMANDS[0]][_DEPRECATED]
-    graph = [row for row in shared if row in grouped[_ENGINE_COMMANDS[0]]["graphs"]]
+    deprecated = grouped[engines[0]][_DEPRECATED]
+    graph = [row for row in shared if row in grouped[engines[0]]["graphs"]]
     engine = [row for row in shared if row not in graph and row not in deprecated]
-    listed = ", ".join(f"`{name}`" for name in _ENGINE_COMMANDS)
+    listed = ", ".join(f"`{name}`" for name in engines)
     parts = [
         "`phonograph COMMAND --help` prints the same. `phonograph --version` prints the version.\n",
         "## Flags of the engine\n",
@@ -182,7 +182,7 @@ def commands_page() -> str:
         text = commands[name].description or ""
         parts.append(f"## phonograph {name}\n\n{text[:1].upper()}{text[1:].rstrip('.')}.\n")
         for title, rows in groups.items():
-            own = [row for row in rows if name not in _ENGINE_COMMANDS or row not in (*shared, *deprecated)]
+            own = [row for row in rows if name not in engines or row not in (*shared, *deprecated)]
             if own:
                 is_plain = title in ("options", "positional arguments", "graphs")
                 parts.append(("" if is_plain else f"**{title}**\n\n") + table(head, own))
@@ -319,6 +319,8 @@ _OTHER_ROUTES = {
     "/openapi.json": "These routes as an OpenAPI 3.1 document",
     "/": "The status page",
     "/status.json": "What the status page shows",
+    "/requests/{id}": "What became of a request, as a page",
+    "/request.json": "What that page shows, by `?id=`",
     "/metrics": "Metrics for Prometheus: see [Metrics](metrics.md)",
 }
 """Routes whose answers are no types of the API; files of a page (`/page/…`) need no words."""
@@ -351,6 +353,8 @@ def routes_page() -> str:
 _VARIABLES = {
     "XDG_CACHE_HOME": "where caches are: `$XDG_CACHE_HOME/phonograph`, else `~/.cache/phonograph`. Compiled C++ "
     "kernels, measured kernel choices, and what torch.compile made are there; all of it may be removed at any time",
+    "XDG_STATE_HOME": "where `phonograph chat` keeps the history of what was typed: `$XDG_STATE_HOME/phonograph`, else "
+    "`~/.local/state/phonograph`",
     "TRITON_CACHE_DIR": "where Triton keeps what it compiles, else `~/.triton/cache`; `doctor` shows its size",
     "TORCHINDUCTOR_CACHE_DIR": "where torch's compiler keeps what it compiles; set to a folder of our cache where "
     "nobody set it",
