@@ -32,7 +32,6 @@ from phonograph.graphs.planning.flags import flag_of
 from phonograph.graphs.planning.kinds import shown
 from phonograph.graphs.planning.rules import RULES
 from phonograph.graphs.planning.settings import Settings
-from phonograph.graphs.planning.sglang_flags import ALIASES
 from phonograph.graphs.running.runner_options import RunnerOptions
 from phonograph.server.app import OPERATIONS, create_app
 from phonograph.server.observe.metrics import Metrics
@@ -157,6 +156,16 @@ def _rows_by_group(parser: argparse.ArgumentParser) -> dict[str, list[Row]]:
     }
 
 
+def _is_alias(row: Row) -> bool:
+    return " is deprecated; use " in row[3] or " is accepted and changes nothing" in row[3]
+
+
+def _instead(text: str) -> str:
+    """What to write, from the warning of an alias."""
+    _, found, instead = text.partition(" is deprecated; use ")
+    return f"`{instead}`" if found else f"nothing: {text.partition('changes nothing: ')[2]}"
+
+
 def commands_page() -> str:
     """Every flag of every command; those that all commands with an engine have are said once."""
     commands = dict(_commands(command_line()))
@@ -165,7 +174,7 @@ def commands_page() -> str:
     each = [[row for rows in grouped[name].values() for row in rows] for name in engines]
     shared = [row for row in each[0] if all(row in rows for rows in each)]
     head = ("flag", "takes", "default", "what it does")
-    deprecated = grouped[engines[0]][_DEPRECATED]
+    deprecated = [row for row in shared if _is_alias(row)]
     graph = [row for row in shared if row in grouped[engines[0]]["graphs"]]
     engine = [row for row in shared if row not in graph and row not in deprecated]
     listed = ", ".join(f"`{name}`" for name in engines)
@@ -189,7 +198,7 @@ def commands_page() -> str:
     parts += [
         "## Names of SGLang's\n",
         "Accepted, so that launch lines carry over; each warns with what to write in its place.\n",
-        table(("flag", "write"), [(f"`{one.flag}`", f"`{one.instead}`") for one in ALIASES]),
+        table(("flag", "write"), [(row[0], _instead(row[3])) for row in deprecated]),
     ]
     return _page("Commands and flags", *parts)
 

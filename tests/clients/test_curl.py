@@ -40,7 +40,7 @@ def test_a_line_of_the_docs_gets_an_answer(page: str, command: str, client_serve
 
 
 def test_the_docs_have_such_lines() -> None:
-    assert {page for page, _ in lines()} >= {"README.md", "serving.md"}
+    assert {page for page, _ in lines()} >= {"README.md", "serving.md", "serve-a-model.md"}
 
 
 def test_the_line_that_the_screen_shows(client_server: Server) -> None:

@@ -52,10 +52,11 @@ def test_chat_as_a_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.total_tokens == 45
 
 
-def test_the_lines_of_the_readme(real_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    code = next(block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "OpenAI(" in block)
-    exec(compile(code.replace("http://127.0.0.1:8000", real_server.url), "README.md", "exec"), {})
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial/serve-a-model.md"])
+def test_the_lines_of_a_page(page: str, real_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / page).read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "OpenAI(" in block)
+    exec(compile(code.replace("http://127.0.0.1:8000", real_server.url), page, "exec"), {})
     assert capsys.readouterr().out == ANSWER
 
 
