@@ -23,7 +23,7 @@ from phonograph.cli import flags as cli_flags
 from phonograph.cli import serve
 from phonograph.cli.main import command_line
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes.registry import PHASES
+from phonograph.engine.passes.registry import ALL_PHASES
 from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.requests.request import SamplingParams
@@ -131,7 +131,7 @@ def _commands(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple
 
 
 def _graph_defaults() -> dict[str, str]:
-    return {flag_of(setting): shown(setting.default) for setting in Settings(tuple(PHASES)).table.values()}
+    return {flag_of(setting): shown(setting.default) for setting in Settings(ALL_PHASES).table.values()}
 
 
 def _flag_row(action: argparse.Action) -> Row:
@@ -216,7 +216,7 @@ def _settings_table() -> str:
             one.help,
             one.because,
         )
-        for one in Settings(tuple(PHASES)).table.values()
+        for one in Settings(ALL_PHASES).table.values()
     ]
     return table(("setting", "takes", "default", "flag", "what it does", "why this default"), rows)
 
