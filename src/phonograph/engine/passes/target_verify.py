@@ -310,6 +310,10 @@ class _Links:
         return picked
 
 
+PLAIN_STEPS = "drafts=off"
+"""What recordings of steps without drafts are called."""
+
+
 def _drafts_axis(width: int) -> Axis:
     """Rounds of drafts; or, where nobody takes any, one token a row, as plain decoding has it."""
 

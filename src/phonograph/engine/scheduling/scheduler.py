@@ -18,7 +18,7 @@ from phonograph.engine.scheduling.counts import Counts
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
 from phonograph.engine.scheduling.step_budget import StepBudget
-from phonograph.engine.scheduling.step_width import StepWidth
+from phonograph.engine.scheduling.step_width import StepWidth, WhereDrafted
 from phonograph.errors import PhonographError, RequestError
 
 _MAX_PREFILL_STREAK = 8
@@ -46,7 +46,7 @@ class Scheduler:
         self.rows = Rows(limits, prefix_cache=prefix_cache)
         self.shares_prompts = prefix_cache
         self.passes, self._mixed, self._clock = passes, mixed, clock
-        self.width = StepWidth(limits)
+        self.width: StepWidth = WhereDrafted(limits)
         self._live: dict[str, list[Sequence]] = {}
         self._followers: dict[Sequence, list[Sequence]] = {}
         """Siblings that wait until the first of their request has computed the prompt, which they then share."""
