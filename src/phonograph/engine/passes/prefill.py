@@ -190,8 +190,10 @@ class PrefillBody:
     def _picked_rounds(self, found: TokenStates, batch: PrefillBatch) -> Picked:
         assert self._rounds is not None
         count, first, width = batch.num_sampled, batch.spans_from, batch.tokens_per_row
+        if not count:
+            return Picked(found.tokens.new_empty((0, width) if width > 1 else 0))
         logits, picked = self._model.logits(found.hidden[:count]), None
-        if first or not count:
+        if first:
             queries, features = self._places(found, batch, slice(first), width)
             picked = self._rounds.accept(logits[:first], found.tokens[:first], queries, batch.needs, features)
         if first == count and picked is not None:
