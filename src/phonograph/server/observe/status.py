@@ -12,6 +12,7 @@ from phonograph.engine.process.statistics import EngineStats, PhaseStats, Specul
 from phonograph.server.observe.history import History, HistoryPoints, LatencyQuantiles
 from phonograph.server.observe.incidents import Incident, Incidents
 from phonograph.server.observe.metrics import Metrics
+from phonograph.server.observe.request_book import RequestLine, RequestStory
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -88,6 +89,8 @@ class Status(msgspec.Struct, frozen=True):
     speculation: SpeculationStats | None
     """What became of drafted tokens; None where nothing is drafted."""
     incidents: tuple[Incident, ...]
+    requests: tuple[RequestLine, ...]
+    """The latest."""
     history: HistoryPoints
 
 
@@ -130,8 +133,13 @@ class StatusKeeper:
             phases=stats.phases if stats else (),
             speculation=stats.speculation if stats else None,
             incidents=self._incidents.newest(),
+            requests=self._metrics.requests.newest(),
             history=self._history.since(since),
         )
+
+    def story(self, request_id: str) -> RequestStory | None:
+        """What became of a request; None where it is not kept."""
+        return self._metrics.requests.story(request_id)
 
     def _totals(self, stats: EngineStats | None) -> Totals:
         metrics = self._metrics
