@@ -203,7 +203,9 @@ class PrefillBody:
             return picked
         queries, features = self._places(found, batch, slice(first, count), 1)
         ends = self._rounds.begin(logits[first:], queries, batch.needs, features, drafts=width > 1)
-        return widened(ends, width) if picked is None else joined(picked, ends)
+        if picked is not None:
+            return joined(picked, ends)
+        return widened(ends, width) if width > 1 else ends
 
     def _places(
         self, found: TokenStates, batch: PrefillBatch, part: slice, tokens_per_row: int
