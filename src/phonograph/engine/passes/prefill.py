@@ -96,7 +96,8 @@ class PrefillBatches:
             scored += range(len(known), len(known) + len(chunk.targets))
             targets += chunk.targets
             known += chunk.tokens
-            following += (*chunk.tokens[1:], chunk.following)
+            if self._has_following:
+                following += (*chunk.tokens[1:], chunk.following)
             if chunk.samples:
                 ends.append(len(known) - 1)
         decoding = np.zeros(len(known), dtype=bool)
