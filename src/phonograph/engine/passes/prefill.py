@@ -310,7 +310,7 @@ def prefill_pass(
         dims=[Dim("sampled", limit=limits.num_places)],
         batch=PrefillBatches(limits, rounds).batch,
         written=written,
-        public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from"),
+        public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from", "tokens_per_row"),
         body=body,
         free=("width", "spans_from", "tokens_per_row"),
         tail=body.tail if rounds is None else body.rounds_tail,
