@@ -70,6 +70,11 @@ def bodies(max_chars: int, max_len: int) -> dict[str, bytes]:
         "1,000 lists of ids": post(TEXT, {"prompt": [[1] * 130] * 1000, **few}),
         "100,000 messages": post(CHAT, {"messages": [HELLO] * 100_000}),
         "2,048 messages": post(CHAT, {"messages": [HELLO] * 2048, **few}),
+        "a message of special tokens": post(CHAT, {"messages": [{**HELLO, "content": "<|end|>" * (max_chars // 8)}]}),
+        "response to 2,048 messages": post("/v1/responses", {"input": [HELLO] * 2048, "max_output_tokens": 4}),
+        "response to 10,000 parts": post(
+            "/v1/responses", {"input": [{**HELLO, "content": [{"type": "input_text", "text": "a"}] * 10_000}]}
+        ),
         "2 million lists": post(TEXT, b'{"prompt":"x","metadata":{"a":[' + b"[]," * 2_000_000 + b"1]}}"),
         "most lists that may be": post(TEXT, b'{"prompt":"x","metadata":{"a":[' + b"[]," * 32_000 + b"1]}}"),
         "262,000 numbers near the largest": post(
