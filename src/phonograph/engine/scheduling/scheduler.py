@@ -225,7 +225,8 @@ class Scheduler:
             return None
         self._waiting.discard(sequence)
         self._prefills.append(sequence)
-        self._prefix_lookup_tokens += sequence.prefill_end if sequence.request.pooling is None else 0
+        is_looked_for = sequence.request.pooling is None and sequence.is_scored
+        self._prefix_lookup_tokens += sequence.prefill_end if is_looked_for else 0
         self._prefix_hit_tokens += sequence.num_computed
         if not sequence.last_step:
             sequence.num_cached = sequence.num_computed
