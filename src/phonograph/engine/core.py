@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -68,6 +69,8 @@ class EngineCore(Generic[E]):
         self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
         """Steps with what the executor gave for them, or with what they sampled."""
         self._news: list[Update] = []
+        self.on_prompts: Callable[[ScheduledStep], None] | None = None
+        """Told of each step that computes parts of prompts, once it is launched."""
 
     def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
         """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
@@ -125,6 +128,8 @@ class EngineCore(Generic[E]):
         step = self.scheduler.schedule()
         if step is not None:
             launched = self._execute(step)
+            if step.prefills and self.on_prompts is not None:
+                self.on_prompts(step)
             if launched is not None:
                 self._in_flight.append((step, launched))
         if self._in_flight and (step is None or len(self._in_flight) > self.scheduler.limits.max_ahead):
@@ -146,15 +151,17 @@ class EngineCore(Generic[E]):
         if sampled.tokens and max(sampled.tokens) >= self.executor.vocab:
             for sequence, problem in sampled.outside(step, self.executor.vocab):
                 self._news += self.scheduler.fail(sequence, problem)
-        scored, unscored = take_scores(step, sampled) if step.prefills else ((), ())
-        for sequence, problem in (*unscored, *add_sums(step, sampled)):
+        scored, failed = take_scores(step, sampled) if step.prefills else ((), ())
+        if sampled.pooled is not None:
+            failed = [*failed, *add_sums(step, sampled.pooled)]
+        for sequence, problem in failed:
             self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
-                followed, failed = self._follow(sequence, tokens)
+                followed, ended = self._follow(sequence, tokens)
                 updates[place] = sequence, followed, finish
-                updates += failed
+                updates += ended
         if sampled.logprobs is not None:
             _note_logprobs(step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
         if scored:

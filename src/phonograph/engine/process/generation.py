@@ -13,6 +13,7 @@ from phonograph.engine.process.observer import Observer
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
 from phonograph.engine.text import StopStrings, TextReader, Tokenizer
+from phonograph.engine.text.reader import TextForm
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class Generation:
         eos_ids: Sequence[int],
         continues: bool = False,
         kept_ids: Collection[int] = (),
+        form: TextForm = TextForm(),
     ) -> None:
         """`continues`: outputs go on where their prompts end; `kept_ids`: special tokens that are text in them."""
         self.requests = tuple(requests)
@@ -92,6 +94,7 @@ class Generation:
                     after=request.prompt if continues else (),
                     verbatim=request.params.grammar is not None,
                     min_tokens=request.params.min_tokens,
+                    form=form,
                 ),
             )
             for request, first in zip(requests, self._first.values(), strict=True)

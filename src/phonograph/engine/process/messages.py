@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from phonograph.engine.process.statistics import EngineStats
+from phonograph.engine.process.traces import SequenceTrace
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, GrammarSpec, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
@@ -131,6 +132,8 @@ class StepOutput(_FromCore, frozen=True):
     outputs: tuple[Output, ...]
     stats: EngineStats | None = None
     """Now and then, and when there is nothing to do."""
+    ended: tuple[SequenceTrace, ...] = ()
+    """What became of sequences that ended in it."""
 
 
 class IntegrityReport(_FromCore, frozen=True):

@@ -39,6 +39,8 @@ class ChatTemplate:
     ) -> None:
         self.source = Path(source).name
         """What messages call it: clients read them, and where the file lies is not for them."""
+        self.text = template
+        """As the model has it."""
         self._special_tokens = dict(special_tokens or {})
         self._written = template or ""
         self._template = None if template is None else _compiled(template, source)

@@ -12,6 +12,7 @@ from phonograph.engine.process.statistics import EngineStats, PhaseStats
 from phonograph.server.observe.history import History, HistoryPoints, LatencyQuantiles
 from phonograph.server.observe.incidents import Incident, Incidents
 from phonograph.server.observe.metrics import Metrics
+from phonograph.server.observe.request_book import RequestLine, RequestStory
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -86,6 +87,8 @@ class Status(msgspec.Struct, frozen=True):
     totals: Totals
     phases: tuple[PhaseStats, ...]
     incidents: tuple[Incident, ...]
+    requests: tuple[RequestLine, ...]
+    """The latest."""
     history: HistoryPoints
 
 
@@ -127,8 +130,13 @@ class StatusKeeper:
             totals=self._totals(stats),
             phases=stats.phases if stats else (),
             incidents=self._incidents.newest(),
+            requests=self._metrics.requests.newest(),
             history=self._history.since(since),
         )
+
+    def story(self, request_id: str) -> RequestStory | None:
+        """What became of a request; None where it is not kept."""
+        return self._metrics.requests.story(request_id)
 
     def _totals(self, stats: EngineStats | None) -> Totals:
         metrics = self._metrics

@@ -70,6 +70,9 @@ class TextChoice(msgspec.Struct, frozen=True):
     logprobs: TextLogprobs | None = None
     finish_reason: Finish | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    """In a stream, with the first piece."""
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):
@@ -153,6 +156,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: Finish
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatResponse(msgspec.Struct, frozen=True):
@@ -165,6 +169,7 @@ class ChatResponse(msgspec.Struct, frozen=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -183,6 +188,7 @@ class ChatDeltaChoice(msgspec.Struct, frozen=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -194,6 +200,8 @@ class ChatChunk(msgspec.Struct, frozen=True):
     choices: list[ChatDeltaChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    """In the first event."""
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------
@@ -208,6 +216,10 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Tokens of a prompt and its output together."""
     sampling: dict[str, float]
     """What holds where a request leaves it out: temperature, top_k, top_p, min_p, repetition_penalty."""
+    root: str
+    """The model's own name, whatever it is called here."""
+    parent: None = None
+    """That of which it is a fine-tune, at servers that know."""
     owned_by: str = "phonograph"
     object: Literal["model"] = "model"
 
