@@ -34,6 +34,7 @@ from phonograph.engine.passes.sampling_tail import SAMPLING
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request
+from phonograph.engine.requests.sequence import Sequence as RequestSequence
 from phonograph.engine.requests.step import ScheduledStep
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.sampler import TorchSampler
@@ -246,6 +247,25 @@ def test_rounds_say_what_plain_decoding_says(
         assert all(runner.stats.eager.total() == 0 for runner in runners.values())
         assert runners[ROUND.name].stats.replays.total() > 0
         assert runners[MIXED.name].stats.replays.total() > 0
+
+
+@pytest.mark.parametrize("scored_places", [1, 64])
+def test_prompts_are_scored_among_rounds(plain: Plain, wanted: list[list[int]], scored_places: int) -> None:
+    params = replace(GREEDY, prompt_logprobs=3)
+    core, scored = speculating(plain, scored_places=scored_places), list[RequestSequence]()
+    add = core.add
+
+    def noting(request: Request) -> list[RequestSequence]:
+        scored.extend(found := add(request))
+        return found
+
+    core.add = noting  # type: ignore[assignment, method-assign]
+    assert run(core, PROMPTS, params) == wanted
+    for sequence, prompt in zip(scored, PROMPTS, strict=True):
+        (alone,) = plain.llm.generate([prompt], replace(params, max_tokens=0))
+        assert [one.token for one in sequence.prompt_logprobs] == list(prompt[1:])
+        found, expected = ([one.logprob for one in of] for of in (sequence.prompt_logprobs, alone.prompt_logprobs))
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_counts_from_none_to_all_are_met(

@@ -157,7 +157,10 @@ class PrefillBody:
         """How likely the tokens of prompts are. Before anything is written: it may fail, and the step be run again."""
         if batch.targets is None:
             return None
-        targets = torch.as_tensor(batch.targets).to(hidden.device)
+        targets = torch.as_tensor(batch.targets)
+        if hidden.is_cuda:  # from other memory, a copy would wait for the pass, and the host for the copy
+            targets = targets.pin_memory()
+        targets = targets.to(hidden.device, non_blocking=True)
         wanted = hidden[batch.num_sampled : batch.ends.shape[0]]
         return score_prompts(wanted, targets, self._model.logits, self._parts.sampler)
 

@@ -57,7 +57,6 @@ ONLY_NEUTRAL = {
     "continue_final_message": NeutralField("a prompt is always continued", (False,)),
     "chat_template": NeutralField(f"{_ONE_TEMPLATE}, or by --chat-template"),
     "documents": NeutralField(f"{_ONE_TEMPLATE}, which is given none"),
-    "include_reasoning": NeutralField("what a model thinks is part of its answer", (True,)),
     "reasoning_effort": NeutralField("a prompt is rendered by no template"),
     "verbosity": NeutralField("a prompt is rendered by no template"),
     "prediction": NeutralField("answers are not predicted by clients"),
