@@ -62,6 +62,9 @@ def drawn(row: torch.Tensor, number: torch.Tensor, salt: torch.Tensor | int, bel
 class OracleRounds:
     """The protocol `Rounds`."""
 
+    taps: tuple[int, ...] = ()
+    ahead = 0
+
     def __init__(self, parts: PassParts) -> None:
         self._parts = parts
 
@@ -72,7 +75,17 @@ class OracleRounds:
         said = (tables["oracle"][rows, places] + spoiled) % self._parts.model.config.vocab
         return torch.where(offsets == 0, tables.last_token[rows], said)
 
-    def accept(self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> None:
+        return None
+
+    def accept(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None = None,
+    ) -> Picked:
         parts, tables = self._parts, self._parts.tables
         picked = parts.tail.pick(logits, queries, needs).tokens.view(-1, WIDTH)
         rows, starts = (part.view(-1, WIDTH)[:, 0] for part in (queries.rows, queries.token_positions))
@@ -84,6 +97,11 @@ class OracleRounds:
         parts.model.kernels.write_next_token(queries, picked, counts, tables.last_token, tables.length)
         tables["rounds"].index_put_((rows,), rounds + 1)
         return Picked(as_block(picked, counts))
+
+    def begin(
+        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None, **_: bool
+    ) -> Picked:
+        return self._parts.tail.next_tokens(logits, queries, needs)
 
 
 def columns(answers: Mapping[tuple[int, ...], Sequence[int]]) -> list[Column]:

@@ -28,8 +28,8 @@ from phonograph.server.openai.responses import (
     CompletionResponse,
     Finish,
     FunctionCall,
+    OutputDetails,
     PromptLogprobs,
-    ReasoningTokens,
     TextChoice,
     TextLogprobs,
     ToolCall,
@@ -298,7 +298,10 @@ class ChatWriter:
         if self._reading.reasoning is None:
             return usage_of(used)
         thought = sum(reader.num_thought for reader in self._readers.values())
-        return msgspec.structs.replace(usage_of(used), completion_tokens_details=ReasoningTokens(thought))
+        usage = usage_of(used)
+        details = usage.completion_tokens_details or OutputDetails()
+        details = msgspec.structs.replace(details, reasoning_tokens=thought)
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def _finish(self, delta: Delta, num_calls: int) -> Finish | None:
         found = _FINISH[delta.finish]
@@ -388,4 +391,8 @@ def event(data: bytes) -> bytes:
 
 def usage_of(used: TokenUsage) -> Usage:
     total = used.prompt_tokens + used.output_tokens
-    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens))
+    details: OutputDetails | UnsetType = UNSET
+    if used.drafted_tokens:
+        accepted = used.accepted_tokens
+        details = OutputDetails(UNSET, accepted, used.drafted_tokens - accepted)
+    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens), details)
