@@ -1,4 +1,4 @@
-"""The table of fields in docs/serving.md, made from the types that bodies are read with: `python tests/field_table.py`."""
+"""The table of fields in docs/serving.md, made from the types of request bodies: `python tests/field_table.py`."""
 
 from __future__ import annotations
 
