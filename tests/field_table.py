@@ -1,4 +1,7 @@
-"""The table of fields in docs/serving.md, made from the types of request bodies: `python tests/field_table.py`."""
+"""The table of fields in docs/serving.md, made from the types that bodies are read with.
+
+`python tests/field_table.py` writes it.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ ROUTES = {
     "responses": Route(
         responses.ResponsesRequest,
         {**requests.ONLY_NEUTRAL, **responses.ONLY_NEUTRAL},
-        responses.WITHOUT_EFFECT,
+        tuple(name for name in requests.WITHOUT_EFFECT if name not in ("metadata", "store")),
         {},
     ),
     "embeddings": Route(

@@ -20,5 +20,6 @@ def client_server() -> Iterator[Server]:
         default_model()
     except CheckpointError as error:
         pytest.skip(str(error))
-    with serving("--device", "cpu", "--max-len", "2048", "--max-seqs", "8", "--port", "0") as server:
+    flags = ("--device", "cpu", "--max-len", "2048", "--max-seqs", "8", "--port", "0", "--embeddings")
+    with serving(*flags) as server:
         yield server

@@ -20,3 +20,8 @@ def test_completions_streams_texts_and_errors(client_server: Server) -> None:
     assert found["usage"] == 45
     assert found["json"] == ["city"]
     assert found["failure"] == [400, True]
+
+
+def test_embeddings(client_server: Server) -> None:
+    found = run_program("litellm_embedding", client_server.url, MODEL, needs=("litellm",))
+    assert found == {"sizes": [576, 576], "same": True, "usage": 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,22 @@ import torch
 import transformers
 
 from phonograph import LLM, EngineOptions, RequestError, SamplingParams, verify
+from phonograph.cli.flags import add_engine_flags, arguments_from
+from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.embed import sum_spans
 from phonograph.engine.passes.registry import EMBED, StepPasses
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import Sampled
 from phonograph.engine.requests.vectors import normalized
 from phonograph.engine.scheduling.scheduler import Scheduler
-from phonograph.errors import PhonographError
+from phonograph.errors import PhonographError, PlanError
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.planning.settings import ask
 from server import tiny
@@ -151,7 +155,7 @@ def test_padding_never_leaks(recorded: LLM) -> None:
 def test_it_is_shown_as_other_passes_are(recorded: LLM) -> None:
     told = recorded.explain()
     assert "embed" in recorded.executor.coverage
-    assert "embed.backend" in told or "embed:" in told
+    assert "embed.backend" in told
     recorded.executor.refuse_gaps()
 
 
@@ -361,3 +365,34 @@ def test_a_step_that_brings_no_sums_is_refused() -> None:
     assert step.sampling == ()
     with pytest.raises(PhonographError, match="found 0 sums of hidden states, expected 1"):
         scheduler.commit(step, Sampled([]))
+
+
+# -- flags ----------------------------------------------------------------------------------------------------------
+
+
+def parsed(*argv: str) -> EngineArguments:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_engine_flags(parser)
+    return arguments_from(parser.parse_args(["--shape", "tiny", *argv]))
+
+
+def test_the_flag_brings_the_pass_and_its_flags() -> None:
+    arguments = parsed("--embeddings", "--embed-graph-backend", "full", "--graphs", "on")
+    assert arguments.options.embeddings
+    assert [one.setting for one in arguments.asked.asks if one.setting.startswith(EMBED.name)] == ["embed.backend"]
+    everywhere = parsed("--embeddings", "--graph-backend", "disabled").asked.asks
+    assert {one.setting for one in everywhere} >= {"embed.backend", "prefill.backend"}
+
+
+def test_without_it_flags_of_the_pass_are_refused() -> None:
+    assert not parsed("--graph-backend", "disabled").options.embeddings
+    with pytest.raises(PlanError, match=r"--embed-graph-buckets is for the pass that makes embeddings.*--embeddings"):
+        parsed("--embed-graph-buckets", "8,16")
+    with pytest.raises(PlanError, match="unknown phase 'embed'"):
+        parsed("--graph-backend", '{"embed": "full"}')
+
+
+def test_explain_shows_the_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, shown in (((), False), (("--embeddings",), True)):
+        assert main(["explain", "--shape", "tiny", "--device", "emulated", *flags]) == 0
+        assert ("embed.backend" in capsys.readouterr().out) is shown

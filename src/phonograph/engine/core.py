@@ -22,6 +22,7 @@ from phonograph.engine.requests.token_masks import TokenMasks, constrained
 from phonograph.engine.requests.vectors import add_sums, joined_sums
 from phonograph.engine.scheduling.admission import refuse_pooling, refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.scheduling.speculation_tally import SpeculationTally
 from phonograph.errors import CoverageError, RequestError
 from phonograph.graphs.phases.decisions import Reason
 
@@ -67,6 +68,7 @@ class EngineCore(Generic[E]):
         tables.check(scheduler.passes, shares_prompts=scheduler.shares_prompts)
         self._steps = StepBuilder(tables)
         self._grammars = grammars
+        self.speculation = SpeculationTally(scheduler.limits.tokens_per_row - 1)
         self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
         """Steps with what the executor gave for them, or with what they sampled."""
         self._news: list[Update] = []
@@ -155,10 +157,12 @@ class EngineCore(Generic[E]):
                 self._news += self.scheduler.fail(sequence, problem)
         scored, failed = take_scores(step, sampled) if step.prefills else ((), ())
         if sampled.pooled is not None:
-            failed = [*failed, *add_sums(step, sampled)]
+            failed = [*failed, *add_sums(step, sampled.pooled)]
         for sequence, problem in failed:
             self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
+        if self.scheduler.limits.tokens_per_row > 1:
+            self.speculation.note(step, updates)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
                 followed, ended = self._follow(sequence, tokens)

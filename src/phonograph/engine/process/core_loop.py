@@ -174,7 +174,8 @@ class CoreLoop:
         scores = self._new_scores(sequence) if sequence.prompt_logprobs else ()
         vector = b"" if sequence.embedding is None else sequence.embedding.tobytes()
         told = (sequence.error, sequence.num_cached, logprobs, False, sequence.error_field, scores, vector)
-        self._outputs.append(Output(request_id, index, tokens, finish, *told))
+        drafts = (sequence.num_drafted, sequence.num_accepted)
+        self._outputs.append(Output(request_id, index, tokens, finish, *told, drafts))
         if finish is not None:
             self._forget(sequence, finish)
 

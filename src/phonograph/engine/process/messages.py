@@ -124,6 +124,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """Of further tokens of the prompt, where the request has them; the request's first sequence has them for all."""
     embedding: bytes = b""
     """Of a request that is pooled, its vector: numbers of float32, once it has ended."""
+    drafts: tuple[int, int] = (0, 0)
+    """Tokens that were drafted for it so far, and those of them that it took."""
 
 
 class StepOutput(_FromCore, frozen=True):

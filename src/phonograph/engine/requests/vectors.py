@@ -32,11 +32,10 @@ class PooledSum:
         return (self._sum / (num_prompt if pooling == "mean" else 1)).astype(np.float32)
 
 
-def add_sums(step: ScheduledStep, sampled: Sampled) -> list[tuple[Sequence, str]]:
+def add_sums(step: ScheduledStep, sums: npt.NDArray[np.float32]) -> list[tuple[Sequence, str]]:
     """Add each chunk's sum to its sequence, and make the vectors of those that end; returns who fails, and why."""
-    assert sampled.pooled is not None
     failed: list[tuple[Sequence, str]] = []
-    for chunk, part in zip(step.pooling, sampled.pooled, strict=True):
+    for chunk, part in zip(step.pooling, sums, strict=True):
         sequence, pooling = chunk.sequence, chunk.sequence.request.pooling
         if sequence.finish is not None or pooling is None:
             continue

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from phonograph.engine.process.health import Health
-from phonograph.engine.process.statistics import EngineStats, PhaseStats
+from phonograph.engine.process.statistics import EngineStats, PhaseStats, SpeculationStats
 from phonograph.server.observe.history import History, HistoryPoints, LatencyQuantiles
 from phonograph.server.observe.incidents import Incident, Incidents
 from phonograph.server.observe.metrics import Metrics
@@ -86,6 +86,8 @@ class Status(msgspec.Struct, frozen=True):
     cache: Cache | None
     totals: Totals
     phases: tuple[PhaseStats, ...]
+    speculation: SpeculationStats | None
+    """What became of drafted tokens; None where nothing is drafted."""
     incidents: tuple[Incident, ...]
     requests: tuple[RequestLine, ...]
     """The latest."""
@@ -129,6 +131,7 @@ class StatusKeeper:
             cache=_cache(stats) if stats else None,
             totals=self._totals(stats),
             phases=stats.phases if stats else (),
+            speculation=stats.speculation if stats else None,
             incidents=self._incidents.newest(),
             requests=self._metrics.requests.newest(),
             history=self._history.since(since),

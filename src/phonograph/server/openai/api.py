@@ -26,7 +26,7 @@ from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.answer_reader import Reading
 from phonograph.server.openai.chat_plan import AnswerFormats, ChatPlan, check_continued, checked_tools, planned
 from phonograph.server.openai.delivery import Delivery
-from phonograph.server.openai.echo import Echo, echo_of
+from phonograph.server.openai.echo import echoes
 from phonograph.server.openai.embeddings import (
     NEUTRAL_FOR_EMBEDDINGS,
     EmbeddingRequest,
@@ -70,9 +70,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _BODIES = 32
 """Bodies of the largest size that may be on their way at a time."""
-
-_END_OF_PROMPT = 16
-"""Tokens at a prompt's end that show whether the template has begun a thought."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -135,20 +132,19 @@ class Api:
             special = body.add_special_tokens is not False
             check = self._fitting(params.max_tokens)
             prompts = await self._llm.text.encode(given, add_special=special, most=most, check=check)
-            check_logprobs(params, prompts, self._llm.about.limits.max_len)
+            field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+            check_logprobs(params, prompts, self._llm.about.limits.max_len, field)
             form = output_form(body, has_logprobs=body.logprobs is not None)
         logprobs, stream = self.logprobs(form), bool(body.stream)
 
         def offsets(choice: int) -> TextOffsets:
             return logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
 
-        def echo(choice: int) -> Echo:
-            place = choice // params.n
-            return echo_of(self._llm.tokenizer, given[place] if most is None else prompts[place], prompts[place])
-
         shown = None
         if body.echo or body.prompt_logprobs is not None:
-            echoed = echo if body.echo else None
+            # What was cut is not shown, so that of a prompt that may be cut its tokens are.
+            seen, text = given if most is None else prompts, self._llm.text
+            echoed = await echoes(text.off_loop, self._llm.tokenizer, seen, prompts, params.n) if body.echo else None
             shown = PromptWriter(logprobs, echoed, body.logprobs, body.prompt_logprobs)
         writer = CompletionWriter(head, logprobs if body.logprobs is not None else None, offsets, shown)
         return await self.deliver(request, prompts, params, writer, stream=stream, priority=body.priority, form=form)
@@ -201,9 +197,7 @@ class Api:
             most=most,
             size=size,
         )
-        end = text.tokenizer.decode(prompt[-_END_OF_PROMPT:], skip_special=False)
-        end = str(plan.messages[-1]["content"]) if plan.continues else end
-        return prompt, plan.reading.after(end, continues=plan.continues)
+        return plan.rendered(prompt, text.tokenizer)
 
     def _has_special_content(self, asked: str | None) -> bool:
         return (asked or self._options.content_special_tokens) == "special"

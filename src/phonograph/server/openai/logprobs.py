@@ -84,9 +84,11 @@ class LogprobWriter:
         """Of the token that a prompt begins with, which nothing was before."""
         return TextLogprobs([next(self._possible_names(token))], [None], [None], [offset])
 
-    def prompt(self, found: Sequence[TokenLogprob], num_top: int, offsets: Sequence[int]) -> TextLogprobs:
-        """Of further tokens of an echoed prompt."""
-        return self._columns([replace(one, top=one.top[:num_top]) for one in found], list(offsets))
+    def prompt(self, found: Sequence[TokenLogprob], num_top: int, offsets: list[int]) -> TextLogprobs:
+        """Of further tokens of an echoed prompt, where they are known to begin."""
+        if found and len(found[0].top) > num_top:
+            found = [replace(one, top=one.top[:num_top]) for one in found]
+        return self._columns(found, offsets)
 
     def _columns(self, found: Sequence[TokenLogprob], offsets: list[int]) -> TextLogprobs:
         names = [self._names(one) for one in found]

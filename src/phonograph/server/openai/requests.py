@@ -156,6 +156,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     add_special_tokens: bool | None = None
     """Put what the tokenizer puts around a text. Default: true, and false for a chat, whose template writes it out.
     Not in OpenAI's API."""
+    speculate: bool | Annotated[int, Meta(ge=0, le=1024)] | None = None
+    """Whether tokens are drafted for it, or how many in a round; no answer depends on it. Not in OpenAI's API."""
 
     response_format: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.RESPONSE_FORMAT)] | None = None
     guided_json: Any = None

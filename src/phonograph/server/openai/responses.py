@@ -25,6 +25,16 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
     reasoning_tokens: int
 
 
+class OutputDetails(msgspec.Struct, frozen=True):
+    """Of the outputs' tokens, what is known of some."""
+
+    reasoning_tokens: int | UnsetType = UNSET
+    """Those that were thought, where outputs are looked through for thoughts."""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Where tokens are drafted, those that were drafted and are part of an output."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Numbers of tokens, over all choices."""
 
@@ -32,8 +42,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
-    """Where outputs are looked through for thoughts."""
+    completion_tokens_details: OutputDetails | UnsetType = UNSET
 
 
 # -- /v1/completions ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
 from phonograph.server.http.failures import ApiError
-from phonograph.server.openai.answer_reader import AnswerReader, Part, Reading, joined
+from phonograph.server.openai.answer_reader import AnswerReader, Reading, joined
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.prompt_writer import PromptWriter, together
 from phonograph.server.openai.responses import (
@@ -27,8 +27,9 @@ from phonograph.server.openai.responses import (
     ChatResponse,
     CompletionResponse,
     Finish,
+    FunctionCall,
+    OutputDetails,
     PromptLogprobs,
-    ReasoningTokens,
     TextChoice,
     TextLogprobs,
     ToolCall,
@@ -206,6 +207,7 @@ class ChatWriter:
         self._logprobs = logprobs
         self._prompts = prompts
         self._reading = reading or Reading()
+        self._is_plain = not self._reading.tools and self._reading.reasoning is None
         self._readers: dict[int, AnswerReader] = {}
         self._num_calls: dict[int, int] = {}
         """By choice; who is not in it has not begun."""
@@ -254,7 +256,7 @@ class ChatWriter:
             yield from _filled(whole, "content", ([_encode(logprobs.chat(block).content)[1:-1]] for block in blocks))
 
     def _choice(self, delta: Delta) -> ChatChoice:
-        thought, text, calls = joined(self._read(delta))
+        thought, text, calls = self._read(delta)
         logprobs = ChatLogprobs([]) if self._logprobs is not None else None
         made = [ToolCall(self._call_id(delta.choice, place), call) for place, call in enumerate(calls)]
         message = ChatMessage(None if made and not text else text, made or UNSET, thought or UNSET)
@@ -264,7 +266,7 @@ class ChatWriter:
     def _delta_choices(self, delta: Delta) -> Iterator[ChatDeltaChoice]:
         """An event with what is new, and one of its own for the end."""
         index = delta.choice
-        thought, text, calls = joined(self._read(delta))
+        thought, text, calls = self._read(delta)
         logprobs: ChatLogprobs | None = None
         if self._logprobs is not None and delta.logprobs:
             logprobs = self._logprobs.chat(delta.logprobs)
@@ -282,18 +284,24 @@ class ChatWriter:
         if delta.finish is not None:
             yield ChatDeltaChoice(index, ChatDelta(), finish_reason=self._finish(delta, self._num_calls[index]))
 
-    def _read(self, delta: Delta) -> list[Part]:
+    def _read(self, delta: Delta) -> tuple[str, str, list[FunctionCall]]:
+        """What is new of what is thought, said and called."""
+        if self._is_plain:
+            return "", delta.text, []
         reader = self._readers.get(delta.choice)
         if reader is None:
             reader = self._readers[delta.choice] = self._reading.reader()
         parts = reader.add(delta.text, delta.tokens)
-        return [*parts, *reader.finish()] if delta.finish is not None else parts
+        return joined([*parts, *reader.finish()] if delta.finish is not None else parts)
 
     def _usage(self, used: TokenUsage) -> Usage:
         if self._reading.reasoning is None:
             return usage_of(used)
         thought = sum(reader.num_thought for reader in self._readers.values())
-        return msgspec.structs.replace(usage_of(used), completion_tokens_details=ReasoningTokens(thought))
+        usage = usage_of(used)
+        details = usage.completion_tokens_details or OutputDetails()
+        details = msgspec.structs.replace(details, reasoning_tokens=thought)
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def _finish(self, delta: Delta, num_calls: int) -> Finish | None:
         found = _FINISH[delta.finish]
@@ -383,4 +391,8 @@ def event(data: bytes) -> bytes:
 
 def usage_of(used: TokenUsage) -> Usage:
     total = used.prompt_tokens + used.output_tokens
-    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens))
+    details: OutputDetails | UnsetType = UNSET
+    if used.drafted_tokens:
+        accepted = used.accepted_tokens
+        details = OutputDetails(UNSET, accepted, used.drafted_tokens - accepted)
+    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens), details)

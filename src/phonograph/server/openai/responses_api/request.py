@@ -29,9 +29,6 @@ ONLY_NEUTRAL = {
 }
 """Fields of OpenAI's that are taken where they ask for nothing."""
 
-WITHOUT_EFFECT = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "include_obfuscation")
-"""Taken as in chats, and given back in the response."""
-
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the text must look like."""
