@@ -66,7 +66,7 @@ def roomy_server() -> Iterator[Server]:
     """One with a context that no made-up request exceeds."""
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.write(Path(folder) / "tiny", context=8192)
-        with serving("--model", str(model), *TINY_FLAGS, "--cache-tokens", "65536") as server:
+        with serving("--model", str(model), *TINY_FLAGS, "--cache-tokens", "65536", "--embeddings") as server:
             yield server
 
 
@@ -144,9 +144,22 @@ def fitted_tokenize(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in ("prompt", "add_special_tokens")}
 
 
+def fitted_response(body: dict[str, Any]) -> dict[str, Any]:
+    """Of what `/v1/responses` takes, what no schema says: items, tools, formats, and what is stored."""
+    for name in ("previous_response_id", "tools", "text", "tool_choice"):
+        body.pop(name, None)
+    if not isinstance(body["input"], str) or not body["input"]:
+        body["input"] = "hello"
+    body["include"] = ["message.output_text.logprobs"]
+    body["max_output_tokens"] = min(body.get("max_output_tokens") or 4, 4)
+    return body
+
+
 VALID = {
     "/v1/completions": lambda body: fitted_generation({**body, "prompt": fitted_prompt(body["prompt"])}),
     "/v1/chat/completions": fitted_generation,
+    "/v1/responses": fitted_response,
+    "/v1/embeddings": lambda body: {**body, "input": fitted_prompt(body["input"]), "dimensions": None},
     "/tokenize": fitted_tokenize,
     "/detokenize": lambda body: body,
 }
