@@ -28,7 +28,11 @@ from phonograph.bench.report import machine
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"role": "user", "content": "hello"}
-WORK = {"all stop strings that may be", "1,000 lists of ids", "128 choices with logprobs", "128 streams with logprobs"}
+WORK = {
+    *("all stop strings that may be", "1,000 lists of ids", "128 choices with logprobs", "128 streams with logprobs"),
+    *("the longest prompt, scored", "the longest prompt, scored in a stream", "128 scored choices"),
+    *("all tokens that may be allowed", "all bad words that may be"),
+}
 """What the engine computes in full: a neighbour shares its steps with them, as with any load."""
 LOCAL = b"Host: localhost\r\nContent-Type: application/json\r\n"
 
@@ -51,6 +55,8 @@ def bodies(max_chars: int, max_len: int) -> dict[str, bytes]:
     numbers = random.Random(3)
     dense = "".join(chr(numbers.randrange(33, 0x2000)) for _ in range(max_chars))  # several tokens a character
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}
+    prompt = [n % 250 for n in range(max_len - 1)]
+    scored = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 20}
     return {
         "stop strings of 500,000 characters": post(TEXT, {"prompt": "x", "n": 128, "stop": ["a" * 500_000] * 4}),
         "all stop strings that may be": post(
@@ -64,6 +70,11 @@ def bodies(max_chars: int, max_len: int) -> dict[str, bytes]:
         "1,000 lists of ids": post(TEXT, {"prompt": [[1] * 130] * 1000, **few}),
         "100,000 messages": post(CHAT, {"messages": [HELLO] * 100_000}),
         "2,048 messages": post(CHAT, {"messages": [HELLO] * 2048, **few}),
+        "a message of special tokens": post(CHAT, {"messages": [{**HELLO, "content": "<|end|>" * (max_chars // 8)}]}),
+        "response to 2,048 messages": post("/v1/responses", {"input": [HELLO] * 2048, "max_output_tokens": 4}),
+        "response to 10,000 parts": post(
+            "/v1/responses", {"input": [{**HELLO, "content": [{"type": "input_text", "text": "a"}] * 10_000}]}
+        ),
         "2 million lists": post(TEXT, b'{"prompt":"x","metadata":{"a":[' + b"[]," * 2_000_000 + b"1]}}"),
         "most lists that may be": post(TEXT, b'{"prompt":"x","metadata":{"a":[' + b"[]," * 32_000 + b"1]}}"),
         "262,000 numbers near the largest": post(
@@ -88,6 +99,15 @@ def bodies(max_chars: int, max_len: int) -> dict[str, bytes]:
         ),
         "128 streams with logprobs": post(
             CHAT, {"messages": [HELLO], "n": 128, "logprobs": True, "top_logprobs": 20, **few, "stream": True}
+        ),
+        "the longest prompt, scored": post(TEXT, {**scored, "prompt_logprobs": 20}),
+        "the longest prompt, scored in a stream": post(TEXT, {**scored, "stream": True}),
+        "128 scored choices": post(TEXT, {**scored, "prompt": [1] * 40, "n": 128, "stream": True}),
+        "all tokens that may be allowed": post(
+            TEXT, {"prompt": "x", **few, "allowed_token_ids": [n % 250 for n in range(32 << 10)]}
+        ),
+        "all bad words that may be": post(
+            TEXT, {"prompt": "x", **few, "n": 128, "bad_words": [chr(33 + n % 90) * 255 + "y" for n in range(128)]}
         ),
         "5,000 headers": b"GET / HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % n for n in range(5000)) + b"\r\n",
         "headers of 4 MB": b"GET / HTTP/1.1\r\nx: " + b"a" * 4_000_000,

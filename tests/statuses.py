@@ -21,12 +21,15 @@ from starlette.responses import JSONResponse, Response
 
 from phonograph.engine.process.health import Health
 from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats
-from phonograph.engine.requests.request import FinishReason
+from phonograph.engine.process.traces import PassCounts, SequenceTrace
+from phonograph.engine.requests.request import FinishReason, SamplingParams
+from phonograph.engine.requests.request import Request as RequestOfUser
 from phonograph.graphs.phases.buckets import Buckets
 from phonograph.server.http.failures import ApiError, respond
 from phonograph.server.observe.exposition import Exposition
 from phonograph.server.observe.incidents import Incidents
 from phonograph.server.observe.metrics import Metrics
+from phonograph.server.observe.request_book import RequestBook
 from phonograph.server.observe.status import ServerInfo, StatusKeeper
 from phonograph.server.observe.status_page import PUBLIC_PATHS, routes
 
@@ -107,6 +110,7 @@ class Busy:
 
     def __init__(self, facts: ServerInfo | None = SERVER_INFO) -> None:
         self.metrics = Metrics()
+        self.metrics.requests = RequestBook(lambda: self.now, lambda: float(self.second))
         self.incidents = Incidents()
         self.health = Health("ready")
         self.now = time.time() - 600
@@ -124,10 +128,21 @@ class Busy:
             for _ in range(60):
                 self.metrics.token_gap(0.006 * crowd * self._random.lognormvariate(0, 0.2))
             if self.second % 2:
-                self.metrics.num_started += 1
+                self.request(f"chatcmpl-{self.second:032x}")
                 self.metrics.finished(FinishReason.STOP, 220, 190, 60, 2.0)
             self.metrics.take(stats(self.second), incarnation=0)
             self.keeper.tick()
+
+    def request(self, name: str, *, ends: bool = True) -> None:
+        """A request that came now, and what became of it."""
+        params = SamplingParams(max_tokens=200, temperature=0.7).resolved()
+        self.metrics.started(RequestOfUser(name, tuple(range(220)), params, arrival=float(self.second)))
+        if ends:
+            prompt = (PassCounts("prefill", 1, {"capture failed": 1}),)
+            output = (PassCounts("decode", 180, {}), PassCounts("prefill", 8, {"too large": 2}))
+            details = {"capture failed": "the capture of prefill[tokens=4] failed", "too large": "611 tokens"}
+            counts, times = (220, 60, 190), (0.41, 0.47, 2.0)
+            self.metrics.traced(SequenceTrace(name, 0, FinishReason.STOP, *counts, *times, 1, prompt, output, details))
 
     def warn(self, text: str, level: int = logging.WARNING) -> None:
         record = logging.LogRecord("phonograph", level, __file__, 1, text, None, None)
@@ -139,7 +154,7 @@ class _Key(BaseHTTPMiddleware):
     """Refuses requests without the key `secret`, except for the page itself."""
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        is_open = request.url.path in PUBLIC_PATHS
+        is_open = request.url.path in PUBLIC_PATHS or request.url.path.startswith("/requests/")
         if is_open or request.headers.get("authorization") == "Bearer secret":
             return await call_next(request)
         return JSONResponse({"error": {"message": "no"}}, status_code=401)

@@ -13,6 +13,12 @@ def cache_folder() -> Path:
     return (Path(named) if named else Path.home() / ".cache") / "phonograph"
 
 
+def state_folder() -> Path:
+    """Where the platform keeps what a user did, as a history, and in it our own folder; else ~/.local/state."""
+    named = os.environ.get("XDG_STATE_HOME")
+    return (Path(named) if named else Path.home() / ".local" / "state") / "phonograph"
+
+
 def triton_cache_folder() -> Path:
     """Where Triton keeps what it compiles."""
     named = os.environ.get("TRITON_CACHE_DIR")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
+import msgspec
 import pytest
 
 from browsers import Tab, open_browser
 from phonograph.engine.process.health import Health
-from statuses import Busy, app, serving
+from phonograph.engine.process.statistics import EagerStats, PhaseStats
+from statuses import Busy, app, serving, stats
 
 CONTRAST = """() => {
   const linear = (share) => (share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4);
@@ -120,6 +123,84 @@ def test_pointing_at_a_plot_reads_it(tab: Tab, busy: Busy) -> None:
         assert "highest" in tab.page.get_attribute("#tile-output svg", "aria-label")
 
 
+BURST = """async () => {
+  const { linearTop, logRange } = await import("/page/plot.js");
+  const calm = Array(595).fill(10);
+  return [linearTop([...calm, 9000]), linearTop([...calm, 30]), linearTop([0, 0, 5]), linearTop([]), linearTop([null]),
+    logRange([0.02, 0.03, 14]), logRange([0.05]), logRange([null, 0]), logRange([0.1, 1])];
+}"""
+
+
+def test_axes_survive_a_burst(tab: Tab, busy: Busy) -> None:
+    for _ in range(60):
+        busy.metrics.first_token(40.0)
+    more = {"prompt_tokens": 10_000_000, "generated_tokens": 20_000_000}
+    busy.metrics.take(stats(busy.second + 1, **more), incarnation=0)
+    busy.now += 1
+    busy.keeper.tick()
+    with serving(app(busy)) as url:
+        tab.page.goto(url)
+        tab.until("#state", "ready")
+        assert tab.page.evaluate(BURST) == [15, 30, 5, 1, 1, [0.01, 100], [0.01, 0.1], [0.1, 1], [0.1, 1]]
+        assert tab.page.locator("#tile-output .beyond").count() == 2, "what is above the axis is marked"
+        assert tab.page.locator("#tile-output .beyond title").first.text_content().startswith("up to ")
+        assert tab.page.locator("#tile-first .beyond").count() == 0, "times have a logarithmic axis"
+        assert "100.0 s" in tab.page.locator("#tile-first .grid").text_content()
+        assert tab.problems == []
+
+
+def test_repeated_incidents_are_one_with_a_count(tab: Tab, busy: Busy) -> None:
+    for number in range(30):
+        busy.warn(f"request {number} was given up")
+    with serving(app(busy)) as url:
+        tab.page.goto(url)
+        tab.until("#incidents", "request 29 was given up")
+        assert tab.page.locator("#incidents li").count() == 1
+        assert tab.text("#incidents .times") == "× 30"
+
+
+def test_a_cpu_that_records_nothing_is_no_alarm(tab: Tab) -> None:
+    calm = Busy()
+    found = stats(50)
+    off = PhaseStats("decode", "disabled", "seqs", (), (EagerStats("disabled", 900, "graphs are off on a CPU"),), {})
+    calm.metrics.take(msgspec.structs.replace(found, phases=(off,)), incarnation=0)
+    with serving(app(calm)) as url:
+        tab.page.goto(url)
+        tab.until(".phase", "decode")
+        assert tab.text(".phase .legend") == "900 steps, all eager: nothing is recorded here"
+        assert tab.page.locator(".phase .part.eager, .phase .gaps li, .phase .failed").count() == 0
+
+
+def test_a_request_has_a_page(tab: Tab, busy: Busy) -> None:
+    busy.request("chatcmpl-<b>odd</b>", ends=False)
+    with serving(app(busy, locked=True)) as url:
+        tab.page.goto(url)
+        tab.page.get_by_label("API key").fill("secret")
+        tab.page.keyboard.press("Enter")
+        tab.until("#latest tbody tr:first-child", "active")
+        tab.page.locator("#latest a").nth(1).click()
+        tab.until("#state", "stop")
+        assert tab.text("#name").startswith("chatcmpl-0")
+        assert tab.page.locator("#choices article").count() == 1
+        assert "queued 410 ms" in tab.text("#choices .legend")
+        rows = tab.page.locator("#choices .passes tbody tr")
+        assert rows.nth(1).inner_text().split("\t") == [
+            "prompt: prefill",
+            "",
+            "1",
+            "capture failed: the capture of prefill[tokens=4] failed",
+        ]
+        tab.page.goto(f"{url}/requests/{quote('chatcmpl-<b>odd</b>')}")
+        tab.until("#state", "active")
+        assert tab.text("#name") == "chatcmpl-<b>odd</b>", "data is text, never markup"
+        busy.request("chatcmpl-<b>odd</b>")
+        tab.until("#state", "stop")
+        tab.page.goto(f"{url}/requests/nobody")
+        tab.until("#state", "not kept")
+        assert "none is called so" in tab.text("#notice")
+        assert all("40" in problem for problem in tab.problems), "the browser itself notes what is refused"
+
+
 def test_a_key_is_asked_for_and_kept_in_the_tab(tab: Tab, busy: Busy) -> None:
     with serving(app(busy, locked=True)) as url:
         tab.page.goto(url)
@@ -160,5 +241,10 @@ def test_it_fits_and_can_be_read(browser: Any, busy: Busy, width: int, scheme: s
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
         assert tab.page.evaluate(CONTRAST) == []
         assert tab.page.screenshot(full_page=True)
+        tab.page.locator("#latest a").first.click()
+        tab.until("#state", "stop")
+        tab.page.wait_for_timeout(200)
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.page.evaluate(CONTRAST) == []
         assert tab.problems == []
     tab.context.close()

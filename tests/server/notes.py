@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from phonograph.engine.process.traces import SequenceTrace
 from phonograph.engine.requests.request import FinishReason, Request
 
 
@@ -12,6 +13,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
+        self.traces: list[SequenceTrace] = []
 
     def started(self, request: Request) -> None:
         self.events.append(("started", request.id))
@@ -26,6 +28,9 @@ class Notes:
         self, reason: FinishReason, prompt_tokens: int, output_tokens: int, cached_tokens: int, seconds: float
     ) -> None:
         self.events.append(("finished", reason, prompt_tokens, output_tokens, cached_tokens, seconds))
+
+    def traced(self, trace: SequenceTrace) -> None:
+        self.traces.append(trace)
 
     def rejected(self, reason: str) -> None:
         self.events.append(("rejected", reason))

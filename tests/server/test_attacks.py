@@ -34,6 +34,11 @@ SERVED = {
     "choice of 1,024",
     "128 choices with logprobs",
     "128 streams with logprobs",
+    "the longest prompt, scored",
+    "the longest prompt, scored in a stream",
+    "128 scored choices",
+    "all tokens that may be allowed",
+    "all bad words that may be",
     "tokenize the longest",
     "5,000 requests at once",
 }

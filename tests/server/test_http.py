@@ -313,6 +313,14 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "json_object or json_schema", "response_format"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "`schema`", "response_format"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs `logprobs`", "top_logprobs"),
+    *(
+        (path, {**body, "return_tokens_as_token_ids": True}, "needs `logprobs`", "return_tokens_as_token_ids")
+        for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "x"}))
+    ),
+    *(
+        (TEXT, {"prompt": "x", name: 1}, "expected `bool | null`", name)
+        for name in ("skip_special_tokens", "include_stop_str_in_output", "return_token_ids")
+    ),
     (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools[0]` must be", "tools[0]"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "needs `tools`", "tool_choice"),
     (CHAT, {"messages": HELLO, "structured_outputs": {"jsn": {}}}, "did you mean", "structured_outputs.jsn"),
@@ -380,8 +388,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
             ("top_a", False),
             ("top_a", "0"),
             ("top_a", [0] * 100),
-            ("skip_special_tokens", False),
-            ("skip_special_tokens", 1),
+            ("spaces_between_special_tokens", 1),
             ("length_penalty", 1.01),
             ("use_beam_search", True),
             ("reasoning_effort", "high"),
@@ -400,9 +407,9 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     (
         TEXT,
-        {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "unknown field `stream_options.continuous_usage_stats`",
-        "stream_options.continuous_usage_stats",
+        {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stat": True}},
+        "did you mean `stream_options.continuous_usage_stats`?",
+        "stream_options.continuous_usage_stat",
     ),
     ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "unknown field", "skip_special_tokens"),
     *(
@@ -550,7 +557,7 @@ def test_every_field_of_a_body_is_read_or_known_to_be_without_effect() -> None:
     folder = Path(requests.__file__).parent
     trees = [
         ast.parse((folder / name).read_text())
-        for name in ("api.py", "chat_plan.py", "sampling_params.py", "request_validation.py")
+        for name in ("api.py", "chat_plan.py", "output_form.py", "sampling_params.py", "request_validation.py")
     ]
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)

@@ -121,7 +121,7 @@ def test_calls_beside_a_schema_are_told_from_what_it_says(real_server: Server) -
     if choice["finish_reason"] == "stop":
         assert json.loads(choice["message"]["content"]) == said
     else:
-        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+        assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"now"}
     bias = dict.fromkeys(real_server.tokens("<"), -100)
     (choice,) = real_server.post(CHAT, {**body, "logit_bias": bias}).json()["choices"]
     assert json.loads(choice["message"]["content"]) == said
@@ -158,8 +158,9 @@ def test_a_prompt_that_begins_the_thought(thinking: Server, tiny_server: Server)
     goes_on = {**body, "messages": begun, "continue_final_message": True}
     message = thinking.post(CHAT, goes_on).json()["choices"][0]["message"]
     assert "reasoning_content" not in message
-    guided = thinking.post(CHAT, {**body, "guided_choice": ["yes"]}).json()["choices"][0]["message"]
-    assert guided["content"].startswith("yes")
+    guided = thinking.post(CHAT, {**body, "guided_choice": ["yes"]}).json()
+    assert guided["choices"][0]["message"]["content"].startswith("yes")
+    assert guided["usage"]["prompt_tokens"] == len(tokens) + len("\n</think>\n\n"), "the thought is ended in the prompt"
 
 
 def test_special_tokens_in_messages_are_text(tiny_server: Server) -> None:

@@ -34,6 +34,7 @@ from phonograph.engine.passes.sampling_tail import SAMPLING
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request
+from phonograph.engine.requests.sequence import Sequence as RequestSequence
 from phonograph.engine.requests.step import ScheduledStep
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.sampler import TorchSampler
@@ -61,6 +62,9 @@ def drawn(row: torch.Tensor, number: torch.Tensor, salt: torch.Tensor | int, bel
 class OracleRounds:
     """The protocol `Rounds`."""
 
+    taps: tuple[int, ...] = ()
+    ahead = 0
+
     def __init__(self, parts: PassParts) -> None:
         self._parts = parts
 
@@ -71,7 +75,17 @@ class OracleRounds:
         said = (tables["oracle"][rows, places] + spoiled) % self._parts.model.config.vocab
         return torch.where(offsets == 0, tables.last_token[rows], said)
 
-    def accept(self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> None:
+        return None
+
+    def accept(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None = None,
+    ) -> Picked:
         parts, tables = self._parts, self._parts.tables
         picked = parts.tail.pick(logits, queries, needs).tokens.view(-1, WIDTH)
         rows, starts = (part.view(-1, WIDTH)[:, 0] for part in (queries.rows, queries.token_positions))
@@ -83,6 +97,11 @@ class OracleRounds:
         parts.model.kernels.write_next_token(queries, picked, counts, tables.last_token, tables.length)
         tables["rounds"].index_put_((rows,), rounds + 1)
         return Picked(as_block(picked, counts))
+
+    def begin(
+        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None, **_: bool
+    ) -> Picked:
+        return self._parts.tail.next_tokens(logits, queries, needs)
 
 
 def columns(answers: Mapping[tuple[int, ...], Sequence[int]]) -> list[Column]:
@@ -246,6 +265,25 @@ def test_rounds_say_what_plain_decoding_says(
         assert all(runner.stats.eager.total() == 0 for runner in runners.values())
         assert runners[ROUND.name].stats.replays.total() > 0
         assert runners[MIXED.name].stats.replays.total() > 0
+
+
+@pytest.mark.parametrize("scored_places", [1, 64])
+def test_prompts_are_scored_among_rounds(plain: Plain, wanted: list[list[int]], scored_places: int) -> None:
+    params = replace(GREEDY, prompt_logprobs=3)
+    core, scored = speculating(plain, scored_places=scored_places), list[RequestSequence]()
+    add = core.add
+
+    def noting(request: Request) -> list[RequestSequence]:
+        scored.extend(found := add(request))
+        return found
+
+    core.add = noting  # type: ignore[assignment, method-assign]
+    assert run(core, PROMPTS, params) == wanted
+    for sequence, prompt in zip(scored, PROMPTS, strict=True):
+        (alone,) = plain.llm.generate([prompt], replace(params, max_tokens=0))
+        assert [one.token for one in sequence.prompt_logprobs] == list(prompt[1:])
+        found, expected = ([one.logprob for one in of] for of in (sequence.prompt_logprobs, alone.prompt_logprobs))
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_counts_from_none_to_all_are_met(

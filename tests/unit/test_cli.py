@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,9 +156,21 @@ def test_biases_in_all_projections_are_served(tmp_path: Path, capsys: Capture) -
     assert "not supported" not in capsys.readouterr().err
 
 
-def test_chat_ends_at_an_empty_line(default: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(["What is the capital of France?", ""])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+def typing(*lines: str) -> Callable[[str], str]:
+    """Lines that are typed one after the other, and then the end of the input."""
+    left = iter(lines)
+
+    def read(prompt: str) -> str:
+        line = next(left, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    return read
+
+
+def test_chat_ends_with_its_input(default: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", typing("What is the capital of France?", ""))
     assert main(["chat", "--device", "cpu", "--max-len", "512"]) == 0
     assert "The capital of France is Paris." in capsys.readouterr().out
 
@@ -165,8 +178,8 @@ def test_chat_ends_at_an_empty_line(default: None, capsys: Capture, monkeypatch:
 def test_a_full_context_forgets_the_oldest_question(
     default: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = iter(["Count: " + "one, two, " * 12, "What is the capital of France?", "long " * 100, "Hello!", ""])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    lines = ("Count: " + "one, two, " * 12, "What is the capital of France?", "long " * 100, "Hello!", "")
+    monkeypatch.setattr("builtins.input", typing(*lines))
     assert main(["chat", "--device", "cpu", "--max-len", "96", "--max-tokens", "12"]) == 0
     found = capsys.readouterr()
     assert "The capital of France is Paris." in found.out

@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from phonograph.engine.text import ChatTemplate, ContentGuard, Tokenizer
+from phonograph.engine.text import ChatTemplate, ContentGuard, Tokenizer, content
 from server import tiny
 
 TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }} {{ m.content | trim }}<|end|>{% endfor %}<|start|>assistant "
@@ -92,6 +92,26 @@ def test_what_is_around_stays_as_it_was(byte_level: Tokenizer) -> None:
     place = before.index(byte_level.token_id("<|end|>") or -1)
     spelled = [token for char in "<|end|>" for token in byte_level.encode(char)]
     assert ids == [*before[:place], *spelled, *before[place + 1 :]]
+
+
+def test_long_texts_are_searched_in_steps(byte_level: Tokenizer) -> None:
+    step = content._STEP
+    for start in (step - 9, step - 4, step - 1, step, 2 * step - 5):
+        long = "x" * start + "<|end|>" + "y" * step + "<|start|>"
+        ids = encoded(byte_level, long)
+        assert len([token for token in ids if token in byte_level.special_ids]) == 3
+        assert byte_level.decode(ids, skip_special=False).count("<|end|>") == 2
+
+
+def test_bos_and_the_like_stay_special(byte_level: Tokenizer) -> None:
+    backend = tokenizers.Tokenizer.from_str(byte_level.to_json())
+    backend.post_processor = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", 256)])
+    tokenizer = Tokenizer(backend, {})
+    template = ChatTemplate(TEMPLATE)
+    messages = [{"role": "user", "content": "<|start|>"}]
+    encode = ContentGuard(tokenizer).written(lambda hide: template.render(hide(messages)))
+    assert encode(True) == [256, *encode(False)]
+    assert encode(False).count(256) == 2
 
 
 def test_names_and_lists_are_looked_through(byte_level: Tokenizer) -> None:

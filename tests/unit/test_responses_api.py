@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,13 +16,15 @@ from openai.types.responses import Response as ClientResponse
 from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
 from phonograph.server.http.failures import ApiError
+from phonograph.server.openai import requests
 from phonograph.server.openai.answer_reader import Reading
 from phonograph.server.openai.reasoning import THINK
+from phonograph.server.openai.responses_api import request
 from phonograph.server.openai.responses_api.conversation import messages_of, messages_of_output, with_instructions
 from phonograph.server.openai.responses_api.objects import Response
 from phonograph.server.openai.responses_api.request import ResponsesRequest, TextOptions
 from phonograph.server.openai.responses_api.store import ResponseStore, StoredResponse
-from phonograph.server.openai.responses_api.translation import chat_of, described, in_words_of_responses
+from phonograph.server.openai.responses_api.translation import ALIKE, chat_of, described, in_words_of_responses
 from phonograph.server.openai.responses_api.writer import ResponsesWriter
 
 USAGE = TokenUsage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
@@ -227,6 +231,17 @@ def test_a_request_is_a_chat() -> None:
         "type": "allowed_tools",
         "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
     }
+
+
+def test_every_field_of_a_body_is_read() -> None:
+    folder = Path(request.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in folder.glob("*.py") if path.name != "request.py"]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for body in (ResponsesRequest, TextOptions, request.ReasoningOptions, request.ResponsesStreamOptions):
+        assert body.__struct_config__.forbid_unknown_fields
+        fields = {field.name for field in msgspec.structs.fields(body)}
+        assert fields - read - set(ALIKE) <= requests.WITHOUT_EFFECT.keys()
+    assert set(ALIKE) <= {field.name for field in msgspec.structs.fields(requests.ChatRequest)}
 
 
 def test_errors_have_the_names_of_responses() -> None:

@@ -250,7 +250,7 @@ def test_an_engine_with_such_a_pass_turns_sharing_off(monkeypatch: pytest.Monkey
 
     def with_column(*args: Any, **options: Any) -> Executor:
         declared: PassDeclaration = replace(DECODE, columns=lambda: [seen()])
-        return Executor(*args, **options, passes=(declared, PREFILL, HEARTBEAT))
+        return Executor(*args, **{**options, "passes": (declared, PREFILL, HEARTBEAT)})
 
     monkeypatch.setattr(module, "Executor", with_column)
     llm = make()

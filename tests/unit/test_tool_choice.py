@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
@@ -32,6 +33,10 @@ PLAIN = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% end
 def test_flags_name_the_formats_that_there_are() -> None:
     assert serve.TOOL_PARSERS == tool_formats.CHOICES
     assert serve.REASONING_PARSERS == reasoning.CHOICES
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args = parser.parse_args(["--tool-call-parser", "hermes", "--enable-auto-tool-choice"])
+    assert (args.tool_parser, args.reasoning_parser) == ("hermes", "auto")
 
 
 def named(name: str) -> dict[str, Any]:
@@ -172,6 +177,24 @@ def test_tools_are_written_where_the_template_has_none() -> None:
     (joined, _), _ = for_template([parts, {"role": "user", "content": "hi"}], TOOLS, PLAIN, HERMES)
     assert [part["text"][:9] for part in joined["content"]] == ["Be brief.", "You may c"]
     assert for_template([first], [], PLAIN, HERMES) == ([first], None)
+
+
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+DROPS = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [REFUSES + "{{ messages[0].content }}", DROPS])
+def test_tools_go_before_the_first_words_where_there_is_no_system_message(template: str) -> None:
+    chat = ChatTemplate(template)
+    assert not chat.takes_system
+    assert PLAIN.takes_system
+    (message,), _ = for_template([{"role": "user", "content": "hi"}], TOOLS, chat, HERMES)
+    assert message["role"] == "user"
+    assert message["content"].startswith("You may call")
+    assert message["content"].endswith("answer as usual.\n\nhi")
+    parts = [{"type": "text", "text": "hi"}]
+    (message,), _ = for_template([{"role": "user", "content": parts}], TOOLS, chat, HERMES)
+    assert [part["text"][:7] for part in message["content"]] == ["You may", "hi"]
 
 
 def called(*names: str, content: str | None = None) -> dict[str, Any]:

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.engine.checkpoints.generation_config import described
     from phonograph.engine.execution.shadow import described_checks
     from phonograph.engine.execution.sizing import limits_for, plan_for
+    from phonograph.engine.execution.speculation import open_draft
     from phonograph.engine.kernel_selection import refuse_unsupported
     from phonograph.engine.precision import precision_for
     from phonograph.engine.requests.request import SamplingParams
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         eos_ids = checkpoint.tokenizer().eos_ids
         checkpoint.chat_template()
     limits = limits_for(arguments.options, device, plan, config.max_len, eos_ids)
+    open_draft(arguments.options, config)
     if isinstance(checkpoint, MakesModel):
         checkpoint.check(limits.num_positions)
     print(
@@ -78,7 +80,9 @@ def _traces(arguments: EngineArguments, phase: str) -> str:
     from phonograph.graphs.progress import silent
     from phonograph.graphs.trust.guard import traced
 
-    names = [declared.name for declared in phases_of(passes_for(embeddings=arguments.options.embeddings))]
+    options = arguments.options
+    phases = phases_of(passes_for(embeddings=options.embeddings, speculates=options.speculates))
+    names = [declared.name for declared in phases]
     if phase not in ("all", *names):
         raise unknown("phase", phase, ("all", *names), "--trace")
     llm = arguments.open(silent)

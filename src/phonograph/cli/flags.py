@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phonograph import settings
-from phonograph.engine.passes.registry import ALL_PHASES, EMBED, passes_for, phases_of
+from phonograph.cli.speculation import add_speculation_flags, phases_for, speculation_from
+from phonograph.engine.passes.registry import ALL_PHASES, EMBED
 from phonograph.errors import PlanError
 from phonograph.graphs.planning import flags as graph_flags
 
@@ -57,6 +58,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="where a temperature, top-k, top-p, min-p or repetition penalty that is left out comes from: "
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
+    add_speculation_flags(parser)
     parser.add_argument(
         "--embeddings",
         action="store_true",
@@ -109,6 +111,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
     from phonograph.engine.options import EngineOptions
     from phonograph.engine.process.arguments import EngineArguments
 
+    speculation = speculation_from(args)
     options = EngineOptions(
         max_seqs=args.max_seqs,
         max_tokens=args.max_step_tokens,
@@ -123,6 +126,9 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         trust_remote_code=args.trust_remote_code,
         hf_layers=args.hf_layers,
         sampling=args.sampling,
+        speculate=speculation.speculate,
+        speculate_depth=speculation.depth,
+        draft=speculation.draft,
         embeddings=args.embeddings,
         eager_copies=args.eager_copies,
         verify=args.verify,
@@ -130,11 +136,11 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         shadow_dir=Path(args.shadow_dir) if args.shadow_dir else None,
         shadow_tokens=getattr(args, "log_prompts", False),
     )
-    phases = phases_of(passes_for(embeddings=args.embeddings))
-    asked = graph_flags.asked_from(args, phases, variables=settings.environment())
     unread = None if args.embeddings else graph_flags.first_flag_of(args, EMBED.defaults)
     if unread is not None:
         raise PlanError(f"{unread} is for the pass that makes embeddings, which is off. Add --embeddings.")
+    phases = phases_for(args, options)
+    asked = graph_flags.asked_from(args, phases, variables=settings.environment())
     return EngineArguments(args.model, args.shape, args.device, options, asked)
 
 

@@ -25,14 +25,16 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    _open_closed_streams()
-    args = _parser().parse_args(argv)
     try:
+        _open_closed_streams()
+        args = _parser().parse_args(argv)
         status: int = args.run(args)
     except PhonographError as error:
         print(f"phonograph: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # after a bar that was being drawn
         return 130
     return status
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine
@@ -135,9 +136,9 @@ def run(args: argparse.Namespace) -> int:
 
     drawn = bar()
 
-    async def work() -> None:
+    async def work() -> signal.Signals | None:
         async with watch:
-            await server.run(
+            return await server.run(
                 llm,
                 app,
                 options,
@@ -147,11 +148,11 @@ def run(args: argparse.Namespace) -> int:
             )
 
     try:
-        _run(work())
+        early = _run(work())
     finally:
         for stream in (sys.stdout, sys.stderr):
             _written(stream, stream.flush)
-    return 0
+    return 130 if early is signal.SIGINT else 0
 
 
 def _written(stream: TextIO, write: Callable[[], None]) -> None:
@@ -208,15 +209,14 @@ def _read(path: Path) -> str:
         raise PlanError(f"reading {path}: {error}. Give a UTF-8 text file that can be read.") from None
 
 
-def _run(work: Coroutine[None, None, None]) -> None:
+def _run(work: Coroutine[None, None, signal.Signals | None]) -> signal.Signals | None:
     """In uvloop's event loop where it is installed: it takes less of the time that the core needs."""
     try:
         import uvloop
     except ImportError:
-        asyncio.run(work)
-        return
+        return asyncio.run(work)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work)
+        return runner.run(work)
 
 
 def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -20,6 +21,7 @@ from phonograph.engine.requests.token_masks import TokenMasks, constrained
 from phonograph.engine.requests.vectors import add_sums, joined_sums
 from phonograph.engine.scheduling.admission import refuse_pooling, refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.scheduling.speculation_tally import SpeculationTally
 from phonograph.errors import CoverageError, RequestError
 from phonograph.graphs.phases.decisions import Reason
 
@@ -65,9 +67,12 @@ class EngineCore(Generic[E]):
         tables.check(scheduler.passes, shares_prompts=scheduler.shares_prompts)
         self._steps = StepBuilder(tables)
         self._grammars = grammars
+        self.speculation = SpeculationTally(scheduler.limits.tokens_per_row - 1)
         self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
         """Steps with what the executor gave for them, or with what they sampled."""
         self._news: list[Update] = []
+        self.on_prompts: Callable[[ScheduledStep], None] | None = None
+        """Told of each step that computes parts of prompts, once it is launched."""
 
     def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
         """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
@@ -125,6 +130,8 @@ class EngineCore(Generic[E]):
         step = self.scheduler.schedule()
         if step is not None:
             launched = self._execute(step)
+            if step.prefills and self.on_prompts is not None:
+                self.on_prompts(step)
             if launched is not None:
                 self._in_flight.append((step, launched))
         if self._in_flight and (step is None or len(self._in_flight) > self.scheduler.limits.max_ahead):
@@ -152,6 +159,8 @@ class EngineCore(Generic[E]):
         for sequence, problem in failed:
             self._news += self.scheduler.fail(sequence, problem)
         updates = self.scheduler.commit(step, sampled)
+        if self.scheduler.limits.tokens_per_row > 1:
+            self.speculation.note(step, updates)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
                 followed, ended = self._follow(sequence, tokens)

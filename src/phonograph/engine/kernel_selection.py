@@ -79,7 +79,7 @@ def refuse_unsupported(device: Device, options: EngineOptions, plan: Plan) -> No
         raise PlanError(
             f"attention='flashinfer' takes bfloat16 or float16, not {options.dtype}. Leave one of them out."
         )
-    passes = passes_for(embeddings=options.embeddings)
+    passes = passes_for(embeddings=options.embeddings, speculates=options.speculates)
     for name in (declared.name for declared in passes if declared.is_ragged):
         if plan.phase(name).backend == "full":
             raise PlanError(

@@ -29,13 +29,14 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
+from phonograph.engine.execution.speculation import drafting_for, open_draft, passes_with
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts, Noted
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes.registry import EMBED, StepPasses, passes_for
+from phonograph.engine.passes.registry import step_passes_for
 from phonograph.engine.precision import precision_for
 from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
@@ -156,16 +157,14 @@ class LLM:
         config = self.checkpoint.config
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
+        draft = open_draft(options, config)
         self.kernels = select_kernels(self.device, options, self.plan, progress)
-        loaded = self._model(attention, limits.num_positions, progress)
-        if self.precision.fallback is not None:
-            self.precision = self.precision.after(value_range(loaded, self.device))
-            if loaded.dtype != self.precision.dtype:
-                log.warning("%s: %s", self.checkpoint.source, self.precision)
-                del loaded  # there may not be room for the weights twice
-                loaded = self._model(attention, limits.num_positions, progress)
+        loaded = self._loaded(attention, limits.num_positions, progress)
         sampler = select_sampler(self.device, options, self.plan)
-        self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress)
+        self.drafting = drafting_for(options, draft, loaded, limits.num_positions)
+        """Who drafts tokens, if somebody does."""
+        passes = passes_with(self.drafting, options)
+        self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress, passes)
         self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(
             loaded,
@@ -173,7 +172,7 @@ class LLM:
             self.device,
             self.plan,
             self.limits,
-            passes=passes_for(embeddings=options.embeddings),
+            passes=passes,
             options=RunnerOptions(
                 eager_copies=options.eager_copies, facts="off" if options.verify == "off" else "verify"
             ),
@@ -193,7 +192,7 @@ class LLM:
         """Requests of the caller whose turn it is, each noted before the core knows it."""
 
     def _new_core(self, options: EngineOptions) -> EngineCore[Executor]:
-        steps = StepPasses(embeds=EMBED.name if options.embeddings else None)
+        steps = step_passes_for(embeddings=options.embeddings, speculates=options.speculates)
         scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed, passes=steps)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
         return EngineCore(scheduler, self.executor, grammars)
@@ -211,6 +210,17 @@ class LLM:
         for warning in plan.warnings:
             log.warning("%s", warning)
         return plan
+
+    def _loaded(self, attention: Attention, max_len: int, progress: Progress) -> Model:
+        """The model, in another precision where its values don't fit the first."""
+        loaded = self._model(attention, max_len, progress)
+        if self.precision.fallback is not None:
+            self.precision = self.precision.after(value_range(loaded, self.device))
+            if loaded.dtype != self.precision.dtype:
+                log.warning("%s: %s", self.checkpoint.source, self.precision)
+                del loaded  # there may not be room for the weights twice
+                loaded = self._model(attention, max_len, progress)
+        return loaded
 
     def _model(self, attention: Attention, max_len: int, progress: Progress) -> Model:
         """The model with its weights, in the precision that was found."""
@@ -284,6 +294,7 @@ class LLM:
                 f"\ncompiled: {', '.join(compiled)}: layers in torch ops; attention, page writes and sampling as ever"
             )
         context = f"context: {self.limits.context}"
+        drafted = () if self.drafting is None else (f"speculation: {self.drafting}; {self.core.speculation.counts}",)
         about = [
             self.plan.explain(),
             f"model: {self.implementation}",
@@ -293,6 +304,7 @@ class LLM:
             context,
             described(self.sampling),
             self.checks,
+            *drafted,
         ]
         return "\n".join([*about, runners, *self.executor.coverage_lines()])
 

@@ -21,8 +21,17 @@ ModelImplementation = Literal["auto", "native", "hf"]
 """Layers of our own, those of transformers, or ours where there are some for the architecture."""
 VerifyMode = Literal["fast", "all", "off"]
 """A few recordings of each phase and product of axes, every recording, or none."""
+MAX_DEPTH = 15
+"""Tokens that are drafted for a sequence in a round, at most."""
+_DEPTH = 3
+"""Four tokens of a row fill the rows of a tile of attention where four heads share keys; five need twice as many."""
 SamplingSource = Literal["model", "neutral"]
 """What the model's publishers recommend, or values that change nothing."""
+
+
+SpeculateName = Literal["off", "ngram", "eagle"]
+"""Who drafts tokens for the model to verify: nobody; the sequence itself, by what followed the same words before; or an
+EAGLE-3 head."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,13 @@ class EngineOptions:
     eager_copies: bool = False
     """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
 
+    speculate: SpeculateName = "off"
+    """Who drafts tokens, several of which the model verifies in one pass; no output depends on it."""
+    speculate_depth: int | None = None
+    """Tokens that are drafted for a sequence in each round; default: 3."""
+    draft: Path | None = None
+    """The folder of the EAGLE-3 head, with `speculate="eagle"`."""
+
     verify: VerifyMode = "fast"
     """Which recordings are checked against eager before the first request; a failure refuses to start."""
     shadow_verify: float = 0.0
@@ -77,6 +93,15 @@ class EngineOptions:
     sampling: SamplingSource = "model"
     """Where values come from that a request leaves open: temperature, top_k, top_p, min_p, repetition_penalty."""
 
+    @property
+    def speculates(self) -> bool:
+        return self.speculate != "off"
+
+    @property
+    def draft_depth(self) -> int:
+        """Tokens that are drafted for a sequence in each round; 0 where nobody drafts."""
+        return 0 if not self.speculates else self.speculate_depth or _DEPTH
+
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_tokens", "max_len", "page_size", "cache_tokens"):
             value = getattr(self, name)
@@ -87,11 +112,29 @@ class EngineOptions:
             ("kernels", KernelsName, True),
             ("model_impl", ModelImplementation, False),
             ("sampling", SamplingSource, False),
+            ("speculate", SpeculateName, False),
             ("verify", VerifyMode, False),
         ):
             known = get_args(names)
             if getattr(self, name) not in ((None, *known) if is_optional else known):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
+        if self.speculates and self.embeddings:
+            raise PlanError(
+                f"speculate={self.speculate!r} and embeddings exclude each other: the pass that makes vectors decodes "
+                "one token a row. Leave --embeddings or --speculate out."
+            )
+        if (self.speculate == "eagle") != (self.draft is not None):
+            raise PlanError(
+                "speculate='eagle' drafts by a head, and draft says where that is. Give --speculate eagle and --draft "
+                "PATH together, or neither."
+            )
+        if self.speculate_depth is not None:
+            expect_whole("speculate_depth", self.speculate_depth, PlanError, least=1, most=MAX_DEPTH)
+            if not self.speculates:
+                raise PlanError(
+                    "speculate_depth says how much is drafted, and nothing is. Give --speculate a drafter (ngram), or "
+                    "leave --speculate-depth out."
+                )
         for name, dtype in (("dtype", self.dtype), ("residual_dtype", self.residual_dtype)):
             if dtype not in (None, *DTYPES):
                 raise PlanError(f"{name} is one of {', '.join(map(str, DTYPES))}; found {dtype!r}.")

@@ -16,6 +16,7 @@ from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.errors import PhonographError
 from phonograph.server.http.access import CorsGuard, HostGuard, KeyGuard
 from phonograph.server.http.failures import ApiError, respond
+from phonograph.server.openai.about import About, TokenizerInfo, VersionResponse
 from phonograph.server.openai.api import Api
 from phonograph.server.openai.delivery import NOTE_HEADER
 from phonograph.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse
@@ -98,7 +99,11 @@ OPERATIONS = (
         "/tokenize", "post", "Token ids of a text or of messages", TokenizeResponse, TokenizeRequest, statuses=_BODY
     ),
     Operation("/detokenize", "post", "The text of token ids", DetokenizeResponse, DetokenizeRequest, statuses=_BODY),
+    Operation("/tokenizer_info", "get", "Special tokens and chat template", TokenizerInfo, statuses=(404, 503)),
     Operation("/health", "get", "Whether requests are taken", HealthResponse, statuses=(503,)),
+    Operation("/ping", "get", "The same, by the name that SageMaker asks for", HealthResponse, statuses=(503,)),
+    Operation("/ping", "post", "The same", HealthResponse, statuses=(503,)),
+    Operation("/version", "get", "Which phonograph this is", VersionResponse, statuses=()),
 )
 
 
@@ -111,7 +116,7 @@ def create_app(
 ) -> ASGIApp:
     """The app for an AsyncLLM that is started elsewhere; `further` routes may be open to those without a key."""
     api = Api(llm, options)
-    kept = ResponsesApi(api, llm, options)
+    about, kept = About(api, llm), ResponsesApi(api, llm, options)
     described = msgspec.json.encode(document(OPERATIONS))
 
     async def openapi(request: Request) -> Response:
@@ -124,11 +129,14 @@ def create_app(
         Route("/v1/responses", kept.create, methods=["POST"]),
         Route("/v1/responses/{id}", kept.stored, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/input_items", kept.input_items),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{model:path}", api.model),
+        Route("/v1/models", about.models),
+        Route("/v1/models/{model:path}", about.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
-        Route("/health", api.health),
+        Route("/tokenizer_info", about.tokenizer_info),
+        Route("/health", about.health),
+        Route("/ping", about.health, methods=["GET", "POST"]),
+        Route("/version", about.version),
         Route("/openapi.json", openapi),
         *further,
     ]
@@ -137,7 +145,7 @@ def create_app(
     app.router.redirect_slashes = False
     guarded: ASGIApp = app
     if options.api_keys:
-        guarded = KeyGuard(guarded, options.api_keys, {"/health", *open_paths})
+        guarded = KeyGuard(guarded, options.api_keys, {"/health", "/ping", *open_paths})
     if options.cors_origins:
         guarded = CorsGuard(
             guarded,

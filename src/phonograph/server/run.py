@@ -85,8 +85,9 @@ async def run(
     *,
     progress: Progress = silent,
     on_ready: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve until SIGINT or SIGTERM; a second one does not wait for what runs."""
+) -> signal.Signals | None:
+    """Serve until SIGINT or SIGTERM; a second one does not wait for what runs. Returns a signal that came before the
+    first request could be taken."""
     server = Server(app, options)
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     with _handled(signals):
@@ -94,7 +95,8 @@ async def run(
         listening = asyncio.create_task(server.serve(sockets=[sock]))
         listening.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))  # nothing comes in any more
         try:
-            if await _started(llm, progress, signals):
+            early = await _started(llm, progress, signals)
+            if early is None:
                 # What was loaded stays: collections of garbage need not look at it, which would hold everyone up.
                 gc.collect()
                 gc.freeze()
@@ -106,6 +108,7 @@ async def run(
             await llm.stop()
             server.should_exit = True
             await listening
+    return early
 
 
 @contextlib.contextmanager
@@ -120,8 +123,8 @@ def _handled(signals: asyncio.Queue[signal.Signals]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _started(llm: AsyncLLM, progress: Progress, signals: asyncio.Queue[signal.Signals]) -> bool:
-    """Start the core; False if a signal came first."""
+async def _started(llm: AsyncLLM, progress: Progress, signals: asyncio.Queue[signal.Signals]) -> signal.Signals | None:
+    """Start the core; returns a signal that came first."""
     starting = asyncio.create_task(llm.start(progress))
     received = asyncio.create_task(signals.get())
     await asyncio.wait((starting, received), return_when=asyncio.FIRST_COMPLETED)
@@ -129,10 +132,10 @@ async def _started(llm: AsyncLLM, progress: Progress, signals: asyncio.Queue[sig
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await starting
-        return False
+        return received.result()
     received.cancel()
     await starting
-    return True
+    return None
 
 
 async def _signal(llm: AsyncLLM, signals: asyncio.Queue[signal.Signals]) -> signal.Signals:

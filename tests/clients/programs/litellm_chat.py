@@ -22,7 +22,15 @@ text = litellm.text_completion(
 pieces = litellm.text_completion(
     model=f"text-completion-openai/{MODEL}", prompt="One, two, three,", max_tokens=4, stream=True, **COMMON
 )
-shape = {"name": "capital", "schema": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}}}
+shape = {
+    "name": "capital",
+    "schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
 as_json = litellm.completion(**CHAT, max_tokens=40, response_format={"type": "json_schema", "json_schema": shape})
 
 

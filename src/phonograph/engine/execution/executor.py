@@ -80,7 +80,8 @@ class Executor:
         _check_state(model, limits)
         check_declared(sampler)
         self.cache, beside = self._new_caches(passes)
-        sizes = TableSizes(limits.max_seqs, self.vocab, -(-limits.num_positions // limits.page_size))
+        num_positions = limits.num_positions
+        sizes = TableSizes(limits.max_seqs, self.vocab, -(-num_positions // limits.page_size), num_positions)
         own = [*model.columns, *(column for one in passes for column in one.columns())]
         self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS, *TOKEN_MASKS, *own), sizes)
         by_row = {column.name: self.tables[column.name] for column in model.columns}

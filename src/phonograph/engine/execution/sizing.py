@@ -15,7 +15,7 @@ from phonograph.engine.models.interface import Model
 from phonograph.engine.models.registry import UNCOMPILED
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.prompt_scores import scoring_bytes
-from phonograph.engine.passes.registry import PassDeclaration, kept_by, passes_for, phases_of
+from phonograph.engine.passes.registry import PASSES, PassDeclaration, kept_by, passes_for, phases_of
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.sampler import Sampler
 from phonograph.errors import DeviceError, PlanError
@@ -61,7 +61,7 @@ def plan_for(
 
     `breaks` are modules of the model that run between two graphs.
     """
-    passes = passes_for(embeddings=options.embeddings)
+    passes = passes_for(embeddings=options.embeddings, speculates=options.speculates)
     phases, measured = phases_of(passes), []
     if device.torch_device.type == "cuda":
         backend = "full"
@@ -98,7 +98,8 @@ def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int,
     is_emulated = device.torch_device.type == "cpu" and plan.is_recorded
     seqs, tokens = _EMULATED if is_emulated else _step_size(device)
     max_seqs = seqs if options.max_seqs is None else options.max_seqs
-    max_tokens = max(tokens if options.max_tokens is None else options.max_tokens, max_seqs)
+    tokens_per_row = options.draft_depth + 1
+    max_tokens = max(tokens if options.max_tokens is None else options.max_tokens, max_seqs * tokens_per_row)
     max_len = options.max_len or min(8192, context)
     cache_tokens = options.cache_tokens or max(max_len, max_seqs * min(max_len, 1024))
     num_pages = -(-cache_tokens // options.page_size) + 1
@@ -110,6 +111,7 @@ def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int,
         num_pages=num_pages,
         max_ahead=options.max_ahead,
         eos_ids=tuple(eos_ids),
+        tokens_per_row=tokens_per_row,
     )
     return with_pages(limits, num_pages)
 
@@ -143,17 +145,17 @@ def cache_size(
     limits: Limits,
     options: EngineOptions,
     progress: Progress = silent,
+    passes: Sequence[PassDeclaration] = PASSES,
 ) -> CacheSize:
     """As asked; else, on a device with memory of its own, what weights and graphs leave of it."""
     if options.cache_tokens is not None:
         return CacheSize(limits.num_pages, f"{options.cache_tokens:,} tokens were asked for")
     if device.torch_device.type == "cpu":
         return CacheSize(limits.num_pages, f"a default on the CPU, for {limits.max_seqs} sequences")
-    passes = passes_for(embeddings=options.embeddings)
     needed, num_recordings = _rehearsed(model, sampler, device, plan, limits, passes, progress)
     memory = device.memory()
     allowed = int(memory.total * options.memory) - memory.used
-    page = page_bytes(kept_by(model), limits.page_size, model.dtype)
+    page = page_bytes(kept_by(model, passes), limits.page_size, model.dtype)
     num_pages = (allowed - needed - num_recordings * _BYTES_PER_GRAPH) // page
     if num_pages < 2:
         raise DeviceError(

@@ -13,7 +13,7 @@ from phonograph.engine.execution.step_order import first_serial
 from phonograph.engine.passes.registry import PassDeclaration, StepPasses
 from phonograph.engine.passes.step import NO_ROWS, Decodes, PromptChunk, Step, Undone
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import ScheduledStep
+from phonograph.engine.requests.step import Chunk, ScheduledStep
 from phonograph.engine.sampling.honoured import HonouredParameters
 from phonograph.engine.sampling.needs import needs_of
 from phonograph.engine.state.column import Array, Column, TableSizes
@@ -83,10 +83,7 @@ class StepBuilder:
             decodes,
             longest,
             lengths,
-            tuple(
-                PromptChunk(one.sequence.row, one.start, one.tokens, one.samples, one.targets, one.pooled)
-                for one in prefills
-            ),
+            tuple(_prompt_chunk(one) for one in prefills),
             needs_of(planned.sampling, self.honoured) if prefills else decodes.needs,
             updates,
             serial,
@@ -123,3 +120,10 @@ class StepBuilder:
             names = ", ".join(self._unknown)
             raise PhonographError(f"the step raised, and state by row ({names}) can't be put back. Ask again.")
         return Undone(self._updates.undone(planned), self.last)
+
+
+def _prompt_chunk(chunk: Chunk) -> PromptChunk:
+    end = chunk.start + chunk.count
+    following = next(iter(chunk.sequence.tokens(end, end + 1)), 0)
+    asked = (chunk.samples, chunk.targets, chunk.pooled)
+    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, *asked, following)

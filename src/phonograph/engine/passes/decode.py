@@ -18,6 +18,7 @@ from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.slot import Pad, Slot
+from phonograph.sizes import ceil_div
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,28 @@ class DecodeBatch:
     width: int
     """Pages that the longest sequence has; a recording looks at all that a row can have."""
     needs: SamplingNeeds
+    tokens_per_row: int = 1
 
 
 class DecodeBatches:
     """Makes the batches of steps without prefills; while the same rows decode, they need none."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, ahead: int = 0) -> None:
+        """`ahead` is how many positions past a step its body looks at."""
         self._page_size = limits.page_size
-        self._version = 0
+        self._ahead = ahead
+        self._version = self._tokens_per_row = 0
 
     def is_steady(self, step: Step) -> bool:
         """Whether this step decodes just the rows that the last batch was made for."""
-        return step.decodes.version == self._version and not step.decodes.needs.constrained
+        same = step.decodes.version == self._version and step.tokens_per_row == self._tokens_per_row
+        return same and not step.decodes.needs.constrained
 
     def batch(self, step: Step) -> DecodeBatch:
         """The rows of a step."""
-        self._version = step.decodes.version
-        return DecodeBatch(step.decodes.rows, -(-step.longest // self._page_size), step.decodes.needs)
+        self._version, self._tokens_per_row = step.decodes.version, step.tokens_per_row
+        width = ceil_div(step.longest + self._ahead, self._page_size)
+        return DecodeBatch(step.decodes.rows, width, step.decodes.needs, step.tokens_per_row)
 
 
 class DecodeBody:

@@ -16,7 +16,7 @@ from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.prompt_scores import PromptScores, score_prompts
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import PREFILL, PassDeclaration
-from phonograph.engine.passes.rounds import Rounds, joined
+from phonograph.engine.passes.rounds import Rounds, joined, widened
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.needs import SamplingNeeds
@@ -24,6 +24,7 @@ from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.slot import Pad, Slot
 from phonograph.graphs.phases.context import BREAKING, Stage, current
+from phonograph.sizes import ceil_div
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class PrefillBatch:
     """Index of the first token that spans tell of; before it are those of rows that decode several."""
     targets: Any = None
     """What follows the last of `ends` in their prompts, as many as there are; None where no prompt is scored."""
+    following: Any = None
+    """The token after each one of a prompt, for rounds that read it; where it is yet to be picked, 0."""
+    tokens_per_row: int = 1
+    """Tokens of each row that decodes."""
 
     @property
     def num_sampled(self) -> int:
@@ -61,29 +66,37 @@ class TokenStates(NamedTuple):
     tokens: torch.Tensor
     rows: torch.Tensor
     positions: torch.Tensor
+    features: torch.Tensor | None = None
+    """What rounds take of them, if anything."""
 
 
 class PrefillBatches:
     """Makes the batches of steps with prefills, decodes first."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, rounds: Rounds | None = None) -> None:
         self._page_size = limits.page_size
+        self._is_exact = limits.tokens_per_row == 1
+        """Whether the host knows where rows that decode are."""
+        self._ahead = 0 if rounds is None else rounds.ahead
+        self._has_following = rounds is not None and bool(rounds.taps)
 
     def batch(self, step: Step) -> PrefillBatch:
         """Rows, tokens and positions as far as the host knows them."""
         decoding_rows, lengths = step.decodes.rows.tolist(), [] if step.lengths is None else step.lengths.tolist()
         num_decoding = len(decoding_rows) * step.tokens_per_row
-        is_exact = step.tokens_per_row == 1
+        is_exact = self._is_exact
         counted = enumerate(zip(decoding_rows, lengths, strict=True))
         spans = [Span(row, index, length - 1, 1) for index, (row, length) in counted if is_exact]
         ends = list(range(num_decoding))
         known = [0] * num_decoding  # their tokens are in the tables
+        following = [0] * num_decoding
         scored, targets = list[int](), list[int]()
         for chunk in step.prefills:
             spans.append(Span(chunk.row, len(known), chunk.start, len(chunk.tokens)))
             scored += range(len(known), len(known) + len(chunk.targets))
             targets += chunk.targets
             known += chunk.tokens
+            following += (*chunk.tokens[1:], chunk.following)
             if chunk.samples:
                 ends.append(len(known) - 1)
         decoding = np.zeros(len(known), dtype=bool)
@@ -98,11 +111,13 @@ class PrefillBatches:
             positions,
             decoding,
             np.asarray(ends + scored, dtype=np.int64),
-            -(-max(lengths) // self._page_size),
+            ceil_div(max(lengths) + self._ahead, self._page_size),
             step.needs,
             tuple(spans),
             0 if is_exact else num_decoding,
             np.asarray(targets, dtype=np.int64) if targets else None,
+            np.asarray(following, dtype=np.int64) if self._has_following else None,
+            step.tokens_per_row,
         )
 
 
@@ -126,7 +141,8 @@ class PrefillBody:
         if self._rounds is None:
             return found.hidden
         ends = batch.ends
-        return TokenStates(found.hidden, found.tokens[ends], found.rows[ends], found.positions[ends])
+        features = None if found.features is None else found.features[ends]
+        return TokenStates(found.hidden, found.tokens[ends], found.rows[ends], found.positions[ends], features)
 
     def found(self, batch: PrefillBatch, wanted: torch.Tensor | None) -> TokenStates:
         """Hidden states of the wanted tokens, or of all; and all that is known of every token."""
@@ -140,8 +156,12 @@ class PrefillBody:
         # A recording may not look at the host's spans; an eager pass is faster with them.
         spans = batch.spans if current().stage is Stage.EAGER else None
         queries = Queries(rows, positions, tables.pages[:, : batch.width], None, spans, batch.spans_from)
-        hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted).states
-        return TokenStates(hidden, tokens, rows, positions)
+        if rounds is None:
+            hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted)
+            return TokenStates(hidden.states, tokens, rows, positions)
+        hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted, taps=rounds.taps)
+        features = rounds.read(batch.following, queries, hidden.taps) if rounds.taps else None
+        return TokenStates(hidden.states, tokens, rows, positions, features)
 
     def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         """Logits and tokens, of as many sequences as there are."""
@@ -157,7 +177,10 @@ class PrefillBody:
         """How likely the tokens of prompts are. Before anything is written: it may fail, and the step be run again."""
         if batch.targets is None:
             return None
-        targets = torch.as_tensor(batch.targets).to(hidden.device)
+        targets = torch.as_tensor(batch.targets)
+        if hidden.is_cuda:  # from other memory, a copy would wait for the pass, and the host for the copy
+            targets = targets.pin_memory()
+        targets = targets.to(hidden.device, non_blocking=True)
         wanted = hidden[batch.num_sampled : batch.ends.shape[0]]
         return score_prompts(wanted, targets, self._model.logits, self._parts.sampler)
 
@@ -169,23 +192,32 @@ class PrefillBody:
 
     def _picked_rounds(self, found: TokenStates, batch: PrefillBatch) -> Picked:
         assert self._rounds is not None
-        pages, count, first = self._parts.tables.pages, batch.num_sampled, batch.spans_from
-        logits = self._model.logits(found.hidden[:count])
-        tokens, rows, positions = found.tokens[:first], found.rows, found.positions
-        width = self._parts.limits.tokens_per_row
-        queries = Queries(rows[:first], positions[:first], pages, tokens_per_row=width)
-        picked = self._rounds.accept(logits[:first], tokens, queries, batch.needs)
-        if first == count:
+        count, first, width = batch.num_sampled, batch.spans_from, batch.tokens_per_row
+        logits, picked = self._model.logits(found.hidden[:count]), None
+        if first or not count:
+            queries, features = self._places(found, batch, slice(first), width)
+            picked = self._rounds.accept(logits[:first], found.tokens[:first], queries, batch.needs, features)
+        if first == count and picked is not None:
             return picked
-        queries = Queries(rows[first:count], positions[first:count], pages, tokens_per_row=1)
-        return joined(picked, self._parts.tail.next_tokens(logits[first:], queries, batch.needs))
+        queries, features = self._places(found, batch, slice(first, count), 1)
+        ends = self._rounds.begin(logits[first:], queries, batch.needs, features, drafts=width > 1)
+        return widened(ends, width) if picked is None else joined(picked, ends)
+
+    def _places(
+        self, found: TokenStates, batch: PrefillBatch, part: slice, tokens_per_row: int
+    ) -> tuple[Queries, torch.Tensor | None]:
+        """Where some of the ends stand, and what rounds take of them."""
+        table, features = self._parts.tables.pages[:, : batch.width], found.features
+        queries = Queries(found.rows[part], found.positions[part], table, tokens_per_row=tokens_per_row)
+        return queries, None if features is None else features[part]
 
 
 class PrefillSample:
     """Chunks of random length, decodes among them, as far as there are rows for trials; the rest is padding."""
 
-    def __init__(self, parts: PassParts, *, spans: bool) -> None:
+    def __init__(self, parts: PassParts, *, spans: bool, following: bool = False) -> None:
         self._trials = parts.trials
+        self._has_following = following
         self._page_size = parts.limits.page_size
         self._width = parts.limits.tokens_per_row
         self._vocab = parts.model.config.vocab
@@ -215,7 +247,10 @@ class PrefillSample:
         if self._width == 1:
             decoding[[span.first for span in spans if span.count == 1]] = True
         width, needs = self._trials.width, SamplingNeeds()
-        return PrefillBatch(tokens, rows, positions, decoding, ends, width, needs, told, first)
+        following = np.roll(tokens, -1) if self._has_following else None
+        return PrefillBatch(
+            tokens, rows, positions, decoding, ends, width, needs, told, first, None, following, self._width
+        )
 
     def _num_rounds(self, numbers: np.random.Generator, total: int, num_ends: int) -> int:
         """Rows that decode several tokens, each with all of its places."""
@@ -244,7 +279,8 @@ def prefill_pass(
             f"the pass {declared.name!r} for {limits.tokens_per_row} tokens a row has "
             f"{'no rounds' if rounds is None else 'rounds'}. Give rounds where a row decodes several, and only there."
         )
-    length = parts.tables.length
+    length, ids = parts.tables.length, (0, parts.model.config.vocab - 1)
+    read = [Slot("following", ("tokens",), torch.int64, pad=Pad.fill(0), valid=ids)] if rounds and rounds.taps else []
 
     def written(batch: PrefillBatch) -> tuple[torch.Tensor, torch.Tensor]:
         rows, positions = (torch.as_tensor(one).to(length.device) for one in (batch.rows, batch.positions))
@@ -259,20 +295,21 @@ def prefill_pass(
         tokens_per_row=None,
         bucketed="tokens",
         slots=[
-            Slot("tokens", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, parts.model.config.vocab - 1)),
+            Slot("tokens", ("tokens",), torch.int64, pad=Pad.fill(0), valid=ids),
             Slot("rows", ("tokens",), torch.int64, pad=Pad.fill(0, null=True), valid=(0, limits.max_seqs)),
             Slot("positions", ("tokens",), torch.int64, pad=Pad.fill(0), valid=(0, limits.num_positions - 1)),
             Slot("decoding", ("tokens",), torch.bool, pad=Pad.fill(False)),
             Slot("ends", ("sampled",), torch.int64, pad=Pad.fill(0), valid=(0, limits.max_tokens - 1)),
+            *read,
         ],
         dims=[Dim("sampled", limit=limits.num_places)],
-        batch=PrefillBatches(limits).batch,
+        batch=PrefillBatches(limits, rounds).batch,
         written=written,
         public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from"),
         body=body,
-        free=("width", "spans_from"),
+        free=("width", "spans_from", "tokens_per_row"),
         tail=body.tail if rounds is None else body.rounds_tail,
-        sample=PrefillSample(parts, spans=backend in BREAKING),
+        sample=PrefillSample(parts, spans=backend in BREAKING, following=bool(read)),
         preserve=parts.trials.running,
     )
 

@@ -21,11 +21,11 @@ class Picked(NamedTuple):
     """What a pass picked, on the device.
 
     Where rows may have several tokens or none, they lie in one block with `NO_TOKEN` after the last of each row, and
-    logprobs in the same order: one of each place of the block.
+    there are logprobs of each place of the block.
     """
 
     tokens: torch.Tensor  # [num_rows] or [num_rows, tokens_per_row]; below 0 where logits were none (see `step`)
-    logprobs: TopLogprobs | None = None  # [num_rows or num_rows * tokens_per_row, …]
+    logprobs: TopLogprobs | None = None  # [num_rows, …] or [num_rows, tokens_per_row, …]
     scores: PromptScores | None = None
     """Of tokens of prompts, where a request wants them."""
     pooled: torch.Tensor | None = None  # [num_pooled, hidden], float32
@@ -41,10 +41,11 @@ class _Details:
 
     def start(self, found: TopLogprobs) -> Callable[[], list[TokenDetails]]:
         """Copy behind the work launched so far; returns what reads them, once they are there."""
-        count, num_top = found.top_ids.shape  # fewer where the vocabulary is small
+        num_top = found.top_ids.shape[-1]  # fewer where the vocabulary is small
+        count = found.top_ids.numel() // num_top
         columns = (self.token_logprob[:count], self.top_ids[:count, :num_top], self.top_logprobs[:count, :num_top])
         for column, values in zip(columns, (found.token_logprob, found.top_ids, found.top_logprobs), strict=True):
-            column.copy_(values, non_blocking=True)
+            column.copy_(values.view(column.shape), non_blocking=True)
         return lambda: list(zip(*(column.tolist() for column in columns), strict=True))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from phonograph.errors import DeclarationError
 from phonograph.graphs.planning.settings import KNOWN_PHASES, PhaseDefaults
 
 if TYPE_CHECKING:
@@ -86,20 +87,32 @@ def _heartbeat(parts: PassParts, backend: str) -> Pass:
     return heartbeat_pass(parts, backend)
 
 
+def _without_drafter(parts: PassParts, backend: str) -> Pass:
+    raise DeclarationError(
+        f"the pass {TARGET_VERIFY.name!r} verifies what a drafter says, and has none. Take those of "
+        "`speculating_passes`."
+    )
+
+
 DECODE = PassDeclaration(KNOWN_PHASES["decode"], limit=lambda size: size.max_seqs, make=_decode)
 PREFILL = PassDeclaration(KNOWN_PHASES["prefill"], limit=lambda size: size.max_tokens, make=_prefill, is_ragged=True)
 HEARTBEAT = PassDeclaration(KNOWN_PHASES["idle"], limit=lambda size: 1, make=_heartbeat, serves=False)
 EMBED = PassDeclaration(
     KNOWN_PHASES["embed"], limit=lambda size: size.max_tokens, make=_embed, is_ragged=True, pools=True
 )
+TARGET_VERIFY = PassDeclaration(KNOWN_PHASES["target_verify"], limit=lambda size: size.max_seqs, make=_without_drafter)
+"""As plans know it; `target_verify.speculating_passes` gives it a drafter."""
 PASSES = (DECODE, PREFILL, HEARTBEAT)
-"""Those that every engine has."""
+"""Those that every engine has, unless it drafts."""
+SPECULATING = (TARGET_VERIFY, PREFILL, HEARTBEAT)
+"""Of an engine that drafts tokens and verifies them: rows decode in rounds, alone and among prompts."""
 
 
-def passes_for(*, embeddings: bool) -> tuple[PassDeclaration, ...]:
-    """The passes of an engine, with that for embeddings only where they are asked for: it has as many recordings as
-    prefill."""
-    return (*PASSES, EMBED) if embeddings else PASSES
+def passes_for(*, embeddings: bool, speculates: bool = False) -> tuple[PassDeclaration, ...]:
+    """The passes of an engine, as its plan knows them; with that for embeddings only where they are asked for: it has
+    as many recordings as prefill."""
+    passes = SPECULATING if speculates else PASSES
+    return (*passes, EMBED) if embeddings else passes
 
 
 def phases_of(passes: Iterable[PassDeclaration]) -> tuple[PhaseDefaults, ...]:
@@ -108,7 +121,7 @@ def phases_of(passes: Iterable[PassDeclaration]) -> tuple[PhaseDefaults, ...]:
 
 
 PHASES = phases_of(PASSES)
-ALL_PHASES = phases_of(passes_for(embeddings=True))
+ALL_PHASES = phases_of(dict.fromkeys((*passes_for(embeddings=True), *SPECULATING)))
 """Those of every pass that an engine may have: as flags are made for them."""
 
 
@@ -133,3 +146,9 @@ class StepPasses:
         if self.embeds is not None and any(chunk.pooled is not None for chunk in chunks):
             return self.embeds
         return self.mixed
+
+
+def step_passes_for(*, embeddings: bool = False, speculates: bool = False) -> StepPasses:
+    """Which passes of an engine run its steps."""
+    decodes = TARGET_VERIFY if speculates else DECODE
+    return StepPasses(decodes.name, embeds=EMBED.name if embeddings else None)

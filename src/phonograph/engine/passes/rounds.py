@@ -17,16 +17,54 @@ class Rounds(Protocol):
     """What passes that compute `Limits.tokens_per_row` tokens of a row have in common: steps of decodes alone, and
     mixed ones. It reads and writes the request tables, and nothing of it is known to the host."""
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the model after which it takes hidden states."""
+        ...
+
+    @property
+    def ahead(self) -> int:
+        """How many positions past the end of a round it looks at."""
+        ...
+
     def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The token that each of these rows computes so many places after its length; at 0 it is the last token."""
         ...
 
-    def accept(self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
+    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """Take in what the model computed for the tokens of a mixed step, within its recording.
+
+        `following` are the tokens that come after each in its prompt; of tokens that something is picked after they
+        mean nothing. Returns what `accept` and `begin` take of every token, if anything.
+        """
+        ...
+
+    def accept(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None,
+    ) -> Picked:
         """Pick what follows each of the tokens, decide how many of each row stay, and note them in the tables.
 
-        Logits, tokens and queries are those of whole rounds: [num_rows * tokens_per_row]. Returns a block of
-        [num_rows, tokens_per_row].
+        Logits, tokens, queries and features are those of whole rounds: [num_rows * tokens_per_row]. Returns a block of
+        [num_rows, tokens_per_row]; where that is one token a row, nothing is drafted, and tokens are [num_rows].
         """
+        ...
+
+    def begin(
+        self,
+        logits: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None,
+        *,
+        drafts: bool,
+    ) -> Picked:
+        """Pick the first token of rows whose prompts end, one each, and note it in the tables; and whether something is
+        to be drafted after it."""
         ...
 
 
@@ -36,18 +74,28 @@ def as_block(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.where(places < counts[:, None], tokens, NO_TOKEN)
 
 
-def joined(rounds: Picked, plain: Picked) -> Picked:
-    """Rounds, then rows that have one token each, in one block."""
-    width = rounds.tokens.shape[1]
+def widened(plain: Picked, width: int) -> Picked:
+    """Rows that have one token each, as rounds of so many places."""
+    if width == 1:
+        return plain
     block = plain.tokens.new_full((plain.tokens.shape[0], width), NO_TOKEN)
     block[:, 0] = plain.tokens
-    logprobs = None
-    if rounds.logprobs is not None and plain.logprobs is not None:
-        # There is one of each place of the block; those of places without a token mean nothing.
-        several, one = rounds.logprobs, plain.logprobs
-        logprobs = TopLogprobs(
-            torch.cat([several.token_logprob, one.token_logprob.repeat_interleave(width, 0)]),
-            torch.cat([several.top_ids, one.top_ids.repeat_interleave(width, 0)]),
-            torch.cat([several.top_logprobs, one.top_logprobs.repeat_interleave(width, 0)]),
-        )
-    return Picked(torch.cat([rounds.tokens, block]), logprobs)
+    if plain.logprobs is None:
+        return Picked(block)
+    # There is one of each place of the block; those of places without a token mean nothing.
+    wide = [part[:, None].repeat(1, width, *[1] * (part.dim() - 1)) for part in _tensors(plain.logprobs)]
+    return Picked(block, TopLogprobs(*wide))
+
+
+def joined(rounds: Picked, plain: Picked) -> Picked:
+    """Rounds, then rows that have one token each, in one block."""
+    ends = widened(plain, 1 if rounds.tokens.dim() == 1 else rounds.tokens.shape[1])
+    tokens = torch.cat([rounds.tokens, ends.tokens])
+    if rounds.logprobs is None or ends.logprobs is None:
+        return Picked(tokens)
+    pairs = zip(_tensors(rounds.logprobs), _tensors(ends.logprobs), strict=True)
+    return Picked(tokens, TopLogprobs(*(torch.cat(pair) for pair in pairs)))
+
+
+def _tensors(found: TopLogprobs) -> tuple[torch.Tensor, ...]:
+    return found.token_logprob, found.top_ids, found.top_logprobs

@@ -14,7 +14,7 @@ from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.request import MAX_LOGPROBS
 from phonograph.engine.sampling.masks import MaskRows, mask
 from phonograph.engine.sampling.needs import SamplingNeeds
-from phonograph.engine.sampling.penalties import Penalties, count_tokens, penalise
+from phonograph.engine.sampling.penalties import Penalties, count_tokens, penalise, with_said
 from phonograph.engine.sampling.sampler import Sampler, TopLogprobs, few_threads
 from phonograph.engine.state.tables import RequestTables
 from phonograph.graphs.phases.axes import Axis
@@ -112,23 +112,34 @@ class SamplingTail:
             return (picked.tokens,)
         return picked.tokens, found.token_logprob, found.top_ids, found.top_logprobs
 
-    def pick(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
-        """The token after every query; the tables stay as they are."""
+    def pick(
+        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, said: torch.Tensor | None = None
+    ) -> Picked:
+        """The token after every query; the tables stay as they are.
+
+        `said` ([num_queries, any], below 0 for none) is what the step itself puts out before each query, if all that
+        comes before it stays: penalties go by it.
+        """
         if needs.constrained or needs.masked or needs.level is Sampling.PENALISED:
             # Some rows at a time: what is computed on the way is as wide as the vocabulary, many times over.
             parts = [slice(start, start + _ROWS) for start in range(0, logits.shape[0], _ROWS)]
-            tokens = torch.cat([self._pick(logits, queries, part, needs) for part in parts])
+            tokens = torch.cat([self._pick(logits, queries, part, needs, said) for part in parts])
         else:
-            tokens = self._pick(logits, queries, slice(None), needs)
+            tokens = self._pick(logits, queries, slice(None), needs, said)
         return Picked(tokens, self._sampler.logprobs(logits, tokens, MAX_LOGPROBS) if needs.logprobs else None)
 
-    def _pick(self, logits: torch.Tensor, queries: Queries, part: slice, needs: SamplingNeeds) -> torch.Tensor:
+    def _pick(
+        self, logits: torch.Tensor, queries: Queries, part: slice, needs: SamplingNeeds, said: torch.Tensor | None
+    ) -> torch.Tensor:
         """The tokens of some of the queries."""
         logits, rows = logits[part], queries.rows[part]
         positions = queries.token_positions[part] + 1 if needs.masked or needs.level > Sampling.GREEDY else None
         with few_threads(logits):
             if needs.level is Sampling.PENALISED:
-                logits = penalise(logits.float(), self._tables.gather(Penalties, rows))
+                penalties = self._tables.gather(Penalties, rows)
+                if said is not None:
+                    penalties = replace(penalties, counts=with_said(penalties.counts, said[part]))
+                logits = penalise(logits.float(), penalties)
             if (allowed := self._allowed(rows, positions, needs)) is not None:
                 logits = mask(logits, allowed)
         sampling = None

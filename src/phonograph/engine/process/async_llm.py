@@ -27,6 +27,7 @@ from phonograph.engine.process.statistics import EngineStats
 from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import Request, SamplingParams
 from phonograph.engine.text import ChatTemplate
+from phonograph.engine.text.reader import TextForm
 from phonograph.errors import CoreError, PhonographError, RequestError, UnavailableError
 from phonograph.graphs.progress import Progress, silent
 
@@ -205,6 +206,7 @@ class AsyncLLM:
         continues: bool = False,
         pooling: Pooling | None = None,
         kept_ids: Collection[int] = (),
+        form: TextForm = TextForm(),
     ) -> Generation:
         """Like `submit`; many tokens or choices are made ready in a thread. With `pooling`, prompts are embedded;
         `kept_ids` are special tokens that are text in the outputs."""
@@ -212,7 +214,7 @@ class AsyncLLM:
 
         def work() -> tuple[Generation, list[msgspec.Raw]]:
             requests = self._requests(prompts, Asked(params, priority, timeout, pooling), request_id)
-            return self._prepared(requests, continues, kept_ids)
+            return self._prepared(requests, continues, kept_ids, form)
 
         size = sum(map(len, prompts)) + _CHOICE_SIZE * len(prompts) * params.n
         with self._refusals_counted():
@@ -235,7 +237,11 @@ class AsyncLLM:
             raise
 
     def _prepared(
-        self, requests: Sequence[Request], continues: bool, kept_ids: Collection[int] = ()
+        self,
+        requests: Sequence[Request],
+        continues: bool,
+        kept_ids: Collection[int] = (),
+        form: TextForm = TextForm(),
     ) -> tuple[Generation, list[msgspec.Raw]]:
         """The generation, and what the core is told of it; any thread may make them."""
         eos_ids = self.about.limits.eos_ids
@@ -247,6 +253,7 @@ class AsyncLLM:
             eos_ids=eos_ids,
             continues=continues,
             kept_ids=kept_ids,
+            form=form,
         )
         return generation, [self._core.encoded(Add(request)) for request in requests]
 
@@ -262,6 +269,10 @@ class AsyncLLM:
         self.busy_since = self.busy_since or time.monotonic()
         self._idle.clear()
         return generation
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request runs or waits."""
+        return request_id in self._live
 
     def refuse_unless_ready(self) -> None:
         """Raise UnavailableError while no request is taken."""
@@ -328,6 +339,8 @@ class AsyncLLM:
             if generation.num_left < num_left:
                 self._ends.append(now)
                 self._ended(generation, num_left)
+        for trace in output.ended:
+            self.observer.traced(trace)
 
     def checked(self, found: IntegrityReport) -> None:
         report = self._checks.popleft()

@@ -40,6 +40,7 @@ from phonograph.engine.process.messages import (
     ToCore,
 )
 from phonograph.engine.process.statistics import engine_stats
+from phonograph.engine.process.traces import SequenceTrace, Traces
 from phonograph.engine.requests.constraints import Constraint
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence
@@ -73,6 +74,10 @@ class CoreLoop:
         self._num_scored: dict[Sequence, int] = {}
         """Tokens of prompts whose scores the front has, by sequence."""
         self._outputs: list[Output] = []
+        serving = {name for name, one in core.executor.passes.items() if one.declared.serves}
+        self._traces = Traces({name: runner for name, runner in core.executor.runners.items() if name in serving})
+        core.on_prompts = self._traces.launched
+        self._ended: list[SequenceTrace] = []
         self._stats_due = 0.0
         self._is_over = False
 
@@ -108,8 +113,9 @@ class CoreLoop:
         stats = engine_stats(self._core) if now >= self._stats_due or rests else None
         if stats is not None:
             self._stats_due = now + STATS_SECONDS
-        if outputs or stats is not None:
-            self.send(StepOutput(tuple(outputs), stats))
+        if outputs or stats is not None or self._ended:
+            self.send(StepOutput(tuple(outputs), stats, tuple(self._ended)))
+            self._ended.clear()
 
     def send(self, message: FromCore) -> None:
         self._channel.send(self._encode(message))
@@ -123,14 +129,14 @@ class CoreLoop:
             case Cancel(request_id):
                 if (compiling := self._compiling.pop(request_id, None)) is not None:
                     compiling[1].cancel()
-                for left in self._live.pop(request_id, {}).values():
-                    self._num_scored.pop(left, None)
+                for left in list(self._live.get(request_id, {}).values()):
+                    self._forget(left, FinishReason.CANCELLED)
                 self._core.cancel(request_id)
             case Finish(request_id, index):
                 sequence = self._live.get(request_id, {}).get(index)
                 if sequence is not None:
                     self._core.finish(sequence, FinishReason.STOP)
-                    self._forget(sequence)
+                    self._forget(sequence, FinishReason.STOP)
             case CheckIntegrity():
                 self.send(self._checked())
             case Shutdown():
@@ -166,9 +172,10 @@ class CoreLoop:
         scores = self._new_scores(sequence) if sequence.prompt_logprobs else ()
         vector = b"" if sequence.embedding is None else sequence.embedding.tobytes()
         told = (sequence.error, sequence.num_cached, logprobs, False, sequence.error_field, scores, vector)
-        self._outputs.append(Output(request_id, index, tokens, finish, *told))
+        drafts = (sequence.num_drafted, sequence.num_accepted)
+        self._outputs.append(Output(request_id, index, tokens, finish, *told, drafts))
         if finish is not None:
-            self._forget(sequence)
+            self._forget(sequence, finish)
 
     def _new_scores(self, sequence: Sequence) -> tuple[PromptLogprob, ...]:
         """What the front does not know of the prompt's: as steps bring it, since all of it would be a long message."""
@@ -176,8 +183,10 @@ class CoreLoop:
         self._num_scored[sequence] = len(sequence.prompt_logprobs)
         return tuple(sequence.prompt_logprobs[first:])
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: Sequence, finish: FinishReason) -> None:
+        """The front knows its end."""
         self._num_scored.pop(sequence, None)
+        self._ended.append(self._traces.ended(sequence, finish))
         siblings = self._live[sequence.request.id]
         del siblings[sequence.index]
         if not siblings:

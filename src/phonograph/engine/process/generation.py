@@ -13,6 +13,7 @@ from phonograph.engine.process.observer import Observer
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
 from phonograph.engine.text import StopStrings, TextReader, Tokenizer
+from phonograph.engine.text.reader import TextForm
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class _Choice:
     reader: TextReader
     num_tokens: int = 0
     cached: int = 0
+    drafts: tuple[int, int] = (0, 0)
     last: float = 0.0
     """When its latest tokens came."""
     finish: FinishReason | None = None
@@ -56,6 +58,10 @@ class TokenUsage:
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    drafted_tokens: int = 0
+    """Tokens that were drafted, and verified by the model."""
+    accepted_tokens: int = 0
+    """Those of them that are part of an output."""
 
 
 class Generation:
@@ -74,6 +80,7 @@ class Generation:
         eos_ids: Sequence[int],
         continues: bool = False,
         kept_ids: Collection[int] = (),
+        form: TextForm = TextForm(),
     ) -> None:
         """`continues`: outputs go on where their prompts end; `kept_ids`: special tokens that are text in them."""
         self.requests = tuple(requests)
@@ -92,6 +99,7 @@ class Generation:
                     after=request.prompt if continues else (),
                     verbatim=request.params.grammar is not None,
                     min_tokens=request.params.min_tokens,
+                    form=form,
                 ),
             )
             for request, first in zip(requests, self._first.values(), strict=True)
@@ -122,6 +130,7 @@ class Generation:
             sum(len(request.prompt) for request in self.requests),
             sum(choice.num_tokens for choice in self._choices),
             sum(choice.cached for choice in self._choices[::n]),
+            *(sum(choice.drafts[place] for choice in self._choices) for place in (0, 1)),
         )
 
     # -- for the reader ---------------------------------------------------------------------------------------------
@@ -190,7 +199,7 @@ class Generation:
             self._time(choice, now)
         text, count, hit = choice.reader.take(output.tokens, is_last=output.finish is not None)
         choice.num_tokens += count
-        choice.cached = output.cached
+        choice.cached, choice.drafts = output.cached, output.drafts
         finish = FinishReason.STOP if hit else output.finish
         if output.prompt_logprobs:
             self._put_scores(choice, output.prompt_logprobs)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from phonograph.engine.process.statistics import EngineStats
+from phonograph.engine.process.traces import SequenceTrace
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, GrammarSpec, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
@@ -123,6 +124,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """Of further tokens of the prompt, where the request has them; the request's first sequence has them for all."""
     embedding: bytes = b""
     """Of a request that is pooled, its vector: numbers of float32, once it has ended."""
+    drafts: tuple[int, int] = (0, 0)
+    """Tokens that were drafted for it so far, and those of them that it took."""
 
 
 class StepOutput(_FromCore, frozen=True):
@@ -131,6 +134,8 @@ class StepOutput(_FromCore, frozen=True):
     outputs: tuple[Output, ...]
     stats: EngineStats | None = None
     """Now and then, and when there is nothing to do."""
+    ended: tuple[SequenceTrace, ...] = ()
+    """What became of sequences that ended in it."""
 
 
 class IntegrityReport(_FromCore, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from phonograph.engine.process.traces import SequenceTrace
 from phonograph.engine.requests.request import FinishReason, Request
 
 
@@ -24,6 +25,9 @@ class Observer(Protocol):
         self, reason: FinishReason, prompt_tokens: int, output_tokens: int, cached_tokens: int, seconds: float
     ) -> None:
         """A sequence ended, `seconds` after its request arrived; `cached_tokens` of its prompt were not computed."""
+
+    def traced(self, trace: SequenceTrace) -> None:
+        """What the engine core says became of a sequence; not told of one whose core went down."""
 
     def rejected(self, reason: str) -> None:
         """A request never ran: `queue_full`, `draining`, `down`, `invalid`, …: few words, fit for a label."""
@@ -52,6 +56,10 @@ class Observers:
     ) -> None:
         for observer in self._observers:
             observer.finished(reason, prompt_tokens, output_tokens, cached_tokens, seconds)
+
+    def traced(self, trace: SequenceTrace) -> None:
+        for observer in self._observers:
+            observer.traced(trace)
 
     def rejected(self, reason: str) -> None:
         for observer in self._observers:

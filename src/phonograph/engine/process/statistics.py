@@ -103,6 +103,18 @@ class PhaseStats(msgspec.Struct, frozen=True):
         return sum(eager.calls for eager in self.eager)
 
 
+class SpeculationStats(msgspec.Struct, frozen=True):
+    """What became of drafted tokens."""
+
+    rounds: int
+    tokens: int
+    drafted: int
+    accepted: tuple[int, ...]
+    """By place in the round."""
+    plain: dict[str, int]
+    """Rounds of rows for which nothing was drafted, by reason."""
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Where the engine stands; counters only grow in the life of a core."""
 
@@ -128,6 +140,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Steps that ran a second time, eagerly."""
     shadow_mismatches: int = 0
     """Those whose replay gave other bits."""
+    speculation: SpeculationStats | None = None
+    """None where nothing is drafted."""
     is_strict: bool = False
     """Whether a step without a graph fails its requests."""
 
@@ -151,9 +165,15 @@ def engine_stats(core: EngineCore[Executor]) -> EngineStats:
         ),
         shadow_checks=shadow.num_checked if shadow is not None else 0,
         shadow_mismatches=shadow.num_wrong if shadow is not None else 0,
+        speculation=_speculation_stats(core) if limits.tokens_per_row > 1 else None,
         is_strict=any(runner.options.strict for runner in executor.runners.values()),
         **_counted(counts),
     )
+
+
+def _speculation_stats(core: EngineCore[Executor]) -> SpeculationStats:
+    found = core.speculation.counts
+    return SpeculationStats(found.rounds, found.tokens, found.drafted, found.accepted, dict(found.plain))
 
 
 def _counted(counts: Counts) -> dict[str, int]:

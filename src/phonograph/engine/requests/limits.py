@@ -33,8 +33,8 @@ class Limits:
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a sequence, unless its request ignores them."""
     tokens_per_row: int = 1
-    """Tokens that a step computes for a row that decodes, and that it can bring it at most. With 1 it brings just that
-    one; with more, any number up to it, or none."""
+    """Tokens that a step computes for a row that decodes at most, and that it can bring it. With 1 it brings just that
+    one; with more, any number up to it, or none. Where it is more, a step may compute one all the same."""
     scored_places: int = 64
     """Tokens of prompts that a step can score, however many sequences sample in it; where fewer do, their places are
     used too. Each is a row of every mixed step's last norm, used or not."""
@@ -92,7 +92,7 @@ class Limits:
     @property
     def fewest_per_row(self) -> int:
         """Tokens that a step is sure to bring a row that decodes."""
-        return 1 if self.tokens_per_row == 1 else 0
+        return fewest_of(self.tokens_per_row)
 
     @property
     def context(self) -> str:
@@ -102,6 +102,11 @@ class Limits:
     @property
     def max_chunk(self) -> int:
         return min(self.chunk or self.max_tokens, self.max_tokens)
+
+
+def fewest_of(tokens_per_row: int) -> int:
+    """Tokens that a step of this width is sure to bring a row that decodes."""
+    return 1 if tokens_per_row == 1 else 0
 
 
 _LEAST = {

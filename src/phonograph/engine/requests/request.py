@@ -39,7 +39,7 @@ NEUTRAL: Mapping[str, float] = {
 READ_BY_ENGINE = frozenset(
     (
         *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "prompt_logprobs"),
-        *("allowed_token_ids", "bad_words", "bad_token_ids", "grammar"),
+        *("allowed_token_ids", "bad_words", "bad_token_ids", "grammar", "speculate"),
     )
 )
 """The fields of `SamplingParams` that every engine reads, whatever its sampler is: ends, choices, what is reported,
@@ -156,6 +156,9 @@ class SamplingParams:
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Tokens in a row that are not generated: the last of them is left out where an output ends with the others. What
     `bad_words` are for a tokenizer is added to them."""
+    speculate: bool | int | None = None
+    """Tokens that may be drafted for it in a round, where the engine speculates: a number, all that it drafts (True,
+    None), or none (False). Changes how fast the output comes, and not what is in it."""
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, least=0)
@@ -174,6 +177,8 @@ class SamplingParams:
             _whole("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _whole("prompt_logprobs", self.prompt_logprobs, least=0, most=MAX_LOGPROBS)
+        if self.speculate is not None and not isinstance(self.speculate, bool):
+            _whole("speculate", self.speculate, least=0)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.", field="ignore_eos")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):

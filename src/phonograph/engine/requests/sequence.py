@@ -81,6 +81,10 @@ class Sequence:
     """Up to here tokens come from the host: the prompt, and after a preemption the outputs so far too."""
     num_cached: int = 0
     """Prompt tokens that the prefix cache had when it was first admitted."""
+    num_drafted: int = 0
+    """Tokens that were drafted for it."""
+    num_accepted: int = 0
+    """Those of them that it took."""
     last_step: int = 0
     """The latest step that was launched with it; its row and pages stay until that one is committed."""
     outputs: list[int] = field(default_factory=list)
@@ -134,6 +138,15 @@ class Sequence:
     def targets(self, start: int, stop: int) -> tuple[int, ...]:
         """The tokens whose likelihood is read off after those from `start` up to `stop`: the prompt, one further."""
         return () if self.is_scored else self.request.prompt[start + 1 : stop + 1]
+
+    def draft_depth(self, most: int) -> int:
+        """Tokens that may be drafted for it in a round, of so many; none where the next step depends on its text."""
+        asked = self.request.params.speculate
+        if self.constraint is not None:
+            return 0
+        if asked is None or asked is True:
+            return most
+        return min(asked, most)
 
     def has_room(self, count: int) -> bool:
         """Whether its pages hold so many more tokens, or all that it can ever need: what is beyond is not kept."""

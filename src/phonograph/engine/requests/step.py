@@ -141,8 +141,10 @@ class Sampled:
                 f"committing step {step.number}: found {len(self.tokens)} tokens, expected {expected}. "
                 f"Give those of each of step.sampling, in its order."
             )
+        if self.scores is None:
+            return
         num_scored = sum(len(chunk.targets) for chunk in step.prefills)
-        if self.scores is not None and len(self.scores) != num_scored:
+        if len(self.scores) != num_scored:
             raise PhonographError(
                 f"committing step {step.number}: found {len(self.scores)} scores of prompts, expected {num_scored}. "
                 "Give those of the targets of step.prefills, in their order."

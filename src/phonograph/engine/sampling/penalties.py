@@ -37,6 +37,15 @@ def penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
     return torch.where(logits.isfinite(), changed.clamp(-_FINITE, _FINITE), logits)
 
 
+def with_said(counts: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
+    """Counts ([num_rows, vocab]) after the tokens that each row puts out besides ([num_rows, any]); below 0 is none."""
+    for tokens in said.unbind(1):
+        places = tokens.clamp_min(0)[:, None]
+        held = counts.gather(1, places)
+        counts = counts.scatter(1, places, torch.where((tokens[:, None] >= 0) & (held < _MOST), held + 1, held))
+    return counts
+
+
 def count_tokens(counts: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> None:
     """Note in the column `counts` the tokens that these rows put out; only the null row may be there twice.
 

@@ -33,6 +33,7 @@ def refuse_unlike_prompts(prompt: object) -> None:
 def sequences_of(request: Request, limits: Limits, serial: int) -> list[Sequence]:
     """The n sequences of a request, with `max_tokens` clipped to what fits; one that can never fit is refused."""
     refuse_oversized(request, limits)
+    refuse_speculation(request, limits)
     params, num_prompt = request.params, len(request.prompt)
     # The last output is never computed, so a sequence may be one token longer than its pages.
     max_len = min(limits.max_len, limits.capacity + 1)
@@ -63,6 +64,16 @@ def refuse_unknown_tokens(request: Request, vocab: int) -> None:
                 "Encode the text with the model's own tokenizer.",
                 field=field,
             )
+
+
+def refuse_speculation(request: Request, limits: Limits) -> None:
+    """Refuse a request that is to be drafted for, where nothing is drafted."""
+    if request.params.speculate and limits.tokens_per_row == 1:
+        raise RequestError(
+            f"request {request.id!r}: speculate is {request.params.speculate}, and this engine drafts nothing. Leave "
+            "it out, or start the engine with --speculate ngram.",
+            field="speculate",
+        )
 
 
 def refuse_pooling(request: Request, *, embeddings: bool) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from phonograph.engine.cache.rows import Rows
 from phonograph.engine.passes.registry import StepPasses
-from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.limits import Limits, fewest_of
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, State
 from phonograph.engine.requests.step import Chunk, Sampled, ScheduledStep, Update, problem_at
@@ -18,6 +18,7 @@ from phonograph.engine.scheduling.counts import Counts
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
 from phonograph.engine.scheduling.step_budget import StepBudget
+from phonograph.engine.scheduling.step_width import StepWidth
 from phonograph.errors import PhonographError, RequestError
 
 _MAX_PREFILL_STREAK = 8
@@ -44,9 +45,8 @@ class Scheduler:
         self.limits = limits
         self.rows = Rows(limits, prefix_cache=prefix_cache)
         self.shares_prompts = prefix_cache
-        self._mixed = mixed
-        self.passes = passes
-        self._clock = clock
+        self.passes, self._mixed, self._clock = passes, mixed, clock
+        self.width = StepWidth(limits)
         self._live: dict[str, list[Sequence]] = {}
         self._followers: dict[Sequence, list[Sequence]] = {}
         """Siblings that wait until the first of their request has computed the prompt, which they then share."""
@@ -151,7 +151,8 @@ class Scheduler:
             return None
         self._launched += 1
         number = self._launched
-        most, fewest = self.limits.tokens_per_row, self.limits.fewest_per_row
+        most = self.width.of(decodes)
+        fewest = fewest_of(most)
         for sequence in decodes:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest
@@ -320,7 +321,7 @@ class Scheduler:
         """Correct the counts by what the device took, then append what the sequence takes of it."""
         updates: list[Update] = []
         failed: list[Update] = []
-        fewest, num_decodes = self.limits.fewest_per_row, len(step.decodes)
+        fewest, num_decodes = fewest_of(step.tokens_per_row), len(step.decodes)
         for index, (sequence, part) in enumerate(zip(step.sampling, sampled.by_row(), strict=True)):
             if index < num_decodes:
                 # Before any sequence is closed, and of those that are: what the prefix cache keeps goes by this count.

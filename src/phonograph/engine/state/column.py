@@ -41,6 +41,8 @@ class Width(Enum):
     """A bit for every token of the vocabulary, packed into int32 words, the lowest bit first."""
     PAGES = "pages"
     """As many as the longest sequence has."""
+    POSITIONS = "positions"
+    """A place for every position that a step may compute."""
 
 
 class Writer(Flag):
@@ -110,6 +112,7 @@ class TableSizes:
     max_seqs: int
     vocab: int
     max_pages: int
+    num_positions: int = 0
 
     def width(self, width: int | Width) -> int:
         """A width as a number."""
@@ -120,6 +123,8 @@ class TableSizes:
                 return ceil_div(self.vocab, 32)
             case Width.PAGES:
                 return self.max_pages
+            case Width.POSITIONS:
+                return self.num_positions
         return width
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,6 +39,8 @@ class ChatTemplate:
     ) -> None:
         self.source = Path(source).name
         """What messages call it: clients read them, and where the file lies is not for them."""
+        self.text = template
+        """As the model has it."""
         self._special_tokens = dict(special_tokens or {})
         self._written = template or ""
         self._template = None if template is None else _compiled(template, source)
@@ -55,6 +58,15 @@ class ChatTemplate:
     def from_folder(cls, folder: Path) -> ChatTemplate:
         """From chat_template.jinja, or from tokenizer_config.json, of a Hugging Face folder."""
         return cls(_read_template(folder), SideFiles.read(folder).special_tokens, str(folder))
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message has a place in the prompt; some templates refuse or leave out what one says."""
+        asked = [{"role": "system", "content": _LAST}, {"role": "user", "content": "a"}]
+        try:
+            return _LAST in self.render(asked)
+        except RequestError:
+            return False
 
     def mentions(self, text: str) -> bool:
         """Whether the template has this text in it, as it is written."""

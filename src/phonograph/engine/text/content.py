@@ -13,6 +13,8 @@ from phonograph.engine.text.tokenizer import Tokenizer
 
 _BEGIN, _END = "\ue001", "\ue002"
 """Characters that are assigned to nothing; what is hidden stands between them as a number."""
+_STEP = 32 << 10
+"""Characters that are searched in one call, which holds the interpreter's lock."""
 _HIDDEN = re.compile(f"{_BEGIN}(\\d+){_END}")
 
 
@@ -26,6 +28,7 @@ class ContentGuard:
         """The mark itself is hidden too: what a message has of it is not taken for ours."""
         self._numbers = {text: number for number, text in enumerate(self._texts)}
         self._pattern = re.compile("|".join(map(re.escape, self._texts)))
+        self._longest = max(map(len, self._texts))
 
     def encoded(self, render: Callable[[Callable[[Any], Any]], str]) -> list[int]:
         """The ids of what `render` writes; it is given a function that hides special tokens in what it writes."""
@@ -37,7 +40,7 @@ class ContentGuard:
 
         def hide(value: Any) -> Any:
             nonlocal has_hidden
-            if not any(self._pattern.search(text) for text in _texts_in(value)):
+            if not any(self._next(text, 0) for text in _texts_in(value)):
                 return value
             has_hidden = True
             return self._hidden(value)
@@ -49,29 +52,52 @@ class ContentGuard:
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._pattern.sub(lambda found: f"{_BEGIN}{self._numbers[found[0]]}{_END}", value)
+            parts: list[str] = []
+            place = 0
+            while found := self._next(value, place):
+                parts += (value[place : found.start()], f"{_BEGIN}{self._numbers[found[0]]}{_END}")
+                place = found.end()
+            return "".join([*parts, value[place:]])
         if isinstance(value, dict):
             return {self._hidden(name): self._hidden(part) for name, part in value.items()}
         return [self._hidden(part) for part in value] if isinstance(value, list | tuple) else value
 
+    def _next(self, text: str, place: int) -> re.Match[str] | None:
+        """The next special token in a text, looked for in steps: others wait for one of them and not for all."""
+        while place < len(text):
+            if found := self._pattern.search(text, place, place + _STEP):
+                return found
+            place += _STEP - self._longest + 1
+        return None
+
     def _encoded(self, written: str, add_special: bool) -> list[int]:
         """As a whole, so that all around is as it would be; then each that was hidden is spelled in its place."""
-        text, spans = "", list[tuple[int, int]]()
-        place = 0
+        parts: list[str] = []
+        hidden: list[tuple[int, int]] = []
+        place = size = 0
         for found in _HIDDEN.finditer(written):
-            text += written[place : found.start()]
             shown = self._texts[int(found[1])]
-            spans.append((len(text), len(text) + len(shown)))
-            text += shown
-            place = found.end()
-        text += written[place:]
+            size += found.start() - place
+            hidden.append((size, size + len(shown)))
+            parts += (written[place : found.start()], shown)
+            size, place = size + len(shown), found.end()
+        text = "".join([*parts, written[place:]])
+        return self._spelled_in(text, hidden, add_special)
+
+    def _spelled_in(self, text: str, hidden: list[tuple[int, int]], add_special: bool) -> list[int]:
+        """The ids of a text, with special tokens at these places of it spelled by others."""
+        tokens, span_of = self._tokenizer.encode_places(text, add_special=add_special)
         ids: list[int] = []
         number = 0
-        for token, (start, end) in self._tokenizer.encode_places(text, add_special=add_special):
-            while number < len(spans) and spans[number][1] <= start:
-                number += 1
-            is_hidden = number < len(spans) and spans[number][0] < end and token in self._tokenizer.special_ids
-            ids += self._spelled(text[start:end]) if is_hidden else [token]
+        for place, token in enumerate(tokens):
+            span = span_of(place) if token in self._tokenizer.special_ids else None
+            if span is not None:
+                while number < len(hidden) and hidden[number][1] <= span[0]:
+                    number += 1
+                if number < len(hidden) and hidden[number][0] < span[1]:
+                    ids += self._spelled(text[span[0] : span[1]])
+                    continue
+            ids.append(token)
         return ids
 
     def _spelled(self, text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from phonograph.engine.text.detokenizer import Detokenizer
@@ -13,6 +14,17 @@ from phonograph.engine.text.tokenizer import Tokenizer
 def id_text(token: int) -> str:
     """A token in the text of an output without a tokenizer."""
     return f"{token} "
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """What the text of an output has besides what was written for people to read."""
+
+    with_special: bool = False
+    """Tokens that the vocabulary calls special, but for those that end the output."""
+    with_stop: bool = False
+    """What ends the output: a stop string, or a token. A special one is only seen with `with_special`, or where a stop
+    string is its text."""
 
 
 class Read(NamedTuple):
@@ -39,35 +51,52 @@ class TextReader:
         after: Sequence[int] = (),
         verbatim: bool = False,
         min_tokens: int = 0,
+        form: TextForm = TextForm(),
     ) -> None:
-        """`stop_ids` end the output and are not part of its text; `kept_ids` are part of it though they are special;
-        `after` is the prompt that the text continues. Within the first `min_tokens` no stop string ends it.
+        """`stop_ids` end the output and are no part of its text, if its form does not say so; `kept_ids` are part of it
+        though they are special; `after` is the prompt that the text continues. Within the first `min_tokens` no stop
+        string ends it.
 
         A `verbatim` text follows a grammar: no space in front of it is the vocabulary's own.
         """
-        self._detokenizer = (
-            Detokenizer(tokenizer, without=stop_ids, kept=kept_ids, after=after, verbatim=verbatim)
-            if tokenizer is not None
-            else None
-        )
+        self._ends = () if form.with_stop else stop_ids
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                skip_special=not form.with_special,
+                without=self._ends,
+                kept=[*kept_ids, *(_named(tokenizer, stops) if form.with_stop else ())],
+                after=after,
+                verbatim=verbatim,
+            )
         self._stops = stops
-        self._stop_ids = stop_ids
+        self._form = form
         self._num_early = min_tokens
         """Tokens that are to come before a stop string counts."""
 
     def take(self, tokens: Sequence[int], *, is_last: bool) -> Read:
         """Read on, token by token; with the last ones, nothing is held back."""
         if self._detokenizer is None:
-            return Read("".join(map(id_text, (i for i in tokens if i not in self._stop_ids))), len(tokens), False)
+            return Read("".join(map(id_text, (i for i in tokens if i not in self._ends))), len(tokens), False)
         text = ""
         for count, token in enumerate(tokens, 1):
             more, hit = self._stops.add(self._detokenizer.add((token,)), counts=self._num_early <= 0)
             self._num_early -= 1
             text += more
             if hit is not None:
-                return Read(text, count, True)
+                return Read(text + self._shown(hit), count, True)
         hit = None
         if is_last:
             rest, hit = self._stops.add(self._detokenizer.finish(), counts=self._num_early < 0)
-            text += rest if hit is not None else rest + self._stops.flush()
+            text += rest + (self._shown(hit) if hit is not None else self._stops.flush())
         return Read(text, len(tokens), hit is not None)
+
+    def _shown(self, stop: str) -> str:
+        return stop if self._form.with_stop else ""
+
+
+def _named(tokenizer: Tokenizer, stops: StopStrings) -> list[int]:
+    """Tokens that a stop string is the text of."""
+    found = (tokenizer.token_id(stop) for stop in stops.texts)
+    return [token for token in found if token is not None]

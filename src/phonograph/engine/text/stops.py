@@ -73,6 +73,11 @@ class StopStrings:
         self._beginnings = re.compile("|".join(re.escape(char) for char in {stop[0] for stop in stops}))
         self._begin()
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return tuple(pattern.text for pattern in self._patterns)
+
     def again(self) -> StopStrings:
         """A search of its own for the same stop strings."""
         made = copy.copy(self)

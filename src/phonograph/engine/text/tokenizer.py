@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -98,10 +98,12 @@ class Tokenizer:
                 field="prompt",
             ) from None
 
-    def encode_places(self, text: str, *, add_special: bool = True) -> list[tuple[int, tuple[int, int]]]:
-        """As `encode`, each id with the characters that it is of: start and end, which are 0 of what is put around."""
+    def encode_places(
+        self, text: str, *, add_special: bool = True
+    ) -> tuple[list[int], Callable[[int], tuple[int, int] | None]]:
+        """As `encode`, and a function from an id's place to the characters that it is of; none if it was put around."""
         (found,) = self._backend.encode_batch([text], add_special_tokens=add_special)
-        return list(zip(found.ids, found.offsets, strict=True))
+        return found.ids, found.token_to_chars
 
     def encode_exactly(self, text: str) -> list[int]:
         """The ids whose bytes are those of a text, without spaces that the vocabulary puts in front of every text."""

@@ -19,7 +19,7 @@ _API = "/v1/"
 
 
 class KeyGuard:
-    """Wraps an app: without one of the keys there is a 401, except on open paths.
+    """Wraps an app: without one of the keys there is a 401, except on open paths, and below those that end in `/*`.
 
     A key comes as `Authorization: Bearer KEY`, or as the password of Basic authentication, which browsers ask for.
     """
@@ -28,14 +28,18 @@ class KeyGuard:
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
         self._open = frozenset(open_paths)
+        self._open_below = tuple(path[:-1] for path in open_paths if path.endswith("/*"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open:
+        if scope["type"] == "http" and not self._is_open(scope["path"]):
             given = _key_in(Headers(scope=scope).get("authorization", ""))
             if not self._is_known(given):
                 await self._refusal(scope["path"], given).response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open or path.startswith(self._open_below)
 
     def _is_known(self, key: bytes | None) -> bool:
         """Takes the same time for every key: each is compared in full, by digests of one length."""

@@ -13,7 +13,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from phonograph.engine.process.statistics import EngineStats, PhaseStats
+from phonograph.engine.process.statistics import EngineStats, PhaseStats, SpeculationStats
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.server.observe.histogram import Distribution
 from phonograph.server.observe.metrics import Metrics
@@ -67,6 +67,8 @@ class Exposition:
         if stats is not None:
             yield from self._engine(stats)
             yield from self._graphs(stats.phases)
+            if stats.speculation is not None:
+                yield from self._speculation(stats.speculation)
 
     def _info(self) -> Metric:
         family = InfoMetricFamily(f"{_PREFIX}build", "What is served, and by what.", labels=["model_name"])
@@ -99,6 +101,21 @@ class Exposition:
         idle = stats.total_pages - stats.free_pages - stats.used_pages
         pages = [(("used",), stats.used_pages), (("cached",), idle), (("free",), stats.free_pages)]
         yield self._gauge("kv_cache_pages", "KV pages: used by sequences, only cached, free.", ["state"], pages)
+
+    def _speculation(self, found: SpeculationStats) -> Iterator[Metric]:
+        for name, text, value in (
+            ("spec_decode_num_drafts", "Rounds of sequences for which tokens were drafted.", found.rounds),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", found.drafted),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", sum(found.accepted)),
+            ("spec_decode_round_tokens", "Tokens of these rounds, the target's own included.", found.tokens),
+        ):
+            yield self._counter(name, text, [], [((), value)])
+        places = [((str(place),), count) for place, count in enumerate(found.accepted)]
+        text = "Drafted tokens that were accepted, by their place in the round."
+        yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, ["position"], places)
+        plain = [((reason,), count) for reason, count in found.plain.items()]
+        text = "Rounds of sequences for which nothing was drafted, by reason."
+        yield self._counter("spec_decode_plain_rounds", text, ["reason"], plain)
 
     def _graphs(self, phases: Iterable[PhaseStats]) -> Iterator[Metric]:
         each = [

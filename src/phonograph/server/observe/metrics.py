@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from phonograph.engine.process.statistics import EngineStats
+from phonograph.engine.process.traces import SequenceTrace
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.server.observe.histogram import Distribution
+from phonograph.server.observe.request_book import RequestBook
 from phonograph.server.observe.running_totals import StatsAcrossRestarts
 
 # Bounds of what Prometheus is shown, in seconds and tokens.
@@ -48,6 +50,7 @@ class Metrics:
         self.num_finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self.num_rejected: Counter[str] = Counter()
         self.core_stats = StatsAcrossRestarts()
+        self.requests = RequestBook()
 
     @property
     def stats(self) -> EngineStats | None:
@@ -60,6 +63,7 @@ class Metrics:
 
     def started(self, request: Request) -> None:
         self.num_started += 1
+        self.requests.started(request)
 
     def first_token(self, seconds: float) -> None:
         self.first_token_seconds.observe(seconds)
@@ -74,6 +78,9 @@ class Metrics:
         self.request_seconds.observe(seconds)
         self.prompt_tokens.observe(prompt_tokens)
         self.output_tokens.observe(output_tokens)
+
+    def traced(self, trace: SequenceTrace) -> None:
+        self.requests.traced(trace)
 
     def rejected(self, reason: str) -> None:
         self.num_rejected[reason] += 1

@@ -7,7 +7,13 @@ from typing import TypeVar
 
 import msgspec
 
-from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats
+from phonograph.engine.process.statistics import (
+    EagerStats,
+    EngineStats,
+    PhaseStats,
+    RecordingStats,
+    SpeculationStats,
+)
 
 _COUNTERS = (
     "steps",
@@ -63,7 +69,20 @@ def added(earlier: EngineStats, now: EngineStats) -> EngineStats:
     """The stats of now, with the counters of earlier incarnations added."""
     counters = {name: getattr(earlier, name) + getattr(now, name) for name in _COUNTERS}
     phases = _matched(earlier.phases, now.phases, lambda phase: phase.name, _add_phases)
-    return msgspec.structs.replace(now, phases=phases, **counters)
+    speculation = now.speculation
+    if earlier.speculation is not None and speculation is not None:
+        speculation = _add_speculation(earlier.speculation, speculation)
+    return msgspec.structs.replace(now, phases=phases, speculation=speculation, **counters)
+
+
+def _add_speculation(old: SpeculationStats, new: SpeculationStats) -> SpeculationStats:
+    return SpeculationStats(
+        old.rounds + new.rounds,
+        old.tokens + new.tokens,
+        old.drafted + new.drafted,
+        tuple(before + now for before, now in zip(old.accepted, new.accepted, strict=True)),
+        {reason: old.plain.get(reason, 0) + count for reason, count in new.plain.items()},
+    )
 
 
 def _add_phases(old: PhaseStats, new: PhaseStats) -> PhaseStats:

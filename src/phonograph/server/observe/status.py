@@ -8,10 +8,11 @@ from collections.abc import Callable
 import msgspec
 
 from phonograph.engine.process.health import Health
-from phonograph.engine.process.statistics import EngineStats, PhaseStats
+from phonograph.engine.process.statistics import EngineStats, PhaseStats, SpeculationStats
 from phonograph.server.observe.history import History, HistoryPoints, LatencyQuantiles
 from phonograph.server.observe.incidents import Incident, Incidents
 from phonograph.server.observe.metrics import Metrics
+from phonograph.server.observe.request_book import RequestLine, RequestStory
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -85,7 +86,11 @@ class Status(msgspec.Struct, frozen=True):
     cache: Cache | None
     totals: Totals
     phases: tuple[PhaseStats, ...]
+    speculation: SpeculationStats | None
+    """What became of drafted tokens; None where nothing is drafted."""
     incidents: tuple[Incident, ...]
+    requests: tuple[RequestLine, ...]
+    """The latest."""
     history: HistoryPoints
 
 
@@ -126,9 +131,15 @@ class StatusKeeper:
             cache=_cache(stats) if stats else None,
             totals=self._totals(stats),
             phases=stats.phases if stats else (),
+            speculation=stats.speculation if stats else None,
             incidents=self._incidents.newest(),
+            requests=self._metrics.requests.newest(),
             history=self._history.since(since),
         )
+
+    def story(self, request_id: str) -> RequestStory | None:
+        """What became of a request; None where it is not kept."""
+        return self._metrics.requests.story(request_id)
 
     def _totals(self, stats: EngineStats | None) -> Totals:
         metrics = self._metrics

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from phonograph.server.http.failures import ApiError
 from phonograph.server.observe.exposition import CONTENT_TYPE, Exposition
+from phonograph.server.observe.request_book import MAX_REQUESTS
 from phonograph.server.observe.status import StatusKeeper
 
 _FILES = {
@@ -19,9 +20,12 @@ _FILES = {
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/plot.js": ("plot.js", "text/javascript; charset=utf-8"),
+    "/page/parts.js": ("parts.js", "text/javascript; charset=utf-8"),
+    "/page/request.js": ("request.js", "text/javascript; charset=utf-8"),
 }
-PUBLIC_PATHS = frozenset(_FILES)
-"""What is served without an API key: the page itself, which has no figures in it."""
+_REQUEST_PAGE = "/requests/{id:path}"
+PUBLIC_PATHS = frozenset((*_FILES, "/requests/*"))
+"""What is served without an API key: the pages themselves, which have no figures in them."""
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -37,7 +41,7 @@ _FAR = 2**53
 
 
 def routes(keeper: StatusKeeper, exposition: Exposition, refresh: Callable[[], None] = lambda: None) -> list[Route]:
-    """`/` with its files, `/status.json` and `/metrics`; `refresh` is called before figures are read."""
+    """`/`, the page of a request, their figures, and `/metrics`; `refresh` is called before figures are read."""
     encode = msgspec.json.Encoder().encode
 
     async def status(request: Request) -> Response:
@@ -50,13 +54,25 @@ def routes(keeper: StatusKeeper, exposition: Exposition, refresh: Callable[[], N
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         return Response(encode(keeper.status(number)), media_type="application/json", headers=headers)
 
+    async def story(request: Request) -> Response:
+        name = request.query_params.get("id", "")
+        refresh()
+        found = keeper.story(name)
+        if found is None:
+            problem = f"no request {name[:100]!r} is kept here: of the latest {MAX_REQUESTS} none is called so."
+            raise ApiError(404, problem, param="id", code="not_found")
+        headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+        return Response(encode(found), media_type="application/json", headers=headers)
+
     async def metrics(request: Request) -> Response:
         refresh()
         return Response(exposition.text(), headers={"Content-Type": CONTENT_TYPE})
 
     return [
         *(_file_route(path, name, kind) for path, (name, kind) in _FILES.items()),
+        _file_route(_REQUEST_PAGE, "request.html", "text/html; charset=utf-8"),
         Route("/status.json", status),
+        Route("/request.json", story),
         Route("/metrics", metrics),
     ]
 

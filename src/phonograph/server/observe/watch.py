@@ -26,6 +26,7 @@ class Watch:
     def __init__(self, llm: AsyncLLM, metrics: Metrics, model: str) -> None:
         self._llm = llm
         self._metrics = metrics
+        metrics.requests.is_live = llm.is_live
         self._model = model
         self._incidents = Incidents()
         self._keeper = StatusKeeper(metrics, self.info, lambda: llm.health, self._incidents)

@@ -15,18 +15,18 @@ from starlette.responses import Response
 
 from phonograph.engine.process.async_llm import AsyncLLM
 from phonograph.engine.process.messages import Ready
-from phonograph.engine.requests.request import NEUTRAL, SamplingParams
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.scheduling.admission import NO_EMBEDDINGS
 from phonograph.errors import RequestError
 from phonograph.server.http.bodies import Arrivals, BodyReader
-from phonograph.server.http.failures import SERVER, ApiError, Error
+from phonograph.server.http.failures import ApiError
 from phonograph.server.http.neutral_fields import NeutralField
 from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.answer_reader import Reading
 from phonograph.server.openai.chat_plan import AnswerFormats, ChatPlan, check_continued, checked_tools, planned
 from phonograph.server.openai.delivery import Delivery
-from phonograph.server.openai.echo import Echo, echo_of
+from phonograph.server.openai.echo import echoes
 from phonograph.server.openai.embeddings import (
     NEUTRAL_FOR_EMBEDDINGS,
     EmbeddingRequest,
@@ -35,6 +35,7 @@ from phonograph.server.openai.embeddings import (
     inputs_at_fault,
 )
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
+from phonograph.server.openai.output_form import OutputForm, output_form
 from phonograph.server.openai.prompt_writer import PromptWriter
 from phonograph.server.openai.request_validation import (
     check_chat,
@@ -55,12 +56,10 @@ from phonograph.server.openai.requests import (
 )
 from phonograph.server.openai.responses import (
     DetokenizeResponse,
-    HealthResponse,
-    ModelCard,
-    ModelList,
     TokenizeResponse,
 )
 from phonograph.server.openai.sampling_params import completion_params
+from phonograph.server.openai.token_ids import TokenIds
 from phonograph.server.openai.tool_choice import choice_of
 from phonograph.server.openai.tool_formats import JSON
 from phonograph.server.openai.tool_messages import for_template
@@ -72,9 +71,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 _BODIES = 32
 """Bodies of the largest size that may be on their way at a time."""
 
-_END_OF_PROMPT = 16
-"""Tokens at a prompt's end that show whether the template has begun a thought."""
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -85,8 +81,8 @@ class Api:
         self.names = options.names or (llm.arguments.name,)
         self._llm = llm
         self._options = options
-        self._created = int(time.time())
-        self.logprobs = LogprobWriter(llm.tokenizer)
+        self._logprobs: dict[tuple[bool, bool], LogprobWriter] = {}
+        """By what of vLLM's fields they follow; each keeps texts that it has looked up."""
         self._arrivals = Arrivals(_BODIES * options.max_body_bytes)
         self._bounds: tuple[Ready, ModelBounds] | None = None
         self._completion_bodies = self.reader(CompletionRequest, ONLY_NEUTRAL)
@@ -136,21 +132,22 @@ class Api:
             special = body.add_special_tokens is not False
             check = self._fitting(params.max_tokens)
             prompts = await self._llm.text.encode(given, add_special=special, most=most, check=check)
-            check_logprobs(params, prompts, self._llm.about.limits.max_len)
+            field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+            check_logprobs(params, prompts, self._llm.about.limits.max_len, field)
+            form = output_form(body, has_logprobs=body.logprobs is not None)
+        logprobs, stream = self.logprobs(form), bool(body.stream)
 
         def offsets(choice: int) -> TextOffsets:
-            return self.logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
-
-        def echo(choice: int) -> Echo:
-            place = choice // params.n
-            return echo_of(self._llm.tokenizer, given[place] if most is None else prompts[place], prompts[place])
+            return logprobs.offsets(prompts[choice // params.n], verbatim=params.grammar is not None)
 
         shown = None
         if body.echo or body.prompt_logprobs is not None:
-            echoed = echo if body.echo else None
-            shown = PromptWriter(self.logprobs, echoed, body.logprobs, body.prompt_logprobs)
-        writer = CompletionWriter(head, self.logprobs if body.logprobs is not None else None, offsets, shown)
-        return await self.deliver(request, prompts, params, writer, stream=bool(body.stream), priority=body.priority)
+            # What was cut is not shown, so that of a prompt that may be cut its tokens are.
+            seen, text = given if most is None else prompts, self._llm.text
+            echoed = await echoes(text.off_loop, self._llm.tokenizer, seen, prompts, params.n) if body.echo else None
+            shown = PromptWriter(logprobs, echoed, body.logprobs, body.prompt_logprobs)
+        writer = CompletionWriter(head, logprobs if body.logprobs is not None else None, offsets, shown)
+        return await self.deliver(request, prompts, params, writer, stream=stream, priority=body.priority, form=form)
 
     async def chat(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
@@ -169,10 +166,20 @@ class Api:
             prompt, reading = await self.rendered(plan, size, add_special=special, most=most)
             self.check_context(prompt, "messages", params.max_tokens)
             check_logprobs(params, [prompt], max_len)
-        ranked, stream = body.prompt_logprobs, bool(body.stream)
-        shown = None if ranked is None else PromptWriter(self.logprobs, num_ranked=ranked)
-        writer = ChatWriter(head, self.logprobs if body.logprobs else None, reading, shown)
-        return await self.deliver(request, [prompt], params, writer, stream=stream, priority=body.priority, plan=plan)
+            form = output_form(body, has_logprobs=bool(body.logprobs))
+        ranked, stream, logprobs = body.prompt_logprobs, bool(body.stream), self.logprobs(form)
+        shown = None if ranked is None else PromptWriter(logprobs, num_ranked=ranked)
+        writer = ChatWriter(head, logprobs if body.logprobs else None, reading, shown)
+        return await self.deliver(
+            request, [prompt], params, writer, stream=stream, priority=body.priority, plan=plan, form=form
+        )
+
+    def logprobs(self, form: OutputForm = OutputForm()) -> LogprobWriter:
+        """What writes them in this form."""
+        kind = form.text.with_special, form.names_ids
+        if kind not in self._logprobs:
+            self._logprobs[kind] = LogprobWriter(self._llm.tokenizer, with_special=kind[0], by_id=kind[1])
+        return self._logprobs[kind]
 
     async def rendered(
         self, plan: ChatPlan, size: int, *, add_special: bool = False, most: int | None = None
@@ -190,9 +197,7 @@ class Api:
             most=most,
             size=size,
         )
-        end = text.tokenizer.decode(prompt[-_END_OF_PROMPT:], skip_special=False)
-        end = str(plan.messages[-1]["content"]) if plan.continues else end
-        return prompt, plan.reading.after(end, continues=plan.continues)
+        return plan.rendered(prompt, text.tokenizer)
 
     def _has_special_content(self, asked: str | None) -> bool:
         return (asked or self._options.content_special_tokens) == "special"
@@ -268,6 +273,7 @@ class Api:
         stream: bool,
         priority: int | None = None,
         plan: ChatPlan | None = None,
+        form: OutputForm = OutputForm(),
     ) -> Response:
         """Run the prompts, those of a chat by their plan, and deliver what comes of them; a low priority goes first."""
         log, timeout = await self._logged(writer.id, prompts), self._options.request_timeout
@@ -279,7 +285,12 @@ class Api:
             timeout=timeout,
             continues=plan is None or plan.continues,
             kept_ids=plan.reading.kept_tokens if plan is not None else (),
+            form=form.text,
         )
+        if isinstance(writer, ChatWriter | CompletionWriter):
+            writer.ids = TokenIds(prompts if form.with_ids else (), params.n)
+            writer.size = writer.ids.size
+            writer.usage_so_far = (lambda: generation.usage) if form.counts_on else None
         notes = plan.notes if plan is not None else ()
         delivery = Delivery(generation, writer, log, timeout, self._llm.text.off_loop, notes)
         return await (delivery.stream(request) if stream else delivery.whole(request))
@@ -345,29 +356,6 @@ class Api:
         return await self._llm.text.decode(tokens, self._llm.about.vocab, skip_special=False)
 
     # -- what is served ---------------------------------------------------------------------------------------------
-
-    async def models(self, request: Request) -> Response:
-        """All names of the model."""
-        return _json(ModelList([self._model(name) for name in self.names]))
-
-    async def model(self, request: Request) -> Response:
-        """One of them."""
-        return _json(self._model(self.checked_model(request.path_params["model"])))
-
-    async def health(self, request: Request) -> Response:
-        """Whether requests are taken, and if not, or if some of them fail, why."""
-        health = self._llm.health
-        if health.state == "ready":
-            return _json(HealthResponse(health.state, health.reason))
-        reason = health.reason or "the engine core is starting"
-        what = "some requests fail" if health.is_serving else "no request is taken now"
-        error = Error(f"{what}: {reason}.", SERVER, None, health.state)
-        return _json(HealthResponse(health.state, reason, error), 503)
-
-    def _model(self, name: str) -> ModelCard:
-        resolved = SamplingParams().resolved(self._llm.sampling)
-        sampling = {field: getattr(resolved, field) for field in NEUTRAL}
-        return ModelCard(name, self._created, self._llm.about.limits.max_len, sampling)
 
     def checked_model(self, name: str | None) -> str:
         """The name of the model in the response."""

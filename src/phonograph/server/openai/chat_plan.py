@@ -21,6 +21,8 @@ from phonograph.server.openai.tool_messages import for_template
 
 Message = dict[str, Any]
 
+_END_OF_PROMPT = 16
+"""Tokens at a prompt's end that show whether the template has begun a thought."""
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
@@ -40,6 +42,20 @@ class ChatPlan:
     """What special tokens in the texts of messages are; None leaves it to the server."""
     notes: tuple[str, ...] = ()
     """What was asked for and has no effect with this model."""
+    unthinking: ReasoningFormat | None = None
+    """How the model writes thoughts, where its output follows a grammar and so has none."""
+
+    def rendered(self, prompt: list[int], tokenizer: Tokenizer) -> tuple[list[int], Reading]:
+        """The prompt that the template wrote, and how to read what comes after it.
+
+        A thought that the template begins is ended at once where the output can't end it.
+        """
+        if self.continues:
+            return prompt, self.reading.after(str(self.messages[-1]["content"]), continues=True)
+        end = tokenizer.decode(prompt[-_END_OF_PROMPT:], skip_special=False)
+        if self.unthinking is not None and end.rstrip().endswith(self.unthinking.opening):
+            prompt = [*prompt, *tokenizer.encode_exactly(f"\n{self.unthinking.closing}\n\n")]
+        return prompt, self.reading.after(end, continues=False)
 
 
 @dataclass(frozen=True)
@@ -109,7 +125,8 @@ def planned(body: ChatRequest, template: ChatTemplate, formats: AnswerFormats, m
         reading = replace(reading, takes_bare=False)
     is_begun = not continues and body.add_generation_prompt is not False
     special = body.content_special_tokens
-    return ChatPlan(params, messages, tools, variables, is_begun, continues, reading, special, tuple(notes))
+    unthinking = formats.reasoning if params.grammar is not None else None
+    return ChatPlan(params, messages, tools, variables, is_begun, continues, reading, special, tuple(notes), unthinking)
 
 
 def checked_tools(tools: Sequence[Message], template: ChatTemplate) -> Sequence[Message]:

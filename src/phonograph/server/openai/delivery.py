@@ -21,7 +21,7 @@ from phonograph.server.openai.writers import ResponseWriter, split
 _CHARS_OF_AN_ENTRY = 256
 """Characters of text that are written in the time of one logprob."""
 _BYTES_OF_AN_ENTRY = 32
-"""Bytes of a vector that are written in the time of one logprob."""
+"""Bytes of a vector, or token ids, that are written in the time of one logprob."""
 NOTE_HEADER = "X-Phonograph-Note"
 GONE = 499
 """The status of a response whose client has left; no one sees it."""
@@ -128,7 +128,7 @@ def _weight(deltas: Sequence[Delta]) -> int:
     """About how long it takes to write these, in the unit of `off_loop`; all tokens have as many alternatives."""
     found = [found for delta in deltas for found in (delta.logprobs, delta.prompt_logprobs) if found]
     entries = sum(len(tokens) * (1 + len(tokens[0].top)) for tokens in found)
-    numbers = sum(len(delta.embedding) for delta in deltas) // _BYTES_OF_AN_ENTRY
+    numbers = sum(len(delta.embedding) + len(delta.tokens) for delta in deltas) // _BYTES_OF_AN_ENTRY
     return entries + numbers + len(deltas) + sum(len(delta.text) for delta in deltas) // _CHARS_OF_AN_ENTRY
 
 

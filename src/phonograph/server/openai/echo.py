@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 
 from phonograph.engine.text import Tokenizer
 from phonograph.engine.text.detokenizer import LeadingSpaces
 from phonograph.engine.text.reader import id_text
+from phonograph.server.http.bodies import OffLoop
 from phonograph.server.openai.logprobs import TextOffsets
 
 
-@dataclass(frozen=True)
+def echo_text(tokenizer: Tokenizer | None, given: str | Sequence[int]) -> str:
+    """What is shown of a prompt: a text as it was sent, token ids decoded, all of them."""
+    if isinstance(given, str):
+        return given
+    return "".join(map(id_text, given)) if tokenizer is None else tokenizer.decode(given, skip_special=False)
+
+
 class Echo:
-    """What is shown of a prompt."""
+    """One echo of a prompt. Its tokens are placed as their entries are written: all of a long prompt's take a while."""
 
-    text: str
-    """As it was sent; of token ids, all of them decoded."""
-    tokens: Sequence[int]
-    offsets: Sequence[int]
-    """Where each token begins in the text; those that the tokenizer has put around it have no width."""
+    def __init__(self, tokenizer: Tokenizer | None, text: str, tokens: Sequence[int]) -> None:
+        self.text = text
+        self.tokens = tokens
+        self.num_placed = 0
+        self._tokenizer = tokenizer
+        self._offsets = TextOffsets(None if tokenizer is None else LeadingSpaces(tokenizer))
 
+    def place(self, count: int) -> list[int]:
+        """Where the next tokens begin in the text; those that the tokenizer has put around it have no width."""
+        found = [self._place(token) for token in self.tokens[self.num_placed : self.num_placed + count]]
+        self.num_placed += len(found)
+        return found
 
-def echo_of(tokenizer: Tokenizer | None, given: str | Sequence[int], tokens: Sequence[int]) -> Echo:
-    """The echo of a prompt that became these tokens; a part of a text that was cut off is not shown."""
-    if tokenizer is None:
-        texts = [id_text(token) for token in tokens]
-        return Echo("".join(texts), tokens, list(accumulate(map(len, texts[:-1]), initial=0)))
-    text = given if isinstance(given, str) else tokenizer.decode(tokens, skip_special=False)
-    return Echo(text, tokens, _offsets(tokenizer, text, tokens))
-
-
-def _offsets(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> list[int]:
-    offsets, found = TextOffsets(LeadingSpaces(tokenizer)), list[int]()
-    for token in tokens:
+    def _place(self, token: int) -> int:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return self._offsets.after(id_text(token).encode())
         written = tokenizer.token_bytes(token)
-        if token in tokenizer.special_ids and not text.startswith(written.decode("utf-8", "replace"), offsets.end):
+        is_special = token in tokenizer.special_ids
+        if is_special and not self.text.startswith(written.decode("utf-8", "replace"), self._offsets.end):
             written = b""
-        found.append(min(offsets.after(written), len(text)))
-    return found
+        return min(self._offsets.after(written), len(self.text))
+
+
+async def echoes(
+    off_loop: OffLoop,
+    tokenizer: Tokenizer | None,
+    given: Sequence[str | Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    n: int,
+) -> Callable[[int], Echo]:
+    """What makes the echo of each choice, n for each of the prompts that became these tokens."""
+    size = sum(len(prompt) for prompt in given if not isinstance(prompt, str))
+    texts = await off_loop(size, lambda: [echo_text(tokenizer, prompt) for prompt in given])
+    return lambda choice: Echo(tokenizer, texts[choice // n], prompts[choice // n])

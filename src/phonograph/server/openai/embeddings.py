@@ -119,6 +119,7 @@ class EmbeddingWriter:
 
     def __init__(self, name: str, model: str, request: EmbeddingRequest) -> None:
         self.id = name
+        self.size = 0
         self._model = model
         self._as_bytes = request.encoding_format == "base64"
         self._normalize = request.normalize is not False

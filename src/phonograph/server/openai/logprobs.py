@@ -49,10 +49,13 @@ class TextOffsets:
 
 
 class LogprobWriter:
-    """Writes tokens as texts; without a tokenizer, as `token_id:7`."""
+    """Writes tokens as texts; without a tokenizer, or with `by_id`, as `token_id:7`."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, with_special: bool = False, by_id: bool = False) -> None:
+        """`with_special`: special tokens are part of the text, and so of the logprobs."""
         self._tokenizer = tokenizer
+        self._left_out = frozenset[int]() if with_special or tokenizer is None else tokenizer.special_ids
+        self._by_id = by_id
         self._entry = lru_cache(_CACHED)(self._looked_up)
 
     def offsets(self, prompt: Sequence[int], *, verbatim: bool) -> TextOffsets:
@@ -70,7 +73,7 @@ class LogprobWriter:
         With `every`, tokens that are no text have an entry too: after an echo, clients count tokens.
         """
         if every:
-            silent = self._special.intersection(one.token for one in found)
+            silent = self._left_out.intersection(one.token for one in found)
             return self._columns(
                 found, [offsets.after(b"" if one.token in silent else self._text_bytes(one.token)) for one in found]
             )
@@ -81,9 +84,11 @@ class LogprobWriter:
         """Of the token that a prompt begins with, which nothing was before."""
         return TextLogprobs([next(self._possible_names(token))], [None], [None], [offset])
 
-    def prompt(self, found: Sequence[TokenLogprob], num_top: int, offsets: Sequence[int]) -> TextLogprobs:
-        """Of further tokens of an echoed prompt."""
-        return self._columns([replace(one, top=one.top[:num_top]) for one in found], list(offsets))
+    def prompt(self, found: Sequence[TokenLogprob], num_top: int, offsets: list[int]) -> TextLogprobs:
+        """Of further tokens of an echoed prompt, where they are known to begin."""
+        if found and len(found[0].top) > num_top:
+            found = [replace(one, top=one.top[:num_top]) for one in found]
+        return self._columns(found, offsets)
 
     def _columns(self, found: Sequence[TokenLogprob], offsets: list[int]) -> TextLogprobs:
         names = [self._names(one) for one in found]
@@ -118,6 +123,8 @@ class LogprobWriter:
         return names
 
     def _possible_names(self, token: int) -> Iterator[str]:
+        if self._by_id:
+            yield f"token_id:{token}"
         written = self._bytes(token)
         with suppress(UnicodeDecodeError):
             yield written.decode()
@@ -127,11 +134,7 @@ class LogprobWriter:
 
     def _said(self, found: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         """Without the tokens that are no text, as the end-of-sequence token: they are not in the text."""
-        return [one for one in found if one.token not in self._special]
-
-    @property
-    def _special(self) -> frozenset[int]:
-        return self._tokenizer.special_ids if self._tokenizer is not None else frozenset()
+        return [one for one in found if one.token not in self._left_out]
 
     def _token(self, found: TokenLogprob) -> ChatTokenLogprob:
         top = []
@@ -153,4 +156,4 @@ class LogprobWriter:
     def _looked_up(self, token: int) -> tuple[str, list[int]]:
         """Its text and its bytes; a list for each entry would keep the collector of garbage busy."""
         written = self._bytes(token)
-        return written.decode("utf-8", "replace"), list(written)
+        return f"token_id:{token}" if self._by_id else written.decode("utf-8", "replace"), list(written)

@@ -15,7 +15,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PromptWriter:
-    """Writes the prompts of one response; it remembers what of each choice's was written."""
+    """Writes the prompts of one response, and remembers what of each choice's was written."""
 
     def __init__(
         self,
@@ -30,9 +30,8 @@ class PromptWriter:
         self._echo = echo
         self._num_top = num_top
         self._num_ranked = num_ranked
-        self._written: dict[int, int] = {}
-        """By choice, how many tokens of its prompt have their entries."""
         self._echoes: dict[int, Echo] = {}
+        """By choice, once its text is written."""
 
     @property
     def is_ranked(self) -> bool:
@@ -61,13 +60,11 @@ class PromptWriter:
         """The entries of further tokens of an echo; the first one's comes with the others, or alone."""
         if self._num_top is None or choice not in self._echoes:
             return
-        echo, first = self._echoes[choice], self._written.get(choice, 0)
-        if not first:
-            yield self._logprobs.first_of_prompt(echo.tokens[0], echo.offsets[0])
-            first = 1
-        self._written[choice] = first + len(found)
+        echo = self._echoes[choice]
+        if not echo.num_placed:
+            yield self._logprobs.first_of_prompt(echo.tokens[0], *echo.place(1))
         if found:
-            yield self._logprobs.prompt(found, self._num_top, echo.offsets[first : first + len(found)])
+            yield self._logprobs.prompt(found, self._num_top, echo.place(len(found)))
 
     def ranked(self, blocks: Iterable[list[PromptLogprob]]) -> Iterator[list[bytes]]:
         """Of a whole prompt, in vLLM's form: items of a list, encoded."""

@@ -135,14 +135,16 @@ def _refuse_misplaced(message: dict[str, Any], where: str) -> None:
             raise ApiError(400, f"`{field}` can't be served: {because}", param=field, code="unsupported")
 
 
-def check_logprobs(params: SamplingParams, prompts: Sequence[Sequence[int]], max_len: int) -> None:
-    """The size of a response with logprobs grows with the product of all of these."""
+def check_logprobs(
+    params: SamplingParams, prompts: Sequence[Sequence[int]], max_len: int, field: str = "prompt_logprobs"
+) -> None:
+    """A response with logprobs grows with the product of all of these; those of prompts were asked for by `field`."""
     if params.logprobs is not None:
         entries = len(prompts) * params.n * min(params.max_tokens, max_len) * (1 + params.logprobs)
         limits.LOGPROBS.check(entries)
     if params.prompt_logprobs is not None:
         entries = sum(map(len, prompts)) * params.n * (1 + params.prompt_logprobs)
-        limits.PROMPT_LOGPROBS.check(entries, "prompt_logprobs")
+        limits.PROMPT_LOGPROBS.check(entries, field)
 
 
 def _check_sampling(request: SamplingFields) -> None:

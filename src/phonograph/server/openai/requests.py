@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from phonograph.server.http import request_limits as limits
 from phonograph.server.http.neutral_fields import NeutralField
+from phonograph.server.openai import message_schemas
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Tokens = Annotated[list[TokenId], Meta(min_length=1)]
@@ -21,8 +22,10 @@ ContentTokens = Literal["text", "special"]
 Verbosity = Literal["low", "medium", "high"]
 BadWord = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.BAD_WORD_CHARS.most})]
 _MAX_ALLOWED = {"maxItems": limits.ALLOWED_TOKENS.most}
-Message = dict[str, Any]
-Tool = dict[str, Any]
+_SOME = {"minLength": 1}
+_ANY_OF_SOME = {"minItems": 1}
+Message = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.MESSAGE)]
+Tool = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.TOOL)]
 
 WITHOUT_EFFECT = {
     "user": "for OpenAI's own accounts",
@@ -37,13 +40,11 @@ WITHOUT_EFFECT = {
 """Fields that clients send and nobody reads, with the reason that no answer would be another. All others are read."""
 
 _ONLY_TEXT = "text is all that is read and written"
+_SHARED = "prompts share what they begin with, whoever sends them"
 _ONE_TEMPLATE = "messages are written by the model's own template"
-_NO_IDS = "tokens are written as texts"
 
 ONLY_NEUTRAL = {
-    "skip_special_tokens": NeutralField("special tokens are never part of the text", (True,)),
-    "spaces_between_special_tokens": NeutralField("special tokens are never part of the text", (True, False)),
-    "include_stop_str_in_output": NeutralField("what ends an answer is not part of its text", (False,)),
+    "spaces_between_special_tokens": NeutralField("it is true or false, and no space is put between", (True, False)),
     "use_beam_search": NeutralField("tokens are sampled, not searched", (False,)),
     "length_penalty": NeutralField("it is of beam search, and tokens are sampled", (1,)),
     "early_stopping": NeutralField("it is of beam search, and tokens are sampled", (False,)),
@@ -52,8 +53,6 @@ ONLY_NEUTRAL = {
     "logits_processors": NeutralField("no code of a request is run"),
     "guided_decoding_backend": NeutralField("there is one"),
     "guided_whitespace_pattern": NeutralField("white space is that of JSON"),
-    "return_tokens_as_token_ids": NeutralField(_NO_IDS, (False,)),
-    "return_token_ids": NeutralField(_NO_IDS, (False,)),
     "add_generation_prompt": NeutralField("a prompt is rendered by no template", (True,)),
     "continue_final_message": NeutralField("a prompt is always continued", (False,)),
     "chat_template": NeutralField(f"{_ONE_TEMPLATE}, or by --chat-template"),
@@ -66,7 +65,17 @@ ONLY_NEUTRAL = {
     "web_search_options": NeutralField("nothing is looked up"),
     "functions": NeutralField("OpenAI has put `tools` in its place", ([],)),
     "function_call": NeutralField("OpenAI has put `tool_choice` in its place"),
-    "cache_salt": NeutralField("prompts share what they begin with, whoever sends them"),
+    "cache_salt": NeutralField(_SHARED),
+    "moderation": NeutralField("nothing is moderated"),
+    "prompt_cache_options": NeutralField(_SHARED),
+    "prompt_cache_retention": NeutralField(_SHARED),
+    "request_id": NeutralField("the server gives ids, and a response has its own"),
+    "prompt_embeds": NeutralField("prompts are texts or token ids"),
+    "structural_tag": NeutralField("use `response_format` or a `guided_` field"),
+    "include_reasoning": NeutralField("thoughts are told apart, and never left out", (True,)),
+    "kv_transfer_params": NeutralField("there is one engine, and nothing to hand over"),
+    "media_io_kwargs": NeutralField(_ONLY_TEXT),
+    "vllm_xargs": NeutralField("there are no plugins that would read them"),
     "echo": NeutralField("the prompt is not repeated", (False,)),
     "best_of": NeutralField("no more choices are made than are returned: use `n`"),
 }
@@ -81,6 +90,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Send the numbers of tokens in a last event."""
     include_obfuscation: bool = False
     """Accepted; nothing is obfuscated here."""
+    continuous_usage_stats: bool = False
+    """Send the numbers of tokens so far in every event. Not in OpenAI's API."""
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,19 +114,33 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Texts that end the output, and are not part of it. An empty text in place of a list is none."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+        ]
+        | None
+    ) = None
     """Token id → what is added to its logit."""
 
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     """Sample among this many likeliest tokens; 0 and -1 are off. Not in OpenAI's API."""
     min_p: Probability | None = None
     """Leave out tokens less likely than this share of the likeliest. Not in OpenAI's API."""
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, extra_json_schema={"maximum": 3e38})] | None = None
     """Not in OpenAI's API."""
     ignore_eos: bool | None = None
     """Go on after the end-of-sequence token. Not in OpenAI's API."""
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     """Not in OpenAI's API."""
+    skip_special_tokens: bool | None = None
+    """False leaves special tokens in the text, and in the logprobs. Not in OpenAI's API."""
+    include_stop_str_in_output: bool | None = None
+    """Let the text end with the stop string or token that ended it. Not in OpenAI's API."""
+    return_token_ids: bool | None = None
+    """Add `token_ids` to choices, and `prompt_token_ids`. Not in OpenAI's API."""
+    return_tokens_as_token_ids: bool | None = None
+    """In logprobs, call tokens `token_id:7`. Not in OpenAI's API."""
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     """The fewest tokens; until then nothing ends the output. Not in OpenAI's API."""
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, extra_json_schema=_MAX_ALLOWED)] | None = None
@@ -131,12 +156,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     add_special_tokens: bool | None = None
     """Put what the tokenizer puts around a text. Default: true, and false for a chat, whose template writes it out.
     Not in OpenAI's API."""
+    speculate: bool | Annotated[int, Meta(ge=0, le=1024)] | None = None
+    """Whether tokens are drafted for it, or how many in a round; no answer depends on it. Not in OpenAI's API."""
 
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.RESPONSE_FORMAT)] | None = None
     guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_regex: Annotated[str, Meta(extra_json_schema=_SOME)] | None = None
+    guided_choice: (
+        Annotated[list[Annotated[str, Meta(extra_json_schema=_SOME)]], Meta(extra_json_schema=_ANY_OF_SOME)] | None
+    ) = None
+    guided_grammar: Annotated[str, Meta(extra_json_schema=_SOME)] | None = None
     structured_outputs: dict[str, Any] | None = None
     """vLLM's form of the `guided_` fields: an object with one of json, json_object, regex, choice and grammar."""
 
@@ -161,7 +190,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
     echo: bool | None = None
     """Begin the text with the prompt, and with `logprobs` report those of its tokens."""
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Annotated[str, Meta(extra_json_schema={"maxLength": 0})] | None = None
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,6 +25,16 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
     reasoning_tokens: int
 
 
+class OutputDetails(msgspec.Struct, frozen=True):
+    """Of the outputs' tokens, what is known of some."""
+
+    reasoning_tokens: int | UnsetType = UNSET
+    """Those that were thought, where outputs are looked through for thoughts."""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Where tokens are drafted, those that were drafted and are part of an output."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Numbers of tokens, over all choices."""
 
@@ -32,8 +42,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
-    """Where outputs are looked through for thoughts."""
+    completion_tokens_details: OutputDetails | UnsetType = UNSET
 
 
 # -- /v1/completions ------------------------------------------------------------------------------------------------
@@ -70,6 +79,9 @@ class TextChoice(msgspec.Struct, frozen=True):
     logprobs: TextLogprobs | None = None
     finish_reason: Finish | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    """In a stream, with the first piece."""
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):
@@ -153,6 +165,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: Finish
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatResponse(msgspec.Struct, frozen=True):
@@ -165,6 +178,7 @@ class ChatResponse(msgspec.Struct, frozen=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -183,6 +197,7 @@ class ChatDeltaChoice(msgspec.Struct, frozen=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -194,6 +209,8 @@ class ChatChunk(msgspec.Struct, frozen=True):
     choices: list[ChatDeltaChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    """In the first event."""
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------
@@ -208,6 +225,10 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Tokens of a prompt and its output together."""
     sampling: dict[str, float]
     """What holds where a request leaves it out: temperature, top_k, top_p, min_p, repetition_penalty."""
+    root: str
+    """The model's own name, whatever it is called here."""
+    parent: None = None
+    """That of which it is a fine-tune, at servers that know."""
     owned_by: str = "phonograph"
     object: Literal["model"] = "model"
 

@@ -80,6 +80,7 @@ def _params(
         min_tokens=request.min_tokens or 0,
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         bad_words=tuple(request.bad_words or ()),
+        speculate=request.speculate,
     )
 
 

@@ -41,7 +41,7 @@ def for_template(
         return found, None
     if template.takes_tools:
         return found, list(tools)
-    return _with_tools_written(found, tools), None
+    return _with_tools_written(found, tools, takes_system=template.takes_system), None
 
 
 def argument_texts(messages: Iterable[Message]) -> Iterator[str]:
@@ -60,17 +60,22 @@ def _functions(message: Message) -> list[dict[str, Any]]:
     return [function if isinstance(function, dict) else {} for function in found]
 
 
-def _with_tools_written(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
-    """With tools in the first system message, which is made if there is none."""
+def _with_tools_written(messages: Sequence[Message], tools: Sequence[Message], *, takes_system: bool) -> list[Message]:
+    """With tools in the first system message, which is made if there is none, or else in front of the first message."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = _TOOLS.format(tools=lines)
     first = messages[0] if messages else {}
-    if first.get("role") not in ("system", "developer"):
+    is_system = first.get("role") in ("system", "developer")
+    if takes_system and not is_system:
         return [{"role": "system", "content": text}, *messages]
     content = first.get("content")
     if isinstance(content, list):
-        return [{**first, "content": [*content, {"type": "text", "text": text}]}, *messages[1:]]
-    return [{**first, "content": f"{content}\n\n{text}" if isinstance(content, str) else content}, *messages[1:]]
+        part = {"type": "text", "text": text}
+        return [{**first, "content": [*content, part] if is_system else [part, *content]}, *messages[1:]]
+    if not isinstance(content, str):
+        return list(messages)
+    joined = f"{content}\n\n{text}" if is_system else f"{text}\n\n{content}"
+    return [{**first, "content": joined}, *messages[1:]]
 
 
 def _with_calls_written(messages: Sequence[Message], format: ToolFormat) -> list[Message]:

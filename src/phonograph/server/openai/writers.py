@@ -13,7 +13,7 @@ from phonograph.engine.process.generation import Delta, TokenUsage
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import PromptLogprob, TokenLogprob
 from phonograph.server.http.failures import ApiError
-from phonograph.server.openai.answer_reader import AnswerReader, Part, Reading, joined
+from phonograph.server.openai.answer_reader import AnswerReader, Reading, joined
 from phonograph.server.openai.logprobs import LogprobWriter, TextOffsets
 from phonograph.server.openai.prompt_writer import PromptWriter, together
 from phonograph.server.openai.responses import (
@@ -27,14 +27,16 @@ from phonograph.server.openai.responses import (
     ChatResponse,
     CompletionResponse,
     Finish,
+    FunctionCall,
+    OutputDetails,
     PromptLogprobs,
-    ReasoningTokens,
     TextChoice,
     TextLogprobs,
     ToolCall,
     ToolCallDelta,
     Usage,
 )
+from phonograph.server.openai.token_ids import TokenIds
 
 T = TypeVar("T", bound=TokenLogprob)
 
@@ -99,6 +101,9 @@ class CompletionWriter:
         """`offsets` makes those of a choice; `prompts` writes what is shown of prompts."""
         self.id = head.id
         self.size = 0
+        self.ids = TokenIds()
+        self.usage_so_far: Callable[[], TokenUsage] | None = None
+        """For a client that wants counts in every event."""
         self._head = head
         self._logprobs = logprobs
         self._prompts = prompts
@@ -106,11 +111,11 @@ class CompletionWriter:
         self._offsets: dict[int, TextOffsets] = {}
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        shown = (delta for delta in deltas if self._is_shown(delta))
-        return b"".join(self._event([self._choice(delta)], self._head.no_usage) for delta in shown)
+        usage = self._head.no_usage if self.usage_so_far is None else usage_of(self.usage_so_far())
+        return b"".join(self._event([self._choice(delta)], usage) for delta in deltas if self._is_shown(delta))
 
     def _is_shown(self, delta: Delta) -> bool:
-        said = bool(delta.text or delta.finish is not None or delta.logprobs)
+        said = bool(delta.text or delta.finish is not None or delta.logprobs or self.ids.output(delta))
         return said or (
             self._prompts is not None and (self._prompts.is_new(delta.choice) or bool(delta.prompt_logprobs))
         )
@@ -132,7 +137,7 @@ class CompletionWriter:
         text = delta.text if prompts is None else prompts.text(delta.choice) + delta.text
         ranked: PromptLogprobs | UnsetType = [] if prompts is not None and prompts.is_ranked else UNSET
         empty = TextLogprobs([], [], [], []) if self._logprobs is not None else None
-        rest = _encode(TextChoice(delta.choice, text, empty, _FINISH[delta.finish], ranked))
+        rest = _encode(self._text_choice(delta, text, empty, ranked))
         if self._logprobs is not None:
             columns: dict[str, list[bytes]] = {name: [] for name in TextLogprobs.__struct_fields__}
             for found in self._columns(delta.choice, asked, said):
@@ -168,7 +173,13 @@ class CompletionWriter:
         logprobs: TextLogprobs | None = None
         if self._logprobs is not None:
             logprobs = together(self._columns(delta.choice, [delta.prompt_logprobs], [delta.logprobs]))
-        return TextChoice(delta.choice, text, logprobs, _FINISH[delta.finish])
+        return self._text_choice(delta, text, logprobs)
+
+    def _text_choice(
+        self, delta: Delta, text: str, logprobs: TextLogprobs | None, ranked: PromptLogprobs | UnsetType = UNSET
+    ) -> TextChoice:
+        ids, prompt = self.ids.output(delta), self.ids.prompt(delta.choice)
+        return TextChoice(delta.choice, text, logprobs, _FINISH[delta.finish], ranked, ids, prompt)
 
     def _response(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -189,20 +200,22 @@ class ChatWriter:
     ) -> None:
         self.id = head.id
         self.size = 0
+        self.ids = TokenIds()
+        self.usage_so_far: Callable[[], TokenUsage] | None = None
+        """For a client that wants counts in every event."""
         self._head = head
         self._logprobs = logprobs
         self._prompts = prompts
         self._reading = reading or Reading()
+        self._is_plain = not self._reading.tools and self._reading.reasoning is None
         self._readers: dict[int, AnswerReader] = {}
         self._num_calls: dict[int, int] = {}
         """By choice; who is not in it has not begun."""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        return b"".join(
-            event(_encode(self._chunk([choice], self._head.no_usage)))
-            for delta in deltas
-            for choice in self._delta_choices(delta)
-        )
+        choices = [choice for delta in deltas for choice in self._delta_choices(delta)]
+        usage = self._head.no_usage if self.usage_so_far is None else self._usage(self.usage_so_far())
+        return b"".join(event(_encode(self._chunk([choice], usage, self.ids.prompt()))) for choice in choices)
 
     def end(self, used: TokenUsage) -> bytes:
         return (event(_encode(self._chunk([], self._usage(used)))) if self._head.streams_usage else b"") + DONE
@@ -215,10 +228,11 @@ class ChatWriter:
         scores = choices[0].prompt_logprobs if choices else []
         written = _few(piece for place, delta in enumerate(choices) for piece in self._listed(place, delta))
         usage = self._usage(used)  # of what was read just now
+        ranked: PromptLogprobs | UnsetType = UNSET if prompts is None else []
+        about = head.id, head.created, head.model
+        whole = _encode(ChatResponse(*about, [], usage, prompt_logprobs=ranked, prompt_token_ids=self.ids.prompt()))
         if prompts is None:
-            whole = _encode(ChatResponse(head.id, head.created, head.model, [], usage))
             return _few(_filled(whole, "choices", [written]))
-        whole = _encode(ChatResponse(head.id, head.created, head.model, [], usage, prompt_logprobs=[]))
         begin, place, end = whole.partition(b'"usage":')
         pieces = chain(
             _filled(begin, "choices", [written]),
@@ -242,44 +256,52 @@ class ChatWriter:
             yield from _filled(whole, "content", ([_encode(logprobs.chat(block).content)[1:-1]] for block in blocks))
 
     def _choice(self, delta: Delta) -> ChatChoice:
-        thought, text, calls = joined(self._read(delta))
+        thought, text, calls = self._read(delta)
         logprobs = ChatLogprobs([]) if self._logprobs is not None else None
         made = [ToolCall(self._call_id(delta.choice, place), call) for place, call in enumerate(calls)]
         message = ChatMessage(None if made and not text else text, made or UNSET, thought or UNSET)
-        return ChatChoice(delta.choice, message, self._finish(delta, len(made)) or "stop", logprobs)
+        finish = self._finish(delta, len(made)) or "stop"
+        return ChatChoice(delta.choice, message, finish, logprobs, self.ids.output(delta))
 
     def _delta_choices(self, delta: Delta) -> Iterator[ChatDeltaChoice]:
         """An event with what is new, and one of its own for the end."""
         index = delta.choice
-        thought, text, calls = joined(self._read(delta))
+        thought, text, calls = self._read(delta)
         logprobs: ChatLogprobs | None = None
         if self._logprobs is not None and delta.logprobs:
             logprobs = self._logprobs.chat(delta.logprobs)
         is_first = index not in self._num_calls
         first_call = self._num_calls.setdefault(index, 0)
         self._num_calls[index] += len(calls)
-        if text or thought or is_first or logprobs is not None or calls:
+        ids = self.ids.output(delta)
+        if text or thought or is_first or logprobs is not None or calls or ids:
             made = [
                 ToolCallDelta(place, self._call_id(index, place), call) for place, call in enumerate(calls, first_call)
             ]
             content = UNSET if (made or thought) and not text else text
             new = ChatDelta("assistant" if is_first else UNSET, content, made or UNSET, thought or UNSET)
-            yield ChatDeltaChoice(index, new, logprobs)
+            yield ChatDeltaChoice(index, new, logprobs, token_ids=ids)
         if delta.finish is not None:
             yield ChatDeltaChoice(index, ChatDelta(), finish_reason=self._finish(delta, self._num_calls[index]))
 
-    def _read(self, delta: Delta) -> list[Part]:
+    def _read(self, delta: Delta) -> tuple[str, str, list[FunctionCall]]:
+        """What is new of what is thought, said and called."""
+        if self._is_plain:
+            return "", delta.text, []
         reader = self._readers.get(delta.choice)
         if reader is None:
             reader = self._readers[delta.choice] = self._reading.reader()
         parts = reader.add(delta.text, delta.tokens)
-        return [*parts, *reader.finish()] if delta.finish is not None else parts
+        return joined([*parts, *reader.finish()] if delta.finish is not None else parts)
 
     def _usage(self, used: TokenUsage) -> Usage:
         if self._reading.reasoning is None:
             return usage_of(used)
         thought = sum(reader.num_thought for reader in self._readers.values())
-        return msgspec.structs.replace(usage_of(used), completion_tokens_details=ReasoningTokens(thought))
+        usage = usage_of(used)
+        details = usage.completion_tokens_details or OutputDetails()
+        details = msgspec.structs.replace(details, reasoning_tokens=thought)
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def _finish(self, delta: Delta, num_calls: int) -> Finish | None:
         found = _FINISH[delta.finish]
@@ -288,8 +310,14 @@ class ChatWriter:
     def _call_id(self, choice: int, place: int) -> str:
         return f"call_{self._head.id.rpartition('-')[2]}_{choice}_{place}"
 
-    def _chunk(self, choices: list[ChatDeltaChoice], usage: Usage | UnsetType | None) -> ChatChunk:
-        return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage)
+    def _chunk(
+        self,
+        choices: list[ChatDeltaChoice],
+        usage: Usage | UnsetType | None,
+        prompt_ids: Sequence[int] | UnsetType = UNSET,
+    ) -> ChatChunk:
+        head = self._head
+        return ChatChunk(head.id, head.created, head.model, choices, usage, prompt_token_ids=prompt_ids)
 
 
 def split(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
@@ -363,4 +391,8 @@ def event(data: bytes) -> bytes:
 
 def usage_of(used: TokenUsage) -> Usage:
     total = used.prompt_tokens + used.output_tokens
-    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens))
+    details: OutputDetails | UnsetType = UNSET
+    if used.drafted_tokens:
+        accepted = used.accepted_tokens
+        details = OutputDetails(UNSET, accepted, used.drafted_tokens - accepted)
+    return Usage(used.prompt_tokens, used.output_tokens, total, CachedTokens(used.cached_tokens), details)

@@ -1,5 +1,6 @@
 // The status page: asks the server once a second and shows what it says. Data goes in as text, never as markup.
 
+import { $, Bar, LockedError, ask, askForKey, bytes, cells, count, duration, make, notice, onKey, rate, reveal, seconds, share, short, showState, sync, table, whole, write } from "./parts.js";
 import { Plot } from "./plot.js";
 
 const SPAN = 600;
@@ -7,91 +8,8 @@ const LATELY = 5;
 const FEW = 8;
 const EVERY = 1000;
 const SLOWEST = 5000;
-const KEY = "phonograph-api-key";
-const $ = (id) => document.getElementById(id);
 
-// -- words for figures ------------------------------------------------------------------------------------------
-
-const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
-
-const count = (value) => (value < 100000 ? whole.format(value) : short.format(value));
-const rate = (value) => (value < 10 ? value.toFixed(1) : whole.format(value));
-const share = (value) => (value > 0 && value < 0.001 ? "< 0.1 %" : `${(100 * value).toFixed(value >= 0.9995 || value === 0 ? 0 : 1)} %`);
-
-function seconds(value) {
-  if (value === null) return "–";
-  if (value < 0.01) return `${(1000 * value).toFixed(1)} ms`;
-  if (value < 1) return `${(1000 * value).toFixed(0)} ms`;
-  return value < 10 ? `${value.toFixed(2)} s` : `${value.toFixed(1)} s`;
-}
-
-function duration(value) {
-  const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
-  const at = units.findIndex(([, size]) => value >= size);
-  if (at === -1) return "0 s";
-  const first = Math.floor(value / units[at][1]);
-  const next = units[at + 1];
-  const rest = next ? Math.floor((value % units[at][1]) / next[1]) : 0;
-  return `${first} ${units[at][0]}${rest ? ` ${rest} ${next[0]}` : ""}`;
-}
-
-function bytes(value) {
-  for (const unit of ["B", "kB", "MB"]) {
-    if (value < 999.5) return `${value < 10 && unit !== "B" ? value.toFixed(1) : Math.round(value)} ${unit}`;
-    value /= 1000;
-  }
-  return `${value.toFixed(1)} GB`;
-}
-
-// -- pieces of the page -----------------------------------------------------------------------------------------
-
-function make(name, className, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-function write(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
-
-/** Keep one child for each item, in the items' order: a node that stays is not made again. */
-function sync(parent, items, key, create, update) {
-  const old = new Map([...parent.children].map((node) => [node.dataset.key, node]));
-  items.forEach((item, index) => {
-    const name = String(key(item));
-    let node = old.get(name);
-    if (node) old.delete(name);
-    else {
-      node = create(item);
-      node.dataset.key = name;
-    }
-    update(node, item);
-    if (parent.children[index] !== node) parent.insertBefore(node, parent.children[index] ?? null);
-  });
-  for (const node of old.values()) node.remove();
-}
-
-/** A bar of parts that add up to one; `parts` is a list of [class, share, label]. */
-class Bar {
-  constructor(holder) {
-    this.bar = make("div", "bar");
-    this.bar.setAttribute("role", "img");
-    this.legend = make("p", "legend");
-    holder.append(this.bar, this.legend);
-  }
-
-  show(parts) {
-    sync(this.bar, parts, ([name]) => name, ([name]) => make("span", `part ${name}`), (node, [, size]) => {
-      node.style.flexGrow = String(size);
-      node.hidden = size <= 0;
-    });
-    sync(this.legend, parts, ([name]) => name, ([name]) => make("span", `key ${name}`), (node, [, , text]) => write(node, text));
-    this.bar.setAttribute("aria-label", parts.map(([, , text]) => text).join(", "));
-  }
-}
+// -- tiles ------------------------------------------------------------------------------------------------------
 
 class Tile {
   constructor(id, title, plot, hasBar = false) {
@@ -122,10 +40,12 @@ const tiles = {
   first: new Tile("tile-first", "Time to first token", {
     series: [{ key: "first_token_p50", label: "p50" }, { key: "first_token_p95", label: "p95" }],
     format: seconds,
+    log: true,
   }),
   gap: new Tile("tile-gap", "Inter-token latency", {
     series: [{ key: "token_gap_p50", label: "p50" }, { key: "token_gap_p95", label: "p95" }],
     format: seconds,
+    log: true,
   }),
   requests: new Tile("tile-requests", "Requests", {
     series: [{ key: "running", label: "running", area: true }, { key: "waiting", label: "waiting" }],
@@ -173,16 +93,6 @@ function showTop({ facts, health, uptime }) {
   write($("facts"), parts.join(" · "));
   $("facts").title = facts.implementation;
   write($("version"), `phonograph ${facts.version}`);
-}
-
-function showState(state) {
-  $("state").className = `pill pill-${state.replace(" ", "-")}`;
-  write($("state"), state);
-}
-
-function notice(text) {
-  $("notice").hidden = !text;
-  write($("notice"), text);
 }
 
 function spread(tile, found) {
@@ -284,7 +194,9 @@ class PhaseCard {
     const spent = Object.entries(phase.device_seconds).map(([path, value]) => `${path} ${duration2(value)}`);
     const facts = [spent.length ? `device time: ${spent.join(", ")}` : "", phase.verified ? `verified: ${phase.verified}` : ""];
     write(this.summary, facts.filter(Boolean).join("; "));
-    this.bar.show([
+    const isOff = phase.backend === "disabled";
+    // Where nothing is to be recorded, as on a CPU, eager steps are how it should be.
+    this.bar.show(isOff ? [["used", eager, `${count(eager)} steps, all eager: nothing is recorded here`]] : [
       ["replayed", replays, `${count(replays)} replayed${replays + eager ? ` (${share(replays / (replays + eager))})` : ""}`],
       ["eager", eager, `${count(eager)} eager`],
     ]);
@@ -295,7 +207,7 @@ class PhaseCard {
 
   /** Which batches that may come have a graph; null for a phase that serves no requests. */
   showCoverage(phase) {
-    const found = phase.coverage;
+    const found = phase.backend === "disabled" ? null : phase.coverage;
     this.coverage.hidden = !found;
     const worst = found && found.worst_padded ? `; worst padding: ${found.worst_used} in ${found.worst_padded}` : "";
     const products = found && found.products > 1 ? ` × ${found.products} products` : "";
@@ -337,27 +249,6 @@ class PhaseCard {
 }
 
 const duration2 = (value) => (value < 60 ? `${value.toFixed(1)} s` : duration(value));
-
-function table(title, columns, className) {
-  const holder = make("div", "scroll");
-  const made = make("table", className);
-  made.append(make("caption", "hidden", title));
-  const head = made.createTHead().insertRow();
-  for (const name of columns) {
-    const cell = make("th", ["axes", "reason", "latest"].includes(name) ? "" : "num", name);
-    cell.scope = "col";
-    head.append(cell);
-  }
-  const body = made.createTBody();
-  holder.append(made);
-  return [holder, body];
-}
-
-function cells(classes) {
-  const row = make("tr");
-  for (const name of classes) row.append(make("td", name));
-  return row;
-}
 
 function bucketRow() {
   const row = cells(["num", "", "num", "num", "num replays", "num"]);
@@ -417,6 +308,32 @@ function showTotals({ totals }) {
   }, (node, [, value]) => write(node.lastChild, whole.format(value)));
 }
 
+const [latestHolder, latestBody] = table("Latest requests", ["request", "arrived", "state", "prompt", "output", "time", "eager"], "lines");
+$("latest").append(latestHolder);
+
+function requestRow(one) {
+  const row = cells(["", "num", "", "num", "num", "num", "num"]);
+  // What tells ids apart is their end.
+  const link = make("a", "", one.id.replace(/^([a-z]+-).{8,}(.{8})$/, "$1…$2"));
+  link.title = one.id;
+  link.href = `/requests/${encodeURIComponent(one.id)}`;
+  row.cells[0].append(link);
+  return row;
+}
+
+function showRequestList({ requests }) {
+  $("no-requests").hidden = requests.length > 0;
+  latestHolder.hidden = !requests.length;
+  sync(latestBody, requests, (one) => one.id, requestRow, (row, one) => {
+    write(row.cells[1], new Date(one.at * 1000).toLocaleTimeString());
+    write(row.cells[2], one.state);
+    write(row.cells[3], count(one.prompt_tokens));
+    write(row.cells[4], one.state === "active" ? "–" : count(one.output_tokens));
+    write(row.cells[5], seconds(one.seconds));
+    write(row.cells[6], one.state === "active" ? "–" : count(one.eager));
+  });
+}
+
 function showIncidents({ incidents }) {
   $("no-incidents").hidden = incidents.length > 0;
   sync($("incidents"), incidents, (one) => `${one.at} ${one.text}`, (one) => {
@@ -436,6 +353,7 @@ function show(status) {
   showTop(status);
   showTiles(status);
   showPhases(status.phases);
+  showRequestList(status);
   showTotals(status);
   showIncidents(status);
 }
@@ -447,15 +365,9 @@ let timer = null;
 
 async function poll() {
   timer = null;
-  const key = sessionStorage.getItem(KEY);
-  const headers = key ? { Authorization: `Bearer ${key}` } : {};
   try {
-    // Without credentials the browser does not ask for a password of its own when the key is refused.
     const since = serverStarted === null ? 0 : nextSample;
-    const answer = await fetch(`/status.json?since=${since}`, { headers, credentials: "omit", cache: "no-store", signal: AbortSignal.timeout(SLOWEST) });
-    if (answer.status === 401 || answer.status === 403) return askForKey(key !== null);
-    if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-    const status = await answer.json();
+    const status = await ask(`/status.json?since=${since}`);
     if (serverStarted !== null && serverStarted !== status.started && since > 0) {
       serverStarted = null;
       return again(0);
@@ -464,6 +376,7 @@ async function poll() {
     show(status);
     failures = 0;
   } catch (error) {
+    if (error instanceof LockedError) return askForKey(error.message);
     failures += 1;
     showState("not reachable");
     notice(`No answer from the server (${error.message}). The figures below are the last ones known.`);
@@ -475,29 +388,7 @@ function again(wait) {
   if (timer === null && !document.hidden) timer = setTimeout(poll, wait);
 }
 
-function reveal() {
-  $("ask").hidden = true;
-  $("main").hidden = false;
-}
-
-function askForKey(isWrong) {
-  sessionStorage.removeItem(KEY);
-  showState("locked");
-  $("main").hidden = true;
-  $("ask").hidden = false;
-  write($("ask-problem"), isWrong ? "The server did not accept this key." : "");
-  $("key").focus();
-}
-
-$("ask").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const key = $("key").value.trim();
-  $("key").value = "";
-  // A header holds nothing else, so no server has another key.
-  if (!/^[\x21-\x7e]+$/.test(key)) return askForKey(true);
-  sessionStorage.setItem(KEY, key);
-  again(0);
-});
+onKey(() => again(0));
 
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden && $("ask").hidden) again(0);

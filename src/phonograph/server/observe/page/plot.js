@@ -22,6 +22,28 @@ export function niceCeiling(value) {
   return 10 * power;
 }
 
+const OUTLIER = 4;
+const USUAL = 0.9;
+
+/**
+ * Where a linear axis ends: at the highest value, unless a few of them are far above all others. Those are then cut
+ * off, and marked: one burst must not press ten minutes into a flat line.
+ */
+export function linearTop(values) {
+  const sorted = values.filter((value) => value > 0).sort((one, other) => one - other);
+  const highest = sorted.at(-1) ?? 0;
+  const usual = sorted[Math.floor(USUAL * (sorted.length - 1))] ?? 0;
+  return niceCeiling(highest > OUTLIER * usual ? 1.5 * usual : highest);
+}
+
+/** Powers of ten around all values: what differs by a thousand is seen on one axis. */
+export function logRange(values) {
+  const known = values.filter((value) => value > 0);
+  if (!known.length) return [0.1, 1];
+  const low = 10 ** Math.floor(Math.log10(Math.min(...known)) + 1e-9);
+  return [low, Math.max(low * 10, 10 ** Math.ceil(Math.log10(Math.max(...known)) - 1e-9))];
+}
+
 /** A path through the values; where one is missing the line ends, and one that stands alone is a dot. */
 function linePath(values, x, y) {
   let path = "";
@@ -60,14 +82,16 @@ function areaPath(values, x, y) {
 /**
  * A plot of some series over the same seconds. `series` is a list of {key, label, area}; the classes
  * `series-0`, `series-1` … give the colours. `format` turns a value into text.
+ * With `log` the axis is logarithmic.
  */
 export class Plot {
-  constructor(holder, { title, series, format, span, ceiling }) {
+  constructor(holder, { title, series, format, span, ceiling, log }) {
     this.title = title;
     this.series = series;
     this.format = format;
     this.span = span;
     this.ceiling = ceiling;
+    this.log = log;
     this.samples = [];
     this.pointed = null;
     this.figure = document.createElement("figure");
@@ -111,12 +135,9 @@ export class Plot {
     this.svg.setAttribute("width", this.width);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     const columns = this.series.map(({ key }) => this.samples.map((sample) => sample[key]));
-    const highest = Math.max(0, ...columns.flat().filter((value) => value !== null));
-    const top = this.ceiling ?? niceCeiling(highest);
-    const floor = HEIGHT - BOTTOM;
     const x = (index) => this.x(index);
-    const y = (value) => floor - (Math.min(value, top) / top) * (floor - TOP);
-    this.drawGrid(top, y);
+    const { low, top, y } = this.axis(columns.flat());
+    this.drawGrid(low, top, y);
     this.shapes.replaceChildren();
     // The first series is the one that matters most: it lies on top.
     for (let index = columns.length - 1; index >= 0; index--) {
@@ -124,15 +145,50 @@ export class Plot {
         element("path", { class: `area area-${index}`, d: areaPath(columns[index], x, y) }, this.shapes);
       }
       element("path", { class: `series series-${index}`, d: linePath(columns[index], x, y) }, this.shapes);
+      this.markBeyond(columns[index], index, top);
     }
     this.svg.setAttribute("aria-label", this.describe(columns));
     this.read();
   }
 
-  drawGrid(top, y) {
+  /** The values at its ends, and how a value becomes a height. */
+  axis(values) {
+    const floor = HEIGHT - BOTTOM;
+    const height = (share) => floor - Math.max(0, Math.min(share, 1)) * (floor - TOP);
+    if (this.log) {
+      const [low, top] = logRange(values);
+      return { low, top, y: (value) => height(value > 0 ? Math.log(value / low) / Math.log(top / low) : 0) };
+    }
+    const top = this.ceiling ?? linearTop(values);
+    return { low: 0, top, y: (value) => height(value / top) };
+  }
+
+  /** A small arrow at the upper edge for each run of values that lie above it. */
+  markBeyond(values, number, top) {
+    for (let index = 0; index < values.length; index++) {
+      if (!(values[index] > top * 1.0000001)) continue;
+      let last = index;
+      while (values[last + 1] > top * 1.0000001) last += 1;
+      const at = Math.min(this.width - 4, Math.max(4, (this.x(index) + this.x(last)) / 2));
+      const shape = `M${(at - 4).toFixed(1)} ${TOP + 1}h8l-4 -6z`;
+      const highest = this.format(Math.max(...values.slice(index, last + 1)));
+      const mark = element("path", { class: `beyond beyond-${number}`, d: shape }, this.shapes);
+      element("title", {}, mark).textContent = `up to ${highest}`;
+      index = last;
+    }
+  }
+
+  drawGrid(low, top, y) {
     this.grid.replaceChildren();
-    for (const value of [0, top / 2, top]) {
+    const lines = [low, top];
+    if (this.log) for (let value = low * 10; value < top * 0.99; value *= 10) lines.push(value);
+    else lines.push(top / 2);
+    for (const value of lines) {
       element("line", { x1: 0, x2: this.width, y1: y(value), y2: y(value) }, this.grid);
+    }
+    if (this.log) {
+      const least = element("text", { x: 2, y: y(low) - 3 }, this.grid);
+      least.textContent = this.format(low);
     }
     const label = element("text", { x: 2, y: y(top) + 10 }, this.grid);
     label.textContent = this.format(top);

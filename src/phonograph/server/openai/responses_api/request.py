@@ -18,15 +18,16 @@ ONLY_NEUTRAL = {
     "conversation": NeutralField("use `previous_response_id`"),
     "context_management": NeutralField("a prompt is taken whole, or cut by `truncation`"),
     "max_tool_calls": NeutralField("it is of tools that run in a server, and clients run all of them"),
-    "moderation": NeutralField("nothing is moderated"),
+    "access_programs": NeutralField("there are none"),
+    "image": NeutralField("text is all that is read and written"),
     "prompt": NeutralField("no prompts are kept here"),
-    "prompt_cache_options": NeutralField("prompts share what they begin with, whoever sends them"),
-    "prompt_cache_retention": NeutralField("prompts share what they begin with, as long as memory lasts"),
+    "skip_special_tokens": NeutralField(
+        "special tokens are no part of the text here: use /v1/chat/completions", (True,)
+    ),
+    "include_stop_str_in_output": NeutralField("what ends an answer is no part of its text here", (False,)),
+    "return_token_ids": NeutralField("tokens are written as texts here", (False,)),
 }
 """Fields of OpenAI's that are taken where they ask for nothing."""
-
-WITHOUT_EFFECT = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "include_obfuscation")
-"""Taken as in chats, and given back in the response."""
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -93,7 +93,7 @@ class ResponsesApi:
         def ended(response: Response) -> Response:
             return self._kept(owner, asked, response) if response.store else response
 
-        logprobs = api.logprobs if plan.params.logprobs is not None else None
+        logprobs = api.logprobs() if plan.params.logprobs is not None else None
         writer = ResponsesWriter(begun, logprobs, reading, ended, asked.size)
         plan = replace(plan, notes=(*plan.notes, *notes_of(body)))
         return await api.deliver(request, [prompt], plan.params, writer, stream=bool(body.stream), plan=plan)

@@ -24,7 +24,7 @@ _WORDS = (
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"(?<!text\.)verbosity"), "text.verbosity"),
 )
-_ALIKE = (
+ALIKE = (
     *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "stop", "chat_template_kwargs", "content_special_tokens", "parallel_tool_calls"),
     *("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -49,7 +49,7 @@ def chat_of(request: ResponsesRequest, messages: Sequence[Message]) -> ChatReque
         response_format=_format(text.format) if text is not None and text.format is not None else None,
         verbosity=text.verbosity if text is not None else None,
         reasoning_effort=reasoning.effort if reasoning is not None else None,
-        **{name: getattr(request, name) for name in _ALIKE},
+        **{name: getattr(request, name) for name in ALIKE},
     )
 
 

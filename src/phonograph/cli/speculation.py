@@ -1,0 +1,117 @@
+"""Speculation flags: who drafts, how far, and SGLang's names for it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from phonograph.engine.passes.registry import DECODE, TARGET_VERIFY, passes_for, phases_of, step_passes_for
+from phonograph.errors import PlanError
+from phonograph.graphs.planning.flags import first_flag_of
+from phonograph.graphs.planning.sglang_flags import Alias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phonograph.engine.options import EngineOptions, SpeculateName
+    from phonograph.graphs.planning.settings import PhaseDefaults
+
+log = logging.getLogger("phonograph")
+
+T = TypeVar("T")
+SPECULATE, DEPTH, DRAFT = "--speculate", "--speculate-depth", "--draft"
+ALIASES = (
+    Alias("--speculative-algorithm", SPECULATE, words=("NGRAM", "EAGLE", "EAGLE3")),
+    Alias("--speculative-draft-model-path", DRAFT),
+    Alias("--speculative-num-steps", DEPTH),
+    Alias("--speculative-num-draft-tokens", DEPTH, note="one less: the last token of a row is verified with them"),
+    Alias("--speculative-eagle-topk", words=("1",), note="drafts are a chain, and a token has one successor"),
+)
+"""Of SGLang's."""
+
+
+def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
+    """Ours, then SGLang's."""
+    group = parser.add_argument_group("speculation", "Tokens are drafted, and several are verified in one pass.")
+    group.add_argument(
+        SPECULATE,
+        choices=("off", "ngram", "eagle"),
+        help="who drafts: ngram takes what followed the same words earlier in the sequence, eagle a head that was "
+        "trained for the model (--draft); default: off",
+    )
+    group.add_argument(DRAFT, metavar="PATH", help="the folder of an EAGLE-3 head, as SpecForge writes it")
+    group.add_argument(DEPTH, type=int, metavar="N", help="tokens drafted for a sequence in each round; default: 3")
+    for alias in ALIASES:
+        group.add_argument(alias.flag, metavar="|".join(alias.words) or "N", help=alias.warning)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What the flags ask for."""
+
+    speculate: SpeculateName = "off"
+    depth: int | None = None
+    draft: Path | None = None
+
+
+def speculation_from(args: argparse.Namespace) -> Speculation:
+    """Who drafts, and how many tokens; a flag of SGLang's that asks for something else than ours is refused."""
+    given = {alias.flag: value for alias in ALIASES if (value := _value(args, alias.flag)) is not None}
+    for alias in ALIASES:
+        if alias.flag not in given:
+            continue
+        value = given[alias.flag]
+        if alias.words and value.upper() not in alias.words:
+            raise PlanError(f"{alias.flag} {value} is not built in. Use {' or '.join(alias.words)}, or leave it out.")
+        log.warning("%s", alias.warning)
+    algorithm = given.get("--speculative-algorithm", "").lower().removesuffix("3")
+    speculate = _one(SPECULATE, {SPECULATE: args.speculate, "--speculative-algorithm": algorithm or None})
+    steps = _number(given, "--speculative-num-steps")
+    verified = _number(given, "--speculative-num-draft-tokens", less=1)
+    named = {"--speculative-num-steps": steps, "--speculative-num-draft-tokens": verified}
+    depth = _one(DEPTH, {DEPTH: args.speculate_depth, **named})
+    path = "--speculative-draft-model-path"
+    draft = _one(DRAFT, {DRAFT: args.draft, path: given.get(path)})
+    return Speculation(cast("SpeculateName", speculate or "off"), depth, None if draft is None else Path(draft))
+
+
+def _one(flag: str, said: Mapping[str, T | None]) -> T | None:
+    """What one of these flags says; several must say the same."""
+    found = {name: value for name, value in said.items() if value is not None}
+    if len({*found.values()}) > 1:
+        told = ", ".join(f"{name} says {value}" for name, value in found.items())
+        raise PlanError(f"{told}: these are names of one thing. Keep {flag} alone.")
+    return next(iter(found.values()), None)
+
+
+def phases_for(args: argparse.Namespace, options: EngineOptions) -> Sequence[PhaseDefaults]:
+    """The phases of the engine's plan; a flag for another way of decoding is refused."""
+    speculates = options.speculates
+    phases, steps = (
+        passes_for(embeddings=options.embeddings, speculates=speculates),
+        step_passes_for(speculates=speculates),
+    )
+    other = TARGET_VERIFY if not speculates else DECODE
+    if (unused := first_flag_of(args, other.defaults)) is not None:
+        instead = steps.decodes.replace("_", "-")
+        why = f"rows decode in rounds ({SPECULATE})" if speculates else f"nothing is drafted ({SPECULATE} is off)"
+        raise PlanError(f"{unused}: this engine has no such phase, since {why}. Use --{instead}-graph-….")
+    return phases_of(phases)
+
+
+def _value(args: argparse.Namespace, flag: str) -> str | None:
+    found: str | None = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    return found
+
+
+def _number(given: dict[str, str], flag: str, less: int = 0) -> int | None:
+    if flag not in given:
+        return None
+    try:
+        return int(given[flag]) - less
+    except ValueError:
+        raise PlanError(f"{flag} is a number of tokens; found {given[flag]!r}.") from None

@@ -1,0 +1,101 @@
+"""Drafter protocol: what proposes the next tokens of rows; the target verifies them, so no output depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from phonograph.engine.cache.groups import Kept
+from phonograph.engine.models.interface import Model
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.passes.base import PassParts
+from phonograph.engine.state.column import Column
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What rounds brought: of each row's tokens the first so many, after the place where its round began."""
+
+    rows: torch.Tensor  # [num_rows], 0 for padding
+    starts: torch.Tensor  # [num_rows]: the row's length before the round
+    tokens: torch.Tensor  # [num_rows, any]: the token picked after each place, 0 where there was a problem
+    counts: torch.Tensor  # [num_rows]: how many of them stay; 0 for padding, and after the end of a row
+    table: torch.Tensor  # [all rows, any]: page numbers, as `Queries.table`
+    features: torch.Tensor | None = None  # [num_rows * any, hidden]: of the tokens before, if the drafter reads them
+
+
+class Drafter(Protocol):
+    """One for an engine, made with its passes. It runs inside recordings, and after the tables are written."""
+
+    @property
+    def reads(self) -> Sequence[str]:
+        """Columns of passes that it reads, by name."""
+        ...
+
+    @property
+    def writes(self) -> Sequence[str]:
+        """Columns that it writes, by name; the drafts are written for it."""
+        ...
+
+    def draft(self, accepted: Accepted) -> torch.Tensor:
+        """[num_rows, depth]: the tokens that may follow the last one of each row; below 0 is none.
+
+        Anything may be in it. A drafter that raises drafts nothing.
+        """
+        ...
+
+    def keep_up(self, accepted: Accepted) -> None:
+        """Take in what rows got in a step after which nothing is drafted, so that it can draft after a later one."""
+        ...
+
+
+@runtime_checkable
+class ReadsTarget(Drafter, Protocol):
+    """A drafter that reads hidden states of the target, and keeps something of every token in pages."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the target after which states are taken."""
+        ...
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """The memory that it writes to."""
+        ...
+
+    def features(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """[num_tokens, hidden]: what it needs of the tapped states of some tokens."""
+        ...
+
+    def read(self, following: torch.Tensor, features: torch.Tensor, queries: Queries) -> None:
+        """Take in tokens of prompts; `following` are those that come after each.
+
+        Where the next token is not known yet, what it says means nothing: `draft` has that place once more.
+        """
+        ...
+
+
+def _no_columns() -> Sequence[Column]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter as an engine declares it."""
+
+    name: str
+    depth: int
+    """Tokens that are drafted for a row in each round."""
+    make: Callable[[PassParts], Drafter]
+    columns: Callable[[], Sequence[Column]] = _no_columns
+    """Request state of its own."""
+    keeps: Callable[[Model], Sequence[Kept]] | None = None
+    """What layers of its own keep in pages."""
+    weights: object = None
+    """Tensors of its own, in dataclasses."""
+
+    def __str__(self) -> str:
+        return f"{self.name} drafts {self.depth} token{'' if self.depth == 1 else 's'} a round"

@@ -1,0 +1,79 @@
+"""eagle: a drafter with a head of its own, which reads hidden states of the target and keeps keys beside its."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from phonograph.engine.models.draft_head import DraftHead
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.passes.base import PassParts
+from phonograph.engine.passes.drafting import Accepted, Drafting
+from phonograph.engine.passes.registry import TARGET_VERIFY
+
+
+class EagleDrafter:
+    """The protocol `ReadsTarget`: extends the head's cache by what stays of a round, then drafts a chain."""
+
+    reads = ()
+    writes = ()
+
+    def __init__(self, parts: PassParts, head: DraftHead, depth: int) -> None:
+        self._head = head
+        self._depth = depth
+        self._cache = parts.beside[TARGET_VERIFY.name]
+        self._last = parts.limits.num_positions - 1
+        self.taps = head.config.taps
+        self.kept = self._cache.tensors
+
+    def features(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self._head.features(taps)
+
+    def read(self, following: torch.Tensor, features: torch.Tensor, queries: Queries) -> None:
+        self._head.store(following, features, queries, self._cache)
+
+    def draft(self, accepted: Accepted) -> torch.Tensor:
+        head, rows, width = self._head, accepted.rows, accepted.tokens.shape[1]
+        assert accepted.features is not None
+        q = self._extended(accepted, accepted.features)
+        lasts = (accepted.counts - 1).clamp_min(0)
+        chosen = torch.arange(rows.shape[0], device=rows.device) * width + lasts
+        q, hidden = q[chosen], accepted.features[chosen]
+        queries = Queries(rows, accepted.starts + lasts, accepted.table, tokens_per_row=1)
+        drafted = list[torch.Tensor]()
+        while True:
+            hidden = head.step(q, hidden, queries, self._cache)
+            drafted.append(head.likeliest(hidden))
+            if len(drafted) == self._depth:
+                return torch.stack(drafted, dim=1)
+            queries = replace(queries, positions=(queries.positions + 1).clamp_max(self._last))
+            q = head.store(drafted[-1], hidden, queries, self._cache)
+
+    def keep_up(self, accepted: Accepted) -> None:
+        assert accepted.features is not None
+        self._extended(accepted, accepted.features)
+
+    def _extended(self, accepted: Accepted, features: torch.Tensor) -> torch.Tensor:
+        """The attention queries of every place of the round, all of which the cache gets; what is past the last token
+        that stays is written again later."""
+        width = accepted.tokens.shape[1]
+        offsets = torch.arange(width, device=features.device)
+        whole = Queries(
+            accepted.rows.repeat_interleave(width),
+            (accepted.starts[:, None] + offsets).flatten().clamp_max(self._last),
+            accepted.table,
+            tokens_per_row=width,
+        )
+        return self._head.store(accepted.tokens.flatten(), features, whole, self._cache)
+
+
+def eagle(head: DraftHead, depth: int) -> Drafting:
+    """The declaration."""
+    return Drafting(
+        "eagle",
+        depth,
+        lambda parts: EagleDrafter(parts, head, depth),
+        keeps=lambda model: head.keeps,
+        weights=head.weights,
+    )

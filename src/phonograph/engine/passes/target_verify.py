@@ -1,0 +1,373 @@
+"""target_verify: rows decode in rounds: the target verifies what was drafted for them, and new tokens are drafted.
+
+A draft is accepted if and only if it is what the target itself picks there. Noise is a function of seed, position and
+token, so the output is that of plain decoding whatever the drafter says, greedy or sampled. Drafts are made at the end
+of a round and wait in a column, so that rounds among prompts find them too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.chain import chained
+from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, rows_slot, sample_rows
+from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting, ReadsTarget
+from phonograph.engine.passes.prefill import prefill_pass
+from phonograph.engine.passes.readback import Picked
+from phonograph.engine.passes.registry import HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
+from phonograph.engine.passes.rounds import as_block
+from phonograph.engine.passes.sampling_tail import SAMPLING
+from phonograph.engine.requests.parameter import Sampling
+from phonograph.engine.requests.request import MAX_LOGPROBS
+from phonograph.engine.requests.step import NO_TOKEN
+from phonograph.engine.sampling.needs import SamplingNeeds
+from phonograph.engine.sampling.penalties import count_tokens
+from phonograph.engine.sampling.sampler import TopLogprobs
+from phonograph.engine.state.column import Column, RowSource, TrialRows, Writer
+from phonograph.graphs.phases.axes import Axis
+from phonograph.graphs.phases.context import Stage, current
+from phonograph.graphs.phases.opaque import opaque
+
+log = logging.getLogger("phonograph")
+
+
+def round_columns(depth: int) -> tuple[Column, ...]:
+    """What every row has that decodes in rounds of so many drafts."""
+
+    def no_draft(entry: RowSource) -> object:
+        return -1 if depth == 1 else ()
+
+    def drafted(trial: TrialRows) -> torch.Tensor:
+        found = torch.randint(-1, trial.vocab, (trial.count, depth), generator=trial.numbers)
+        return found[:, 0] if depth == 1 else found
+
+    return (
+        Column(
+            "limit",
+            torch.int64,
+            value=lambda entry: entry.sequence.max_computed,
+            trial=lambda trial: trial.whole(2 * trial.page_size - trial.tokens_per_row, 2 * trial.page_size + 1),
+            is_public=True,
+        ),
+        Column(
+            "depth",
+            torch.int64,
+            value=lambda entry: entry.sequence.draft_depth(depth),
+            trial=lambda trial: trial.whole(0, depth + 1),
+            is_public=True,
+        ),
+        Column(
+            "draft",
+            torch.int64,
+            default=-1,
+            width=depth,
+            # The host knows none: a row begins, and a step that is undone goes on, without.
+            writer=Writer.ENTRY | Writer.GRAPH,
+            value=no_draft,
+            trial=drafted,
+        ),
+    )
+
+
+def _fake_verified(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    """What the opaque call returns: tokens, what is accepted, and logprobs where they are needed."""
+    width, (_, has_logprobs, *_) = others[_WIDTH], others[_NEEDS]
+    num = logits.shape[0] // width
+    whole = [logits.new_empty(shape, dtype=torch.int64) for shape in ((num, width), num, num, (num, width), num)]
+    if not has_logprobs:
+        return tuple(whole)
+    top = (num, width, min(MAX_LOGPROBS, logits.shape[1]))
+    likely = [logits.new_empty(shape, dtype=torch.float32) for shape in (top[:2], top)]
+    return (*whole, likely[0], logits.new_empty(top, dtype=torch.int64), likely[1])
+
+
+_WIDTH, _NEEDS = 2, 3
+"""Where `DraftedRounds._verify` has them, after the logits."""
+
+
+def _fake_features(taps: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    return taps[0].new_empty(taps[0].shape, dtype=dtype)
+
+
+def _fake_read(taps: tuple[torch.Tensor, ...], following: Any, places: Any, kept: Any) -> torch.Tensor:
+    return _fake_features(taps, kept[0].dtype)
+
+
+def _no_result(*args: Any) -> None:
+    return None
+
+
+class DraftedRounds:
+    """The protocol `Rounds`: what each row computes is its last token, and what was drafted after it."""
+
+    reads = ("limit", "depth", "draft")
+    writes = ("draft",)
+
+    def __init__(self, parts: PassParts, drafter: Drafter) -> None:
+        self._parts = parts
+        self._drafter = drafter
+        self._reader = drafter if isinstance(drafter, ReadsTarget) else None
+        self.taps: tuple[int, ...] = () if self._reader is None else self._reader.taps
+        self._kept: tuple[torch.Tensor, ...] = () if self._reader is None else self._reader.kept
+        self._vocab = parts.model.config.vocab
+        self.width = parts.limits.tokens_per_row
+        self.ahead = self.width - 1
+        self._opaque_verify = opaque(self._verify, fake=_fake_verified, mutates=("last_token", "length"))
+        self._opaque_draft = opaque(self._draft, fake=_no_result, mutates=("drafts", "kept"))
+        self._opaque_read = opaque(self._read, fake=_fake_read, mutates=("kept",))
+        self._opaque_features = opaque(self._features, fake=_fake_features)
+
+    @property
+    def _drafts(self) -> torch.Tensor:
+        """[max_seqs + 1, depth], also where that is 1."""
+        return self._parts.tables["draft"].view(-1, self.width - 1)
+
+    def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        # Whatever a drafter says, what is embedded is a token.
+        drafted = self._drafts[rows, (offsets - 1).clamp_min(0)].clamp(0, self._vocab - 1)
+        return torch.where(offsets == 0, self._parts.tables.last_token[rows], drafted)
+
+    def verify(
+        self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds
+    ) -> tuple[Picked, Accepted]:
+        """Pick what follows each token, find how many of each row stay, and note these in the tables."""
+        width = queries.tokens_per_row
+        assert width is not None
+        tables, places = self._parts.tables, (queries.rows, queries.token_positions, queries.table)
+        asked = (needs.level.value, needs.logprobs, needs.constrained, needs.masked)
+        run = self._opaque_verify if current().stage is Stage.COMPILING else self._verify
+        block, rows, starts, said, counts, *logprobs = run(
+            logits, tokens, places, width, asked, tables.last_token, tables.length
+        )
+        if width == 1:
+            # Of a row that is past its end nobody takes the token.
+            block, logprobs = block[:, 0], [part[:, 0] for part in logprobs]
+        picked = Picked(block, TopLogprobs(*logprobs) if logprobs else None)
+        return picked, Accepted(rows, starts, said, counts, queries.table)
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        width: int,
+        asked: tuple[int, bool, bool, bool],
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """As one call that no compiler looks into. The tables are the ones that it has; as arguments, they say what is
+        written."""
+        level, *others = asked
+        queries, needs = Queries(*places, tokens_per_row=width), SamplingNeeds(Sampling(level), *others)
+        tables, rest = self._parts.tables, tokens.new_empty((logits.shape[0], 0))
+        drafted = tokens.view(-1, width)[:, 1:] if width > 1 else rest
+        is_penalised = needs.level is Sampling.PENALISED
+        picked = self._parts.tail.pick(logits, queries, needs, _said(drafted) if is_penalised else None)
+        block = picked.tokens.view(-1, width)
+        rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.positions))
+        right = (block[:, :-1] == drafted).long().cumprod(1).sum(1) + 1
+        # A row that was launched ahead of its end takes nothing past it.
+        most = torch.minimum(tables["depth"][rows] + 1, tables["limit"][rows] - starts)
+        counts = torch.minimum(right, most).clamp_min(0) * (rows > 0)
+        # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
+        if is_penalised:
+            for place, said in enumerate(block.unbind(1)):
+                count_tokens(tables["counts"], rows * (place < counts), said)
+        self._parts.model.kernels.write_next_token(queries, block, counts, last_token, length)
+        told = as_block(block, counts) if width > 1 else block
+        found, likely = (told, rows, starts, block.clamp_min(0), counts), picked.logprobs
+        if likely is None:
+            return found
+        parts = (likely.token_logprob, likely.top_ids, likely.top_logprobs)
+        return (*found, *(part.view(-1, width, *part.shape[1:]) for part in parts))
+
+    def draft(self, accepted: Accepted, *, drafts: bool) -> None:
+        """Ask the drafter, and keep what it says for the next round; or let it take in what there is."""
+        run = self._opaque_draft if current().stage is Stage.COMPILING else self._draft
+        table, features = accepted.table, accepted.features
+        places = (accepted.rows, accepted.starts, accepted.tokens, accepted.counts, table)
+        run(places, features, drafts, self._drafts, self._kept)
+
+    def _draft(
+        self,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        features: torch.Tensor | None,
+        is_on: bool,
+        drafts: torch.Tensor,
+        kept: tuple[torch.Tensor, ...],
+    ) -> None:
+        """As one call that no compiler looks into; the last arguments say what is written."""
+        accepted = Accepted(*places, features)
+        rows = accepted.rows
+        try:
+            if is_on:
+                found = self._drafter.draft(accepted)
+                drafts.index_put_((rows,), found.to(drafts.dtype) * (rows > 0)[:, None])
+            else:
+                self._drafter.keep_up(accepted)
+        except Exception as error:  # no request needs what it would have said
+            log.warning("the drafter failed, and nothing is drafted: %s: %s", type(error).__name__, error)
+            drafts.index_fill_(0, rows, -1)
+
+    def features(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """What the drafter needs of the target's hidden states, if anything."""
+        if self._reader is None:
+            return None
+        run = self._opaque_features if current().stage is Stage.COMPILING else self._features
+        return run(taps, self._kept[0].dtype)
+
+    def _features(self, taps: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        assert self._reader is not None
+        return self._reader.features(taps)
+
+    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        places = queries.rows, queries.token_positions, queries.table
+        run = self._opaque_read if current().stage is Stage.COMPILING else self._read
+        return run(taps, following, places, self._kept)
+
+    def _read(
+        self,
+        taps: tuple[torch.Tensor, ...],
+        following: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        kept: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        assert self._reader is not None
+        features = self._reader.features(taps)
+        self._reader.read(following, features, Queries(*places, tokens_per_row=None))
+        return features
+
+    def accept(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None,
+    ) -> Picked:
+        picked, accepted = self.verify(logits, tokens, queries, needs)
+        self.draft(replace(accepted, features=features), drafts=queries.tokens_per_row != 1)
+        return picked
+
+    def begin(
+        self,
+        logits: torch.Tensor,
+        queries: Queries,
+        needs: SamplingNeeds,
+        features: torch.Tensor | None,
+        *,
+        drafts: bool,
+    ) -> Picked:
+        picked = self._parts.tail.next_tokens(logits, queries, needs)
+        rows, tokens = queries.rows, picked.tokens.clamp_min(0)[:, None]
+        starts, counts = queries.token_positions, (rows > 0).long()
+        self.draft(Accepted(rows, starts, tokens, counts, queries.table, features), drafts=drafts)
+        return picked
+
+
+def _said(drafted: torch.Tensor) -> torch.Tensor:
+    """[num_rows * tokens_per_row, depth]: of a round's drafts those that come before each of its places."""
+    depth = drafted.shape[1]
+    places = torch.arange(depth, device=drafted.device)
+    before = places < torch.arange(depth + 1, device=drafted.device)[:, None]
+    return torch.where(before, drafted[:, None], NO_TOKEN).flatten(0, 1)
+
+
+class _Links:
+    """The bodies of a round, over the same rows."""
+
+    def __init__(self, parts: PassParts, rounds: DraftedRounds, backend: str) -> None:
+        self._parts = parts
+        self._rounds = rounds
+        self._model = parts.model_for(backend)
+
+    def verify(self, batch: DecodeBatch) -> tuple[Picked, Accepted]:
+        """The target over all tokens of the round, and how many stay; or over the last token of each row alone."""
+        tables, width = self._parts.tables, batch.tokens_per_row
+        pages = tables.pages[:, : batch.width]
+        if width == 1:
+            tokens, queries = tables.last_token, Queries(batch.rows, tables.length, pages, 1, by_row=True)
+        else:
+            offsets = torch.arange(width, device=batch.rows.device).repeat(batch.rows.shape[0])
+            rows = batch.rows[:, None].expand(-1, width).reshape(-1)
+            tokens = self._rounds.tokens(rows, offsets)
+            queries = Queries(rows, tables.length[rows] + offsets, pages, tokens_per_row=width)
+        hidden = self._model.hidden(tokens, queries, self._parts.cache, taps=self._rounds.taps)
+        picked, accepted = self._rounds.verify(self._model.logits(hidden.states), tokens, queries, batch.needs)
+        return picked, replace(accepted, features=self._rounds.features(hidden.taps))
+
+    def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted]) -> Picked:
+        """What is drafted for the next round."""
+        picked, accepted = found
+        self._rounds.draft(accepted, drafts=batch.tokens_per_row > 1)
+        return picked
+
+
+def _drafts_axis(width: int) -> Axis:
+    """Rounds of drafts; or, where nobody takes any, one token a row, as plain decoding has it."""
+
+    def applied(batch: DecodeBatch, value: str) -> DecodeBatch:
+        return replace(batch, tokens_per_row=width if value == "on" else 1)
+
+    return Axis("drafts", ("on", "off"), of=lambda batch: "on" if batch.tokens_per_row > 1 else "off", apply=applied)
+
+
+def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter) -> Pass:
+    """The pass over rows that decode in rounds: verify, then draft, as one recording."""
+    rounds, length = DraftedRounds(parts, drafter), parts.tables.length
+    links, batches = _Links(parts, rounds, backend), DecodeBatches(parts.limits, rounds.ahead)
+
+    def written(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        # The target has all places of the round, a drafter some after them.
+        count = rounds.width + rounds.ahead
+        rows = torch.as_tensor(batch.rows).to(length.device).repeat_interleave(count)
+        return rows, length[rows] + torch.arange(count, device=length.device).repeat(len(batch.rows))
+
+    verify = Pass(
+        declared,
+        tokens_per_row=rounds.width,
+        bucketed="seqs",
+        slots=[rows_slot(parts.limits)],
+        batch=batches.batch,
+        public=("rows", "width"),
+        is_steady=batches.is_steady,
+        body=links.verify,
+        sample=lambda extent, seed: replace(sample_rows(parts, extent, seed), tokens_per_row=rounds.width),
+        axes=[SAMPLING, _drafts_axis(rounds.width)],
+        preserve=parts.trials.running,
+        reads=rounds.reads,
+    )
+    draft = replace(
+        verify,
+        body=links.draft,
+        axes=(),
+        reads=(*rounds.reads, *drafter.reads),
+        writes=(*rounds.writes, *drafter.writes),
+    )
+    return replace(chained(declared, verify, draft), written=written)
+
+
+def speculating_passes(drafting: Drafting) -> tuple[PassDeclaration, ...]:
+    """`SPECULATING`, with this drafter; rows among prompts verify what was drafted too."""
+
+    def target_verify(parts: PassParts, backend: str) -> Pass:
+        return target_verify_pass(parts, backend, declared, drafting.make(parts))
+
+    def mixed(parts: PassParts, backend: str) -> Pass:
+        drafter = drafting.make(parts)
+        rounds = DraftedRounds(parts, drafter)
+        found = prefill_pass(parts, backend, PREFILL, rounds)
+        return replace(found, reads=(*rounds.reads, *drafter.reads), writes=(*rounds.writes, *drafter.writes))
+
+    def columns() -> Sequence[Column]:
+        return (*round_columns(drafting.depth), *drafting.columns())
+
+    declared = replace(TARGET_VERIFY, make=target_verify, columns=columns, keeps=drafting.keeps)
+    return declared, replace(PREFILL, make=mixed), HEARTBEAT

@@ -1,0 +1,74 @@
+"""SpeculationTally: what became of drafts: accepted by place, tokens a round, and why rows decoded plainly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import ScheduledStep, Update
+
+PLAIN_REASONS = ("grammar", "request")
+"""Why nothing is drafted for a row: its next step depends on its text, or its request says so."""
+
+
+@dataclass(frozen=True)
+class SpeculationCounts:
+    """Of rows that decoded in rounds, so far."""
+
+    rounds: int = 0
+    """Rounds of rows for which something was drafted, and that brought a token at least."""
+    tokens: int = 0
+    """Tokens that those brought, the one that the target adds to the accepted ones included."""
+    drafted: int = 0
+    accepted: tuple[int, ...] = ()
+    """How often the draft in each place of a round was accepted."""
+    plain: Mapping[str, int] = field(default_factory=dict)
+    """Rounds of rows for which nothing was drafted, by reason."""
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    def __str__(self) -> str:
+        places = ", ".join(f"{count / self.rounds:.0%}" for count in self.accepted) if self.rounds else "nothing yet"
+        plain = ", ".join(f"{count:,} of a {reason}" for reason, count in self.plain.items() if count)
+        return (
+            f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds; accepted by place: {places}"
+            f"{f'; decoded plainly: {plain}' if plain else ''}"
+        )
+
+
+class SpeculationTally:
+    """Follows the commits of an engine whose rows decode in rounds of so many drafts."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._rounds = self._tokens = self._drafted = 0
+        self._accepted = [0] * depth
+        self._plain: Counter[str] = Counter(dict.fromkeys(PLAIN_REASONS, 0))
+
+    def note(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
+        """What the commit of a step brought."""
+        decoding = set(step.decodes)
+        for sequence, tokens, _ in updates:
+            if tokens and sequence in decoding:
+                self._note(sequence, len(tokens))
+
+    def _note(self, sequence: Sequence, count: int) -> None:
+        depth = sequence.draft_depth(self._depth)
+        if not depth:
+            self._plain["request" if sequence.constraint is None else "grammar"] += 1
+            return
+        self._rounds += 1
+        self._tokens += count
+        self._drafted += depth
+        for place in range(count - 1):
+            self._accepted[place] += 1
+        sequence.num_drafted += depth
+        sequence.num_accepted += count - 1
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        return SpeculationCounts(self._rounds, self._tokens, self._drafted, tuple(self._accepted), dict(self._plain))

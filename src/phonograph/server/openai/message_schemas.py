@@ -1,0 +1,69 @@
+"""Message schemas: what the OpenAPI document says of messages, tools and formats, which are read as plain JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _object(required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+_TEXT = {"type": "string"}
+_PART = _object(("type", "text"), type={"const": "text"}, text=_TEXT)
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}
+_CALL = _object(
+    ("type", "function"),
+    id=_TEXT,
+    type={"const": "function"},
+    function=_object(("name", "arguments"), name=_TEXT, arguments=_TEXT),
+)
+
+MESSAGE = {
+    "anyOf": [
+        _object(("role", "content"), role={"enum": ["system", "developer", "user"]}, content=_CONTENT),
+        _object(("role", "content"), role={"const": "assistant"}, content=_CONTENT),
+        _object(
+            ("role", "tool_calls"),
+            role={"const": "assistant"},
+            content={"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
+            tool_calls={"type": "array", "items": _CALL, "minItems": 1},
+        ),
+        _object(("role", "content"), role={"const": "tool"}, content=_CONTENT, tool_call_id=_TEXT),
+    ]
+}
+"""By role. Templates of some models read further fields, and those of others no calls: then they are refused."""
+
+TOOL = _object(
+    ("type", "function"),
+    type={"const": "function"},
+    function=_object(
+        ("name",),
+        name={"type": "string", "minLength": 1},
+        description=_TEXT,
+        parameters={"type": "object"},
+        strict={"type": "boolean"},
+    ),
+)
+
+RESPONSE_FORMAT = {
+    "anyOf": [
+        _object(("type",), type={"enum": ["text", "json_object"]}),
+        _object(
+            ("type", "json_schema"),
+            type={"const": "json_schema"},
+            json_schema=_object(
+                ("name", "schema"),
+                name=_TEXT,
+                description=_TEXT,
+                schema={"type": "object"},
+                strict={"type": "boolean"},
+            ),
+        ),
+    ]
+}

@@ -1,0 +1,80 @@
+"""A server that speculates: answers as without, the request's own field, and what metrics, status and usage say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.conftest import TINY_FLAGS, Server, serving
+
+pytestmark = pytest.mark.slow
+
+BODY = {"prompt": "one two three one two three one two", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    with serving("--model", str(tiny_model), *TINY_FLAGS, "--speculate", "ngram", "--speculate-depth", "2") as found:
+        yield found
+
+
+def metric(server: Server, name: str) -> float:
+    text = server.get("/metrics").text
+    found = re.findall(rf"^phonograph:{re.escape(name)}(?:_total)?{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert found, name
+    return sum(map(float, found))
+
+
+def test_answers_are_those_without(server: Server, tiny_server: Server) -> None:
+    for changes in ({}, {"temperature": 0.9, "seed": 3}, {"logprobs": 2, "presence_penalty": 1.0}, {"speculate": 1}):
+        body = {**BODY, **changes}
+        plainly = {name: value for name, value in body.items() if name != "speculate"}
+        found, wanted = (
+            one.post("/v1/completions", sent).json() for one, sent in ((server, body), (tiny_server, plainly))
+        )
+        assert found["choices"][0]["text"] == wanted["choices"][0]["text"]
+        assert found["usage"]["completion_tokens"] == 40
+
+
+def test_usage_tells_of_drafts(server: Server, tiny_server: Server) -> None:
+    told = server.post("/v1/completions", BODY).json()["usage"]["completion_tokens_details"]
+    assert told["accepted_prediction_tokens"] + told["rejected_prediction_tokens"] > 0
+    assert told["accepted_prediction_tokens"] < 40
+    assert (
+        "completion_tokens_details" not in server.post("/v1/completions", {**BODY, "speculate": False}).json()["usage"]
+    )
+    assert "completion_tokens_details" not in tiny_server.post("/v1/completions", BODY).json()["usage"]
+
+
+def test_a_stop_text_within_a_round(server: Server, tiny_server: Server) -> None:
+    whole = tiny_server.post("/v1/completions", BODY).json()["choices"][0]["text"]
+    for place in range(8, 16):
+        body = {**BODY, "stop": [whole[place : place + 2]]}
+        found, wanted = (one.post("/v1/completions", body).json() for one in (server, tiny_server))
+        assert found["choices"][0]["text"] == wanted["choices"][0]["text"]
+        assert found["choices"][0]["finish_reason"] == "stop"
+        assert found["usage"]["completion_tokens"] == wanted["usage"]["completion_tokens"]
+
+
+def test_metrics_and_status(server: Server) -> None:
+    server.post("/v1/completions", {**BODY, "speculate": False})
+    server.post("/v1/completions", BODY)
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "round_tokens")
+    rounds, drafted, accepted, by_place, tokens = (metric(server, f"spec_decode_{name}") for name in names)
+    assert rounds < drafted <= 2 * rounds
+    assert accepted == by_place == tokens - rounds
+    assert metric(server, "spec_decode_plain_rounds") >= 39
+    told = server.get("/status.json").json()["speculation"]
+    assert (told["rounds"], sum(told["accepted"])) == (rounds, accepted)
+    assert told["plain"]["request"] >= 39
+
+
+def test_what_can_t_be_is_refused(server: Server, tiny_server: Server) -> None:
+    refused = tiny_server.post("/v1/completions", {**BODY, "speculate": True})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "speculate"
+    for wrong in (-1, 1.5, "yes", 2000):
+        assert server.post("/v1/completions", {**BODY, "speculate": wrong}).status_code == 400

@@ -1,0 +1,299 @@
+"""EAGLE-3 heads: what is drafted, what they keep beside the target, and which are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from phonograph import LLM, CheckpointError, EngineOptions, PlanError, SamplingParams, verify
+from phonograph.engine.cache.groups import CacheGroup, page_bytes
+from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.models.rope import rope_table
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.passes.drafting import Drafting
+from phonograph.engine.passes.eagle import eagle
+from phonograph.engine.passes.registry import PASSES, TARGET_VERIFY, kept_by
+from phonograph.engine.passes.target_verify import speculating_passes
+from phonograph.engine.requests.request import Request
+from speculation import MAX_LEN, Driver, check, plain_llm, speculating
+
+pytestmark = pytest.mark.slow
+
+TARGET = SHAPES["tiny"]
+HIDDEN, DRAFTED = TARGET.hidden, 100
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=3, ignore_eos=True)
+PENALISED = replace(DRAWN, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=3)
+PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (11,) * 9, tuple(range(100, 117)), (1, 2, 1, 2, 1)]
+REQUESTS = [(prompt, (GREEDY, DRAWN, PENALISED)[number % 3]) for number, prompt in enumerate(PROMPTS * 2)]
+
+
+def tensors(num_taps: int = 2, *, has_head: bool = True) -> dict[str, torch.Tensor]:
+    """Random ones, of heads that differ from the target's in number."""
+    numbers = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=numbers) * 2 / shape[-1] ** 0.5
+
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    found = {
+        "fc.weight": random(HIDDEN, num_taps * HIDDEN),
+        "midlayer.self_attn.q_proj.weight": random(96, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": random(48, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": random(48, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": random(HIDDEN, 96),
+        "midlayer.mlp.gate_proj.weight": random(80, HIDDEN),
+        "midlayer.mlp.up_proj.weight": random(80, HIDDEN),
+        "midlayer.mlp.down_proj.weight": random(HIDDEN, 80),
+        **{f"{name}.weight": 1 + random(HIDDEN) for name in norms},
+        "d2t": torch.randperm(TARGET.vocab, generator=numbers)[:DRAFTED].sort().values - torch.arange(DRAFTED),
+        "t2d": torch.zeros(TARGET.vocab, dtype=torch.bool),
+    }
+    return {**found, "lm_head.weight": random(DRAFTED, HIDDEN)} if has_head else found
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    usual = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "hidden_size": HIDDEN, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 3,
+        "head_dim": 16, "vocab_size": TARGET.vocab, "draft_vocab_size": DRAFTED, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "rope_theta": 50_000.0,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
+    }  # fmt: skip
+    return {**usual, **changes}
+
+
+def written(folder: Path, found: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
+    """A head as SpecForge writes it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(**changes)))
+    save_file(tensors() if found is None else found, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("head"))
+
+
+def drafting(folder: Path, depth: int = 3) -> Drafting:
+    model = drafted_for(plain_llm().executor.model)
+    return eagle(DraftCheckpoint.open(folder, TARGET).load(model, MAX_LEN + 16), depth)
+
+
+# -- what is drafted ------------------------------------------------------------------------------------------
+
+
+class ByHand:
+    """The head over whole sequences, without pages."""
+
+    def __init__(self, folder: Path, taps: Sequence[int], *, norms: bool) -> None:
+        self.weights = load_file(folder / "model.safetensors")
+        self.model = drafted_for(plain_llm().executor.model)
+        self.taps, self.norms = tuple(taps), norms
+        layer = DraftCheckpoint.open(folder, TARGET).config.layer
+        self.angles = rope_table(layer, 200, torch.device("cpu"))
+
+    def normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.rms_norm(x, (HIDDEN,), self.weights[f"{name}.weight"], 1e-5)
+
+    def projected(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ self.weights[f"midlayer.{name}_proj.weight"].T
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        x, count = x.view(x.shape[0], -1, 16), x.shape[0]
+        half = torch.cat([x[..., 8:], x[..., :8]], -1)
+        return x * self.angles.cos[:count, None] + half * self.angles.sin[:count, None]
+
+    def states(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's output at every position; `tokens` come after the positions."""
+        embedded = self.model.weights.embedding[torch.tensor(tokens)]
+        x = torch.cat(
+            [self.normed(embedded, "midlayer.input_layernorm"), self.normed(hidden, "midlayer.hidden_norm")], 1
+        )
+        q, k = (self.turned(self.projected(x, f"self_attn.{name}")) for name in "qk")
+        v = self.projected(x, "self_attn.v").view(len(tokens), -1, 16)
+        k, v = (part.repeat_interleave(2, 1) for part in (k, v))
+        q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = hidden + self.projected(mixed.transpose(0, 1).flatten(1), "self_attn.o")
+        inner = self.normed(x, "midlayer.post_attention_layernorm")
+        gated = functional.silu(self.projected(inner, "mlp.gate")) * self.projected(inner, "mlp.up")
+        return x + self.projected(gated, "mlp.down")
+
+    def drafts(self, known: Sequence[int], depth: int) -> list[int]:
+        computed, pages = len(known) - 1, torch.arange(1, 30)[None].repeat(2, 1)
+        queries = Queries(torch.ones(computed).long(), torch.arange(computed), pages, tokens_per_row=None)
+        cache = CacheGroup.empty(self.model.keeps, 40, 8, dtype=torch.float32, device=torch.device("cpu"))
+        taps = self.model.hidden(torch.tensor(known[:-1]), queries, cache, taps=self.taps).taps
+        if self.norms:
+            taps = tuple(state / (state.square().mean(-1, keepdim=True) + 1e-5).sqrt() for state in taps)
+        hidden, tokens = torch.cat(taps, 1) @ self.weights["fc.weight"].T, list(known[1:])
+        head = self.weights.get("lm_head.weight")
+        ids = torch.arange(DRAFTED) + self.weights["d2t"]
+        head = self.model.weights.head.values()[ids] if head is None else head
+        for _ in range(depth):
+            last = self.states(tokens, hidden)[-1:]
+            tokens.append(int(ids[(self.normed(last, "norm") @ head.T).argmax()]))
+            hidden = torch.cat([hidden, last])
+        return tokens[-depth:]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("kind", ["published", "norms, target's head"])
+def test_drafts_are_those_of_the_head_over_the_whole_sequence(tmp_path: Path, kind: str, depth: int) -> None:
+    """Whatever was rejected, cut into chunks, or computed among others."""
+    own = kind == "published"
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, 1] if own else [1, 0], "norms_features": not own}
+    folder = written(tmp_path, tensors(has_head=own), eagle_config=taps)
+    by_hand = ByHand(folder, [0, 1] if own else [1, 0], norms=not own)
+    core = speculating(drafting(folder, depth), "disabled", max_ahead=0, prefix_cache=False, chunk=7)
+    tables, seen = core.executor.tables, 0
+    waiting = [Request(f"{number}", *one) for number, one in enumerate(REQUESTS[:6])]
+    while waiting or not core.is_idle:
+        if waiting:
+            core.add(waiting.pop(0))
+        for sequence, tokens, finish in core.step():
+            if tokens and finish is None:
+                found = tables["draft"].view(-1, depth)[sequence.row].tolist()
+                assert found == by_hand.drafts(sequence.known(), depth)
+                seen += 1
+    assert seen > 60
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])
+def test_output_is_that_of_plain_decoding(folder: Path, backend: str) -> None:
+    core = speculating(drafting(folder), backend)
+    driver = Driver(core)
+    check(driver.run(REQUESTS))
+    check(driver.run(REQUESTS[::-1]))
+    if backend != "disabled":
+        assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
+
+
+def test_a_scarce_cache(folder: Path) -> None:
+    core = speculating(drafting(folder), "disabled", num_pages=16, reserve_tokens=0, max_ahead=3)
+    check(Driver(core, every=1).run(REQUESTS))
+    assert core.scheduler.counts.preemptions > 0
+
+
+def test_all_of_the_context_is_used(folder: Path) -> None:
+    core = speculating(drafting(folder, 5), "disabled", max_ahead=3)
+    long = tuple(range(30, 30 + MAX_LEN - 20))
+    check(Driver(core, every=1).run([(long, replace(GREEDY, max_tokens=40)), ((9, 8, 7), DRAWN), (long, DRAWN)]))
+
+
+def test_the_recordings_are_right_and_a_steady_round_is_one_launch(folder: Path) -> None:
+    core = speculating(drafting(folder, 2), reserve_tokens=MAX_LEN)
+    for runner in core.executor.runners.values():
+        assert verify(runner, batches=1).ok
+    runner, tables = core.executor.runners[TARGET_VERIFY.name], core.executor.tables
+    sequences = [
+        core.add(Request(f"{n}", prompt, replace(GREEDY, max_tokens=60)))[0] for n, prompt in enumerate(PROMPTS[:2])
+    ]
+    for _ in range(6):
+        core.step()
+    before = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
+    for _ in range(15):
+        core.step()
+    after = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
+    assert after == (*before[:2], before[2] + 15)
+    while not core.is_idle:
+        core.step()
+    check(sequences)
+
+
+def test_a_page_costs_what_the_head_keeps_too(folder: Path) -> None:
+    model, made = plain_llm().executor.model, drafting(folder)
+    plain, both = (page_bytes(kept_by(model, one), 8, model.dtype) for one in (PASSES, speculating_passes(made)))
+    assert both - plain == 8 * 2 * 3 * 16 * 4
+
+
+# -- which are refused ----------------------------------------------------------------------------------------
+
+
+def without(name: str) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in tensors().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "said"),
+    [
+        ({"architectures": ["LlamaModel"]}, None, "the architecture is LlamaModel"),
+        ({"hidden_size": 32}, None, "its hidden size is 32, and the model's is 64"),
+        ({"vocab_size": 300}, None, "its vocabulary is 300, and the model's is 256"),
+        ({"draft_vocab_size": 300}, None, "its draft vocabulary is 300"),
+        ({"num_hidden_layers": 2}, None, "it has 2 layers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, None, r"it taps the layers \[0, 2\]"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1]}}, None, r"it taps the layers \[1, 1\]"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, None, "as in EAGLE-1"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, None, "fc.weight has shape"),
+        ({"attention_bias": True}, None, "biases"),
+        ({}, without("norm.weight"), "norm.weight is missing"),
+        ({}, without("d2t"), "d2t is missing"),
+        ({}, {**tensors(), "midlayer.extra": torch.zeros(1)}, "midlayer.extra is no part"),
+        ({}, {**tensors(), "fc.weight": torch.zeros(HIDDEN, HIDDEN)}, "fc.weight has shape"),
+        ({}, {**tensors(), "d2t": torch.zeros(DRAFTED)}, "d2t is stored as F32"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, Any], found: dict[str, torch.Tensor] | None, said: str
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        DraftCheckpoint.open(written(tmp_path, found, **changes), TARGET)
+
+
+def test_weights_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    for name, wrong in (
+        ("d2t", torch.full((DRAFTED,), 250)),
+        ("fc.weight", torch.full((HIDDEN, 2 * HIDDEN), torch.nan)),
+    ):
+        with pytest.raises(CheckpointError, match="does not fit"):
+            drafting(written(tmp_path, {**tensors(), name: wrong}))
+
+
+def test_files_that_are_not_there_or_damaged_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"it has no config\.json"):
+        DraftCheckpoint.open(tmp_path, TARGET)
+    folder = written(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"no header")
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        DraftCheckpoint.open(folder, TARGET)
+
+
+def test_a_head_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*args: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(LLM, "_model", read)
+    options = EngineOptions(speculate="eagle", draft=written(tmp_path, hidden_size=32))
+    with pytest.raises(CheckpointError, match="hidden size"):
+        LLM(RandomCheckpoint(TARGET), device="cpu", options=options)
+
+
+def test_a_head_and_its_flag_come_together(folder: Path) -> None:
+    for options in ({"speculate": "eagle"}, {"draft": folder}, {"speculate": "ngram", "draft": folder}):
+        with pytest.raises(PlanError, match="together, or neither"):
+            EngineOptions(**options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_an_llm_with_a_head(folder: Path, device: str) -> None:
+    options = EngineOptions(
+        max_seqs=4, max_tokens=64, max_len=MAX_LEN, page_size=8, dtype=torch.float32, speculate="eagle", draft=folder
+    )
+    llm = LLM(RandomCheckpoint(TARGET), device=device, options=options)
+    found = llm.generate(PROMPTS, GREEDY)
+    assert [one.tokens for one in found] == [one.tokens for one in plain_llm().generate(PROMPTS, GREEDY)]
+    assert llm.drafting is not None
+    assert llm.drafting.name == "eagle"

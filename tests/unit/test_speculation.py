@@ -1,0 +1,396 @@
+"""Speculation: rounds of verify and draft say what plain decoding says, whatever is drafted."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph import LLM, EmulatedDevice, EngineOptions, PlanError, RequestError, SamplingParams, verify
+from phonograph.cli.flags import add_engine_flags, arguments_from
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
+from phonograph.engine.execution.executor import Executor
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.passes.drafting import Drafting
+from phonograph.engine.passes.ngram import ngram
+from phonograph.engine.passes.registry import PREFILL, TARGET_VERIFY
+from phonograph.engine.requests.request import Request
+from phonograph.engine.requests.step import ScheduledStep
+from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.graphs.planning.settings import ask
+from speculation import MAX_LEN, Driver, check, oracle, plain, saying, speculating
+
+pytestmark = pytest.mark.slow
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=24, temperature=0.9, top_k=20, top_p=0.9, seed=3, ignore_eos=True)
+PENALISED = replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.4, logprobs=3)
+PENALISED_DRAWS = replace(DRAWN, frequency_penalty=1.5, logit_bias={7: 2.0, 9: -3.0}, min_p=0.01, logprobs=0)
+EVERY = (GREEDY, DRAWN, PENALISED, PENALISED_DRAWS)
+PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (11,) * 9, tuple(range(100, 117)), (1, 2, 1, 2, 1)]
+REQUESTS = [(prompt, EVERY[number % len(EVERY)]) for number, prompt in enumerate(PROMPTS * 2)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [
+        ("full", {}),
+        ("full", {"max_ahead": 3}),
+        ("breakable", {"max_ahead": 1}),
+        *(("disabled", changes) for changes in ({"max_ahead": 0}, {"max_ahead": 3}, {"mixed": False})),
+    ],
+    ids=str,
+)
+def test_output_is_that_of_plain_decoding(backend: str, changes: dict[str, Any]) -> None:
+    core = speculating(ngram(3), backend, **changes)
+    driver = Driver(core)
+    check(driver.run(REQUESTS))
+    check(driver.run(REQUESTS[::-1]))
+    runners = core.executor.runners
+    if backend != "disabled":
+        assert all(runner.stats.eager.total() == 0 for runner in runners.values())
+        assert runners[TARGET_VERIFY.name].stats.replays.total() > 0
+
+
+def test_all_passes_are_compiled_too() -> None:
+    core = speculating(oracle(3, 30), "tc_piecewise")
+    check(Driver(core).run(REQUESTS))
+    assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
+
+
+@pytest.mark.parametrize("params", EVERY, ids=["greedy", "drawn", "penalised", "penalised draws"])
+def test_second_turns_find_accepted_tokens_alone(params: SamplingParams) -> None:
+    """A rejected draft's keys in the prefix cache would show in nobody's first turn."""
+    core = speculating(oracle(4, 50), "disabled", page_size=4, num_pages=200)
+    driver = Driver(core)
+    for length in range(9, 17):
+        turn = (tuple(range(30, 30 + length)), replace(params, max_tokens=13))
+        first = driver.run([turn])
+        check(first)
+        hits = core.scheduler.counts.prefix_hit_tokens
+        second = (*first[0].request.prompt, *first[0].outputs, 3, 1)
+        check(driver.run([(second, turn[1])]))
+        assert core.scheduler.counts.prefix_hit_tokens - hits >= (length + 8) // 4 * 4
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_ends_within_a_round(offset: int) -> None:
+    """A stop id at each place of a round."""
+    core = speculating(oracle(3, 0), "disabled")
+    prompt = (5, 9, 200, 3)
+    stop = plain(prompt, GREEDY).tokens[offset]
+    params = replace(GREEDY, stop_token_ids=(stop,), logprobs=1)
+    check(Driver(core).run([(prompt, params), ((7,), GREEDY)]))
+
+
+def test_all_of_the_context_is_used() -> None:
+    """Rounds that are launched ahead of a row's end compute tokens past it, and past the context."""
+    core = speculating(oracle(5, 20), "disabled", max_ahead=3)
+    long = tuple(range(30, 30 + MAX_LEN - 20))
+    requests = [(long, replace(one, max_tokens=40)) for one in EVERY] + [((9, 8, 7), GREEDY), ((4,) * 12, DRAWN)]
+    driver = Driver(core, every=1)
+    check(driver.run(requests))
+    check(driver.run(requests[::-1]))
+
+
+def test_a_scarce_cache() -> None:
+    core = speculating(oracle(3, 30), "disabled", num_pages=16, reserve_tokens=0, max_ahead=3)
+    check(Driver(core, every=1).run(REQUESTS))
+    assert core.scheduler.counts.preemptions > 0
+
+
+def raises(accepted: Any) -> torch.Tensor:
+    raise ValueError("no idea")
+
+
+NONSENSE: dict[str, Drafting] = {
+    "raises": saying(3, raises),
+    "out of the vocabulary": saying(3, lambda found: torch.full((len(found.rows), 3), 1 << 40)),
+    "below 0": saying(3, lambda found: torch.full((len(found.rows), 3), -(1 << 40))),
+    "of another shape": saying(3, lambda found: torch.zeros(len(found.rows), 7)),
+    "its own rows": saying(3, lambda found: found.rows[:, None].repeat(1, 3)),
+}
+
+
+@pytest.mark.parametrize("backend", ["full", "disabled"])
+@pytest.mark.parametrize("name", NONSENSE)
+def test_no_output_depends_on_the_drafter(name: str, backend: str) -> None:
+    check(Driver(speculating(NONSENSE[name], backend)).run(REQUESTS[:6]))
+
+
+def test_a_right_drafter_is_believed() -> None:
+    core = speculating(oracle(3, 0), max_ahead=0, prefix_cache=False)
+    check(Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25))]))
+    assert core.scheduler.counts.steps == 1 + 24 // 4
+
+
+def test_requests_may_decline() -> None:
+    core = speculating(oracle(3, 0), max_ahead=0, prefix_cache=False)
+    for asked, steps in ((False, 24), (0, 24), (1, 12), (2, 8), (3, 6), (9, 6), (True, 6)):
+        before = core.scheduler.counts.steps
+        check(Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25, speculate=asked))]))
+        assert core.scheduler.counts.steps - before == 1 + steps, asked
+
+
+class Even:
+    """Allows tokens with even numbers, and tells what came."""
+
+    def __init__(self) -> None:
+        self.came: list[int] = []
+
+    def mask(self) -> Any:
+        return np.full(64, 0x55555555, dtype=np.int32)
+
+    def accept(self, token: int) -> None:
+        self.came.append(token)
+
+
+def test_a_grammar_decodes_plainly_beside_others() -> None:
+    def answer(core: EngineCore[Executor], *, alone: bool) -> tuple[list[int], list[int]]:
+        constraint, params = Even(), replace(GREEDY, max_tokens=12)
+        request = Request("guided", (5, 6, 7), params, run_ahead=False)
+        [sequence] = core.add(request, [constraint])
+        others = [] if alone else [core.add(Request(f"{n}", prompt, GREEDY))[0] for n, prompt in enumerate(PROMPTS[:3])]
+        while not core.is_idle:
+            core.step()
+        check(others)
+        assert constraint.came == sequence.outputs[:-1], "the last one ends it"
+        return sequence.outputs, constraint.came
+
+    llm = LLM(
+        RandomCheckpoint(SHAPES["tiny"]), device="cpu",
+        options=EngineOptions(max_seqs=4, max_len=64, dtype=torch.float32, attention="reference", kernels="reference"),
+    )  # fmt: skip
+    wanted = answer(llm.core, alone=True)
+    assert all(token % 2 == 0 for token in wanted[0])
+    for drafting in (ngram(3), oracle(2, 0)):
+        assert answer(speculating(drafting), alone=drafting.name == "oracle") == wanted
+
+
+def test_a_steady_round_is_one_launch_and_no_copy() -> None:
+    params = replace(GREEDY, max_tokens=80)
+    core = speculating(oracle(2, 60), reserve_tokens=MAX_LEN)
+    runner, tables = core.executor.runners[TARGET_VERIFY.name], core.executor.tables
+    sequences = [core.add(Request(f"{n}", prompt, params))[0] for n, prompt in enumerate(PROMPTS[:2])]
+    for _ in range(6):
+        core.step()
+    loads, updates = runner.registry.counts.transfers, tables.counts.transfers
+    replays, steps = runner.stats.replays.total(), core.scheduler.counts.steps
+    for _ in range(15):
+        core.step()
+    assert core.scheduler.counts.steps - steps == runner.stats.replays.total() - replays == 15
+    assert (runner.registry.counts.transfers, tables.counts.transfers) == (loads, updates)
+    while not core.is_idle:
+        core.step()
+    check(sequences)
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_the_recordings_are_right(backend: str) -> None:
+    core = speculating(ngram(3), backend)
+    for runner in core.executor.runners.values():
+        report = verify(runner, batches=1)
+        assert report.ok, report
+
+
+@pytest.mark.parametrize("name", [TARGET_VERIFY.name, PREFILL.name])
+def test_a_step_that_raises_is_run_again_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it has run: the tables are put back, and drafts are none of what the host must know."""
+    core, launch, raised = speculating(oracle(3, 20), "disabled"), Executor.launch, list[int]()
+
+    def failing(executor: Executor, step: Any) -> Any:
+        launched = launch(executor, step)
+        if step.pass_name == name and len(step.decodes.rows) > 1 and len(raised) < 3:
+            raised.append(step.number)
+            raise ValueError("it fell over")
+        return launched
+
+    monkeypatch.setattr(Executor, "launch", failing)
+    check(Driver(core).run(REQUESTS))
+    assert len(raised) == 3
+
+
+def test_rounds_among_prompts_accept_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, counts, commit = speculating(oracle(3, 0)), list[int](), Scheduler.commit
+
+    def noting(scheduler: Scheduler, step: ScheduledStep, sampled: Any, now: float | None = None) -> Any:
+        if step.prefills and sampled.counts is not None:
+            counts.extend(sampled.counts[: len(step.decodes)])
+        return commit(scheduler, step, sampled, now)
+
+    monkeypatch.setattr(Scheduler, "commit", noting)
+    check(Driver(core, every=2).run(REQUESTS))
+    assert max(counts) == 4
+
+
+# -- front doors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("depth", [1, None, 5])
+def test_an_llm_that_speculates(device: str, depth: int | None) -> None:
+    options = EngineOptions(
+        max_seqs=4, max_tokens=64, max_len=MAX_LEN, page_size=8, dtype=torch.float32,
+        speculate="ngram", speculate_depth=depth,
+    )  # fmt: skip
+    on = EmulatedDevice(poison=True) if device == "emulated" else device
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device=on, options=options)
+    for params in EVERY:
+        found = llm.generate(PROMPTS, params)
+        assert [tuple(one.tokens) for one in found] == [plain(prompt, params).tokens for prompt in PROMPTS]
+    assert llm.limits.tokens_per_row == (depth or 3) + 1
+    assert TARGET_VERIFY.name in llm.explain()
+
+
+def test_a_backend_is_asked_for_by_the_phase_s_name() -> None:
+    options = EngineOptions(max_seqs=2, max_len=64, page_size=8, dtype=torch.float32, speculate="ngram")
+    asked = [ask(f"{TARGET_VERIFY.name}.backend", "breakable", origin="test")]
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options, asked=asked)
+    assert llm.plan.phase(TARGET_VERIFY.name).backend == "breakable"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"speculate": "medusa"}, "speculate is one of off, ngram"),
+        ({"speculate_depth": 2}, "nothing is"),
+        ({"speculate": "ngram", "embeddings": True}, "exclude each other"),
+        ({"speculate": "ngram", "speculate_depth": 0}, "speculate_depth must be a whole number"),
+        ({"speculate": "ngram", "speculate_depth": 16}, "speculate_depth must be a whole number"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        EngineOptions(**options)
+
+
+def test_requests_that_ask_for_more_than_there_is_are_refused() -> None:
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="cpu", options=EngineOptions(max_seqs=2, max_len=64))
+    with pytest.raises(RequestError, match="this engine drafts nothing") as caught:
+        llm.generate([[1, 2]], SamplingParams(speculate=True))
+    assert caught.value.field == "speculate"
+    llm.generate([[1, 2]], SamplingParams(speculate=False))
+    for wrong in (-1, 1.5, "yes"):
+        with pytest.raises(RequestError, match="speculate must be a whole number"):
+            SamplingParams(speculate=wrong)  # type: ignore[arg-type]
+
+
+# -- flags ----------------------------------------------------------------------------------------------------
+
+
+def options_of(*flags: str) -> EngineOptions:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_engine_flags(parser)
+    return arguments_from(parser.parse_args(flags)).options
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ((), ("off", 0, None)),
+        (("--speculate", "ngram"), ("ngram", 3, None)),
+        (("--speculate", "ngram", "--speculate-depth", "5"), ("ngram", 5, None)),
+        (("--speculate", "eagle", "--draft", "head"), ("eagle", 3, Path("head"))),
+        (("--speculative-algorithm", "NGRAM", "--speculative-num-steps", "4"), ("ngram", 4, None)),
+        (("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"), ("ngram", 3, None)),
+        (
+            ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "head",
+             "--speculative-eagle-topk", "1", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
+            ("eagle", 3, Path("head")),
+        ),
+    ],
+)  # fmt: skip
+def test_flags_ask_for_options(flags: tuple[str, ...], wanted: tuple[str, int, Path | None]) -> None:
+    found = options_of(*flags)
+    assert (found.speculate, found.draft_depth, found.draft) == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--speculative-algorithm", "MEDUSA"), "--speculative-algorithm MEDUSA is not built in"),
+        (("--speculative-eagle-topk", "4"), "--speculative-eagle-topk 4 is not built in"),
+        (("--speculative-num-steps", "many"), "is a number of tokens"),
+        (("--speculate", "ngram", "--speculative-algorithm", "EAGLE"), "Keep --speculate alone"),
+        (("--speculate", "ngram", "--speculate-depth", "3", "--speculative-num-steps", "4"), "Keep --speculate-depth"),
+        (("--speculate-depth", "3"), "Give --speculate a drafter"),
+        (("--draft", "head"), "together, or neither"),
+        (("--speculate", "ngram", "--decode-graph-backend", "full"), "Use --target-verify-graph-"),
+        (("--target-verify-graph-backend", "full"), "Use --decode-graph-"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags: tuple[str, ...], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        options_of(*flags)
+
+
+# -- what is counted ------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
+    core = speculating(oracle(3, 0), "disabled", max_ahead=0, prefix_cache=False)
+    Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25))])
+    Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=5, speculate=False))])
+    core.add(Request("guided", (5, 6, 7), replace(GREEDY, max_tokens=4), run_ahead=False), [Even()])
+    while not core.is_idle:
+        core.step()
+    found = core.speculation.counts
+    assert (found.rounds, found.tokens, found.drafted, found.accepted) == (6, 24, 18, (6, 6, 6))
+    assert found.plain == {"grammar": 3, "request": 4}
+    assert found.tokens_per_round == 4.0
+    assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by place: 100%, 100%, 100%; decoded")
+
+
+def test_rounds_that_end_bring_what_is_taken_of_them() -> None:
+    core = speculating(oracle(3, 0), "disabled", max_ahead=3, prefix_cache=False)
+    [sequence] = Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=8))])
+    assert (sequence.num_drafted, sequence.num_accepted) == (6, 5)
+    assert core.speculation.counts.rounds == 2, "rounds launched ahead of the end are none"
+
+
+# -- plain steps ----------------------------------------------------------------------------------------------
+
+
+class Alternating:
+    """Some rounds, then some plain steps."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.calls = most, 0
+
+    def of(self, decodes: Any) -> int:
+        self.calls += 1
+        return self.most if self.calls // 3 % 2 else 1
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])
+def test_rounds_and_plain_steps_in_turn(backend: str) -> None:
+    core = speculating(ngram(3), backend)
+    core.scheduler.width = Alternating(4)  # type: ignore[assignment]
+    check(Driver(core).run(REQUESTS))
+    if backend != "disabled":
+        assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
+
+
+def test_where_nobody_takes_drafts_steps_are_plain_and_steady() -> None:
+    core = speculating(ngram(3), reserve_tokens=MAX_LEN)
+    runner, tables = core.executor.runners[TARGET_VERIFY.name], core.executor.tables
+    params = replace(GREEDY, max_tokens=60, speculate=False)
+    sequences = [core.add(Request(f"{n}", prompt, params))[0] for n, prompt in enumerate(PROMPTS[:2])]
+    for _ in range(6):
+        core.step()
+    before = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
+    for _ in range(20):
+        core.step()
+    after = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
+    assert after == (*before[:2], before[2] + 20)
+    while not core.is_idle:
+        core.step()
+    check(sequences)
+    assert {key.axes for key in runner.stats.replays} == {"drafts=off"}
+    assert core.speculation.counts.plain["request"] == 2 * 59
