@@ -6,12 +6,11 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +38,8 @@ from phonograph.engine.precision import precision_for
 from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
-from phonograph.engine.requests.token_id import as_token_id
 from phonograph.engine.requests.vectors import embedding_of, normalized
-from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
+from phonograph.engine.scheduling.prompts import as_prompts, as_token_ids
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.step_width import width_by
 from phonograph.engine.text import ChatTemplate, ContentGuard, StopStrings, TextReader, Tokenizer
@@ -102,21 +100,6 @@ class _Reader:
             self.done.finish = FinishReason.STOP if hit else finish
             self.done.error = self.sequence.error
         return text, hit
-
-
-def _as_prompts(prompts: object) -> list[Any]:
-    """Texts, or lists of token ids; refuses what is neither."""
-    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, (str, *UNORDERED))
-    many: list[Any] = list(prompts) if is_many else [prompts]  # type: ignore[call-overload]
-    for prompt in many:
-        refuse_unlike_prompts(prompt)
-    return many
-
-
-def _as_token_ids(prompt: Many[int]) -> tuple[int, ...]:
-    """Token ids as Python's own integers; numpy's and torch's are taken too."""
-    refuse_unlike_prompts(prompt)
-    return tuple([token if type(token) is int else as_token_id(token) for token in prompt])
 
 
 class LLM:
@@ -219,7 +202,7 @@ class LLM:
         self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Complete prompts, texts or token ids; results in the order of the prompts, n for each."""
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         return self._generated([self._encoded(prompt) for prompt in many], params, continues=True)
 
     def chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Completion:
@@ -241,11 +224,12 @@ class LLM:
 
         Made by an engine with EngineOptions(embeddings=True). With `normalize` every vector has length 1.
         """
-        many = [self._encoded(prompt) for prompt in _as_prompts(prompts)]
+        many = [self._encoded(prompt) for prompt in as_prompts(prompts)]
         with self._alone():
             added = [self._added(prompt, SamplingParams(max_tokens=0), pooling)[0] for prompt in many]
-            while any(sequence.finish is None for sequence in added):
-                self.core.step()
+            for sequence in added:  # whoever ends before the one that is waited for has its vector by then
+                while sequence.finish is None:
+                    self.core.step()
         vectors = [embedding_of(sequence) for sequence in added]
         vectors = [normalized(one) for one in vectors] if normalize else vectors
         return np.stack(vectors) if vectors else np.zeros((0, self.checkpoint.config.hidden), dtype=np.float32)
@@ -329,7 +313,7 @@ class LLM:
         return self.tokenizer
 
     def _encoded(self, prompt: str | Many[int]) -> tuple[int, ...]:
-        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else _as_token_ids(prompt)
+        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else as_token_ids(prompt)
 
     def chat_length(self, messages: Many[Message]) -> int:
         """How many tokens a conversation has, as the model gets it."""
