@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from phonograph.server.app import OPERATIONS
-from phonograph.server.openai.message_schemas import MESSAGE, RESPONSE_FORMAT, TOOL
+from phonograph.server.openai.message_schemas import MESSAGE, RESPONSE_FORMAT, STRUCTURED_OUTPUTS, TOOL
 from phonograph.server.openapi import document
 from server import tiny
 from server.conftest import TINY_FLAGS, Server, serving
 
-OF_TEMPLATES = (MESSAGE, TOOL, RESPONSE_FORMAT)
+OF_TEMPLATES = (MESSAGE, TOOL, RESPONSE_FORMAT, STRUCTURED_OUTPUTS)
 """What the document describes in the form that is always served; a template, or null, may make more of it valid."""
 
 
@@ -36,8 +36,16 @@ schema = schemathesis.openapi.from_dict(document(OPERATIONS))
 open_schema = schemathesis.openapi.from_dict(opened(document(OPERATIONS)))
 
 EXAMPLES: dict[str, Any] = {"max_examples": 40, "deadline": None, "derandomize": True, "database": None}
-GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-GRAMMARS = {"guided_json": {"type": "boolean"}, "guided_regex": "a+", "guided_grammar": 'start: "a"'}
+GUIDED = (
+    *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "structured_outputs",
+)
+GRAMMARS = {
+    "guided_json": {"type": "boolean"},
+    "guided_regex": "a+",
+    "guided_grammar": 'start: "a"',
+    "structured_outputs": {"regex": "a+"},
+}
 NEEDS = {
     "stream_options": "stream",
     "top_logprobs": "logprobs",
@@ -58,7 +66,7 @@ def roomy_server() -> Iterator[Server]:
     """One with a context that no made-up request exceeds."""
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.write(Path(folder) / "tiny", context=8192)
-        with serving("--model", str(model), *TINY_FLAGS, "--cache-tokens", "65536") as server:
+        with serving("--model", str(model), *TINY_FLAGS, "--cache-tokens", "65536", "--embeddings") as server:
             yield server
 
 
@@ -89,7 +97,7 @@ def fitted_request(body: dict[str, Any]) -> dict[str, Any]:
     """A valid body made to fit what no schema says: this model, its vocabulary, short answers, fields that need or
     exclude others, and grammars in languages of their own."""
     body = fitted(body)
-    for name in ("model", "chat_template_kwargs", "best_of", "max_completion_tokens"):
+    for name in ("model", "chat_template_kwargs", "best_of", "max_completion_tokens", "speculate"):
         body.pop(name, None)
     for name in ("tokens", "stop_token_ids", "allowed_token_ids"):
         if body.get(name):
@@ -100,6 +108,10 @@ def fitted_request(body: dict[str, Any]) -> dict[str, Any]:
         body["n"] = min(body["n"], 2)
     if body.get("tool_choice") is not None:
         body["tool_choice"] = "auto"
+    if body.get("continue_final_message"):  # with a text, and in place of a new message
+        last = (body.get("messages") or [{}])[-1].get("content")
+        name = "add_generation_prompt" if isinstance(last, str) and last.strip() else "continue_final_message"
+        body.pop(name, None)
     for name, other in NEEDS.items():
         if body.get(other) is None or body.get(other) is False:  # 0 is a number of logprobs
             body.pop(name, None)
@@ -132,9 +144,22 @@ def fitted_tokenize(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in ("prompt", "add_special_tokens")}
 
 
+def fitted_response(body: dict[str, Any]) -> dict[str, Any]:
+    """Of what `/v1/responses` takes, what no schema says: items, tools, formats, and what is stored."""
+    for name in ("previous_response_id", "tools", "text", "tool_choice"):
+        body.pop(name, None)
+    if not isinstance(body["input"], str) or not body["input"]:
+        body["input"] = "hello"
+    body["include"] = ["message.output_text.logprobs"]
+    body["max_output_tokens"] = min(body.get("max_output_tokens") or 4, 4)
+    return body
+
+
 VALID = {
     "/v1/completions": lambda body: fitted_generation({**body, "prompt": fitted_prompt(body["prompt"])}),
     "/v1/chat/completions": fitted_generation,
+    "/v1/responses": fitted_response,
+    "/v1/embeddings": lambda body: {**body, "input": fitted_prompt(body["input"]), "dimensions": None},
     "/tokenize": fitted_tokenize,
     "/detokenize": lambda body: body,
 }
