@@ -120,6 +120,8 @@ def fitted_request(body: dict[str, Any]) -> dict[str, Any]:
 
 def fitted_generation(body: dict[str, Any]) -> dict[str, Any]:
     """What is sampled, and how."""
+    if body.get("stream"):
+        body.pop("prompt_logprobs", None)
     body["max_tokens"] = min(body.get("max_tokens") or 4, 4)
     body["min_tokens"] = min(body.get("min_tokens") or 0, 4)
     chosen = next((name for name in GUIDED if body.get(name) not in (None, {"type": "text"})), None)
