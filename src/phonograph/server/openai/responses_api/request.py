@@ -9,8 +9,11 @@ from msgspec import Meta
 
 from phonograph.server.http import request_limits as limits
 from phonograph.server.http.neutral_fields import NeutralField
+from phonograph.server.openai import message_schemas
 from phonograph.server.openai.requests import ContentTokens, Effort, Penalty, Probability, Stops, Verbosity
 
+Item = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.ITEM)]
+ResponseTool = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.RESPONSE_TOOL)]
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 ONLY_NEUTRAL = {
@@ -33,7 +36,7 @@ ONLY_NEUTRAL = {
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the text must look like."""
 
-    format: dict[str, Any] | None = None
+    format: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.TEXT_FORMAT)] | None = None
     """`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "name": …, "schema": …}`."""
     verbosity: Verbosity | None = None
 
@@ -57,7 +60,7 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/responses."""
 
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    input: str | Annotated[list[Item], Meta(min_length=1)]
     """A text of the user's, or items: messages, function_call, function_call_output and reasoning."""
     model: str | None = None
     instructions: str | None = None
@@ -68,14 +71,14 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Whether the response can be had again, and gone on with, by its id. Default: true."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     """Default: up to the end of the context."""
     temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
     """Needs `message.output_text.logprobs` in `include`."""
     include: list[Include] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -89,9 +92,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     prompt_cache_key: str | None = None
 
     # Not in OpenAI's API: as in chats.
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
     min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, extra_json_schema={"maximum": 3e38})] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
