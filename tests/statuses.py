@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from phonograph.engine.process.health import Health
-from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats
+from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats, SpeculationStats
 from phonograph.engine.process.traces import PassCounts, SequenceTrace
 from phonograph.engine.requests.request import FinishReason, SamplingParams
 from phonograph.engine.requests.request import Request as RequestOfUser
@@ -90,6 +90,9 @@ def stats(second: int = 0, **changes: object) -> EngineStats:
         preemptions=second // 200,
         prefix_lookup_tokens=2150 * second,
         prefix_hit_tokens=810 * second,
+        speculation=SpeculationStats(
+            7 * second, 18 * second, 21 * second, (6 * second, 4 * second, second), {"cost": second}
+        ),
         phases=(
             PhaseStats("decode", "full", "seqs", tuple(decode), (late,) if second else (), {"replay": 0.71 * second}),
             PhaseStats(
@@ -138,11 +141,12 @@ class Busy:
         params = SamplingParams(max_tokens=200, temperature=0.7).resolved()
         self.metrics.started(RequestOfUser(name, tuple(range(220)), params, arrival=float(self.second)))
         if ends:
-            prompt = (PassCounts("prefill", 1, {"capture failed": 1}),)
-            output = (PassCounts("decode", 180, {}), PassCounts("prefill", 8, {"too large": 2}))
-            details = {"capture failed": "the capture of prefill[tokens=4] failed", "too large": "611 tokens"}
+            failed = {"capture failed": "the capture of prefill[tokens=4] failed"}
+            prompt = (PassCounts("prefill", 1, {"capture failed": 1}, failed),)
+            mixed = PassCounts("prefill", 8, {"too large": 2}, {"too large": "611 tokens"})
+            output = (PassCounts("decode", 180, {}), mixed)
             counts, times = (220, 60, 190), (0.41, 0.47, 2.0)
-            self.metrics.traced(SequenceTrace(name, 0, FinishReason.STOP, *counts, *times, 1, prompt, output, details))
+            self.metrics.traced(SequenceTrace(name, 0, FinishReason.STOP, *counts, *times, 1, prompt, output))
 
     def warn(self, text: str, level: int = logging.WARNING) -> None:
         record = logging.LogRecord("phonograph", level, __file__, 1, text, None, None)

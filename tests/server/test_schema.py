@@ -74,7 +74,7 @@ def roomy_server() -> Iterator[Server]:
     """One with a context that no made-up request exceeds."""
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.write(Path(folder) / "tiny", context=8192)
-        with serving("--model", str(model), *TINY_FLAGS, "--cache-tokens", "65536") as server:
+        with serving("--model", str(model), *TINY_FLAGS, "--cache-tokens", "65536", "--embeddings") as server:
             yield server
 
 
@@ -165,9 +165,10 @@ def fitted_response(body: dict[str, Any]) -> dict[str, Any]:
 
 
 VALID = {
-    "/v1/responses": fitted_response,
     "/v1/completions": lambda body: fitted_generation({**body, "prompt": fitted_prompt(body["prompt"])}),
     "/v1/chat/completions": fitted_generation,
+    "/v1/responses": fitted_response,
+    "/v1/embeddings": lambda body: {**body, "input": fitted_prompt(body["input"]), "dimensions": None},
     "/tokenize": fitted_tokenize,
     "/detokenize": lambda body: body,
 }

@@ -44,8 +44,8 @@ def test_passes_are_counted_and_have_reasons(device: str) -> None:
     (found,) = asyncio.run(work())
     assert (found.finish, found.prompt_tokens, found.output_tokens) == (FinishReason.LENGTH, 39, 20)
     assert found.admitted is not None
-    assert found.prefilled is not None
-    assert 0 <= found.admitted <= found.prefilled <= found.ended
+    assert found.first_token is not None
+    assert 0 <= found.admitted < found.first_token <= found.ended
     (prompt,) = found.prompt
     assert (prompt.phase, prompt.total) == ("prefill", 3), "39 tokens, at most 16 a step"
     (output,) = found.output
@@ -55,8 +55,8 @@ def test_passes_are_counted_and_have_reasons(device: str) -> None:
         assert output == PassCounts("decode", output.total, {})
     else:
         assert output.eager == {"disabled": output.total}
-        assert set(found.details) == {"disabled"}
-        assert found.details["disabled"]
+        assert output.details == {"disabled": "the backend of decode is disabled"}
+        assert prompt.details == {"disabled": "the backend of prefill is disabled"}
 
 
 def test_who_waits_has_waited_and_who_leaves_is_cancelled() -> None:

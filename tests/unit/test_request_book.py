@@ -21,7 +21,7 @@ def request(name: str, n: int = 1) -> Request:
 def trace(name: str, index: int = 0, eager: int = 0) -> SequenceTrace:
     prompt = (PassCounts("prefill", 1, {"too large": eager} if eager else {}),)
     output = (PassCounts("decode", 7, {}),)
-    return SequenceTrace(name, index, FinishReason.LENGTH, 3, 0, 8, 0.5, 0.75, 2.0, 0, prompt, output, {})
+    return SequenceTrace(name, index, FinishReason.LENGTH, 3, 0, 8, 0.5, 0.75, 2.0, 0, prompt, output)
 
 
 def book() -> RequestBook:

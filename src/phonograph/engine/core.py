@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -71,8 +72,8 @@ class EngineCore(Generic[E]):
         self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
         """Steps with what the executor gave for them, or with what they sampled."""
         self._news: list[Update] = []
-        self.on_prompts: Callable[[ScheduledStep], None] | None = None
-        """Told of each step that computes parts of prompts, once it is launched."""
+        self.on_prompts: Callable[[ScheduledStep, float], None] | None = None
+        """Told of each step that computes parts of prompts, once it is launched, and when that began."""
 
     def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
         """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
@@ -129,9 +130,10 @@ class EngineCore(Generic[E]):
         """Schedule, execute, commit, report."""
         step = self.scheduler.schedule()
         if step is not None:
+            begun = time.monotonic() if step.prefills else 0.0
             launched = self._execute(step)
             if step.prefills and self.on_prompts is not None:
-                self.on_prompts(step)
+                self.on_prompts(step, begun)
             if launched is not None:
                 self._in_flight.append((step, launched))
         if self._in_flight and (step is None or len(self._in_flight) > self.scheduler.limits.max_ahead):
@@ -161,6 +163,7 @@ class EngineCore(Generic[E]):
         updates = self.scheduler.commit(step, sampled)
         if self.scheduler.limits.tokens_per_row > 1:
             self.speculation.note(step, updates)
+            self.scheduler.width.took(step, updates)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
                 followed, ended = self._follow(sequence, tokens)

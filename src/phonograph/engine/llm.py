@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
-import reprlib
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -29,7 +27,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
-from phonograph.engine.execution.speculation import drafting_for, open_draft, passes_with
+from phonograph.engine.execution.speculation import costs_for, drafting_for, open_draft, passes_with
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts, Noted
@@ -41,9 +39,11 @@ from phonograph.engine.precision import precision_for
 from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
+from phonograph.engine.requests.token_id import as_token_id
 from phonograph.engine.requests.vectors import embedding_of, normalized
 from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.scheduling.step_width import width_by
 from phonograph.engine.text import ChatTemplate, ContentGuard, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.bad_words import with_bad_words
 from phonograph.engine.text.guidance import Guidance
@@ -116,20 +116,7 @@ def _as_prompts(prompts: object) -> list[Any]:
 def _as_token_ids(prompt: Many[int]) -> tuple[int, ...]:
     """Token ids as Python's own integers; numpy's and torch's are taken too."""
     refuse_unlike_prompts(prompt)
-    return tuple([token if type(token) is int else _as_token_id(token) for token in prompt])
-
-
-def _as_token_id(token: Any) -> int:
-    try:
-        if not isinstance(token, bool):  # it has an index; as a token it is a slip
-            return operator.index(token)
-    except TypeError:
-        pass
-    raise RequestError(
-        f"a prompt of token ids holds whole numbers; found {reprlib.repr(token)} ({type(token).__name__}). "
-        "Give a text, or the ids that the model's tokenizer makes of it.",
-        field="prompt",
-    )
+    return tuple([token if type(token) is int else as_token_id(token) for token in prompt])
 
 
 class LLM:
@@ -195,6 +182,7 @@ class LLM:
         steps = step_passes_for(embeddings=options.embeddings, speculates=options.speculates)
         scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed, passes=steps)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
+        scheduler.width = width_by(self.limits, costs_for(options, self.executor))
         return EngineCore(scheduler, self.executor, grammars)
 
     def _planned(self, asked: Asked | Many[Ask], *, on_cpu_by_default: bool) -> Plan:
@@ -294,7 +282,9 @@ class LLM:
                 f"\ncompiled: {', '.join(compiled)}: layers in torch ops; attention, page writes and sampling as ever"
             )
         context = f"context: {self.limits.context}"
-        drafted = () if self.drafting is None else (f"speculation: {self.drafting}; {self.core.speculation.counts}",)
+        drafted = "speculation: off"
+        if self.drafting is not None:
+            drafted = f"speculation: {self.drafting}, {self.core.scheduler.width}; {self.core.speculation.counts}"
         about = [
             self.plan.explain(),
             f"model: {self.implementation}",
@@ -304,7 +294,7 @@ class LLM:
             context,
             described(self.sampling),
             self.checks,
-            *drafted,
+            drafted,
         ]
         return "\n".join([*about, runners, *self.executor.coverage_lines()])
 

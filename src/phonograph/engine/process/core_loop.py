@@ -168,6 +168,8 @@ class CoreLoop:
         request_id, index = sequence.request.id, sequence.index
         if index not in self._live.get(request_id, {}):
             return
+        if len(sequence.outputs) == len(tokens) > 0:
+            self._traces.first_token(sequence)
         logprobs = tuple(sequence.logprobs[-len(tokens) :]) if tokens else ()
         scores = self._new_scores(sequence) if sequence.prompt_logprobs else ()
         vector = b"" if sequence.embedding is None else sequence.embedding.tobytes()

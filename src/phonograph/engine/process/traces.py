@@ -22,6 +22,8 @@ class PassCounts(msgspec.Struct, frozen=True):
     replayed: int
     eager: dict[str, int]
     """By reason."""
+    details: dict[str, str] = msgspec.field(default_factory=dict)
+    """By reason, what the latest eager pass was like."""
 
     @property
     def total(self) -> int:
@@ -39,8 +41,8 @@ class SequenceTrace(msgspec.Struct, frozen=True):
     output_tokens: int
     admitted: float | None
     """When it got a row and pages; None if it never did."""
-    prefilled: float | None
-    """When the pass with the last of its prompt was launched."""
+    first_token: float | None
+    """When its first token was there; None if none ever was."""
     ended: float
     preemptions: int
     prompt: tuple[PassCounts, ...]
@@ -48,8 +50,6 @@ class SequenceTrace(msgspec.Struct, frozen=True):
     output: tuple[PassCounts, ...]
     """The passes that ran from there to its end, each of which brought it a token, but for the last few, which were
     launched ahead of its end."""
-    details: dict[str, str]
-    """By reason, what the latest eager pass was like."""
 
 
 Counted = dict[str, tuple[int, dict[Reason, int]]]
@@ -62,7 +62,8 @@ class _Life:
 
     admitted: float
     entries: int = 0
-    prefilled: float | None = None
+    first_token: float | None = None
+    is_prefilled: bool = False
     prompt: dict[str, PassCounts] = field(default_factory=dict)
     counted: Counted = field(default_factory=dict)
     """What the runners had counted when its prompt was computed."""
@@ -76,31 +77,36 @@ class Traces:
         self._clock = clock
         self._lives: dict[Sequence, _Life] = {}
 
-    def launched(self, step: ScheduledStep) -> None:
-        """A step that computes parts of prompts was launched."""
-        now = self._clock()
+    def launched(self, step: ScheduledStep, begun: float) -> None:
+        """A step that computes parts of prompts was launched, from this time of the clock on."""
         runner = self._runners[step.pass_name]
         last, phase = runner.last, runner.phase.name
-        eager = {last.reason.value: 1} if isinstance(last, RunEagerly) else {}
-        one = PassCounts(phase, 0 if eager else 1, eager)
+        one = PassCounts(phase, 1, {})
+        if isinstance(last, RunEagerly):
+            one = PassCounts(phase, 0, {last.reason.value: 1}, {last.reason.value: last.detail})
         counted: Counted | None = None
         for chunk in step.prefills:
             life = self._lives.get(chunk.sequence)
             if life is None:
-                life = self._lives[chunk.sequence] = _Life(now)
+                life = self._lives[chunk.sequence] = _Life(begun)
             life.entries += chunk.enters
             before = life.prompt.get(phase)
             life.prompt[phase] = one if before is None else _added(before, one)
             if chunk.samples:
                 counted = counted or self._counted()
-                life.prefilled, life.counted = now, counted
+                life.is_prefilled, life.counted = True, counted
+
+    def first_token(self, sequence: Sequence) -> None:
+        """Its first token is there."""
+        life = self._lives.get(sequence)
+        if life is not None:
+            life.first_token = self._clock()
 
     def ended(self, sequence: Sequence, finish: FinishReason) -> SequenceTrace:
         """What became of it; it is forgotten."""
         life, arrival = self._lives.pop(sequence, None), sequence.request.arrival
-        output = self._since(life.counted) if life is not None and life.prefilled is not None else ()
+        output = self._since(life.counted) if life is not None and life.is_prefilled else ()
         prompt = tuple(life.prompt.values()) if life is not None else ()
-        reasons = {reason for counts in (*prompt, *output) for reason in counts.eager}
         return SequenceTrace(
             request_id=sequence.request.id,
             index=sequence.index,
@@ -109,12 +115,11 @@ class Traces:
             cached_tokens=sequence.num_cached,
             output_tokens=len(sequence.outputs),
             admitted=None if life is None else life.admitted - arrival,
-            prefilled=None if life is None or life.prefilled is None else life.prefilled - arrival,
+            first_token=None if life is None or life.first_token is None else life.first_token - arrival,
             ended=self._clock() - arrival,
             preemptions=max(0, life.entries - 1) if life is not None else 0,
             prompt=prompt,
             output=output,
-            details={reason: self._detail(reason) for reason in sorted(reasons)},
         )
 
     def _counted(self) -> Counted:
@@ -126,22 +131,20 @@ class Traces:
         found = []
         for name, (replays, eager) in self._counted().items():
             old_replays, old_eager = before.get(name, (0, {}))
-            more = {reason.value: calls - old_eager.get(reason, 0) for reason, calls in eager.items()}
+            new = [reason for reason, calls in eager.items() if calls > old_eager.get(reason, 0)]
+            runner = self._runners[name]
             counts = PassCounts(
-                self._runners[name].phase.name,
+                runner.phase.name,
                 replays - old_replays,
-                {reason: calls for reason, calls in more.items() if calls},
+                {reason.value: eager[reason] - old_eager.get(reason, 0) for reason in new},
+                {reason.value: runner.stats.details[reason] for reason in new},
             )
             if counts.total:
                 found.append(counts)
         return tuple(found)
 
-    def _detail(self, reason: str) -> str:
-        found = (runner.stats.details.get(Reason(reason), "") for runner in self._runners.values())
-        return next(filter(None, found), "")
-
 
 def _added(one: PassCounts, other: PassCounts) -> PassCounts:
     reasons = {**one.eager, **other.eager}
     eager = {reason: one.eager.get(reason, 0) + other.eager.get(reason, 0) for reason in reasons}
-    return PassCounts(one.phase, one.replayed + other.replayed, eager)
+    return PassCounts(one.phase, one.replayed + other.replayed, eager, {**one.details, **other.details})

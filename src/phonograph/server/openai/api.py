@@ -260,7 +260,10 @@ class Api:
 
     def check_context(self, prompt: Sequence[int], param: str, max_outputs: int) -> None:
         """Refuse a prompt that does not fit the context with so many tokens of output."""
-        if prompt and (problem := self._llm.about.limits.misfit(len(prompt), max_outputs)):
+        limits = self._llm.about.limits
+        if prompt and (problem := limits.misfit(len(prompt), max_outputs)):
+            # OpenAI's first words: by these some clients know that a shorter prompt would be taken.
+            problem = f"This model's maximum context length is {limits.max_len} tokens, and {problem}"
             raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
     async def deliver(

@@ -22,6 +22,9 @@ ContentTokens = Literal["text", "special"]
 Verbosity = Literal["low", "medium", "high"]
 BadWord = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.BAD_WORD_CHARS.most})]
 _MAX_ALLOWED = {"maxItems": limits.ALLOWED_TOKENS.most}
+WHOLE = {"maximum": 2**63 - 1}
+FLOAT32 = {"maximum": 3e38}
+"""What can be kept, for the document; more is refused with these numbers where it is used."""
 _SOME = {"minLength": 1}
 _ANY_OF_SOME = {"minItems": 1}
 Message = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.MESSAGE)]
@@ -123,11 +126,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ) = None
     """Token id → what is added to its logit."""
 
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, extra_json_schema=WHOLE)] | None = None
     """Sample among this many likeliest tokens; 0 and -1 are off. Not in OpenAI's API."""
     min_p: Probability | None = None
     """Leave out tokens less likely than this share of the likeliest. Not in OpenAI's API."""
-    repetition_penalty: Annotated[float, Meta(gt=0, extra_json_schema={"maximum": 3e38})] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, extra_json_schema=FLOAT32)] | None = None
     """Not in OpenAI's API."""
     ignore_eos: bool | None = None
     """Go on after the end-of-sequence token. Not in OpenAI's API."""
@@ -141,7 +144,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Add `token_ids` to choices, and `prompt_token_ids`. Not in OpenAI's API."""
     return_tokens_as_token_ids: bool | None = None
     """In logprobs, call tokens `token_id:7`. Not in OpenAI's API."""
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, extra_json_schema=WHOLE)] | None = None
     """The fewest tokens; until then nothing ends the output. Not in OpenAI's API."""
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, extra_json_schema=_MAX_ALLOWED)] | None = None
     """Only these tokens may come. Not in OpenAI's API."""
@@ -185,7 +188,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
 
     prompt: str | Annotated[list[str | TokenId | Tokens], Meta(min_length=1)]
     """A text, several texts, token ids, or several lists of token ids."""
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, extra_json_schema=WHOLE)] | None = None
     """Default: 16. With 0 the prompt is computed, and scored where that is asked for, and nothing is generated."""
     logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
     """How many alternatives to report for each token."""
@@ -200,9 +203,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     """Each with a role (system, developer, user, assistant, tool) and content: a text or text parts."""
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, extra_json_schema=WHOLE)] | None = None
     """Default: up to the end of the context."""
-    max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=0, extra_json_schema=WHOLE)] | None = None
     """OpenAI's newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None

@@ -32,13 +32,13 @@ class ChoiceCard {
 
   show(trace) {
     write(this.badge, trace.finish);
-    const { admitted, prefilled, ended } = trace;
+    const { admitted, first_token: first, ended } = trace;
     const queued = admitted ?? ended;
-    const prompt = admitted === null ? 0 : (prefilled ?? ended) - admitted;
-    const output = prefilled === null ? 0 : ended - prefilled;
+    const prompt = admitted === null ? 0 : (first ?? ended) - admitted;
+    const output = first === null ? 0 : ended - first;
     this.bar.show([
       ["free", queued, `queued ${seconds(queued)}`],
-      ["cached", prompt, `prompt ${seconds(prompt)}`],
+      ["cached", prompt, `first token ${seconds(prompt)}`],
       ["used", output, `output ${seconds(output)}`],
     ]);
     const speed = output > 0 && trace.output_tokens > 1 ? `${((trace.output_tokens - 1) / output).toFixed(1)}/s` : null;
@@ -51,7 +51,7 @@ class ChoiceCard {
       ["in all", seconds(ended)],
     ]);
     const rows = [...trace.prompt.map((one) => ["prompt", one]), ...trace.output.map((one) => ["output", one])];
-    const lines = rows.flatMap(([part, one]) => lineOf(part, one, trace.details));
+    const lines = rows.flatMap(([part, one]) => lineOf(part, one));
     sync(this.body, lines, (line) => line.key, () => cells(["", "num", "num", "detail"]), (row, line) => {
       write(row.cells[0], line.name);
       write(row.cells[1], line.replayed);
@@ -62,11 +62,11 @@ class ChoiceCard {
 }
 
 /** Rows for the passes of a phase: one for replays, one for each reason of eager ones. */
-function lineOf(part, one, details) {
+function lineOf(part, one) {
   const name = `${part}: ${one.phase}`;
   const lines = one.replayed ? [{ key: `${name} replayed`, name, replayed: count(one.replayed), eager: "", why: "" }] : [];
   for (const [reason, calls] of Object.entries(one.eager)) {
-    const why = details[reason] ? `${reason}: ${details[reason]}` : reason;
+    const why = one.details[reason] ? `${reason}: ${one.details[reason]}` : reason;
     lines.push({ key: `${name} ${reason}`, name, replayed: "", eager: count(calls), why });
   }
   return lines;

@@ -10,7 +10,16 @@ from msgspec import Meta
 from phonograph.server.http import request_limits as limits
 from phonograph.server.http.neutral_fields import NeutralField
 from phonograph.server.openai import message_schemas
-from phonograph.server.openai.requests import ContentTokens, Effort, Penalty, Probability, Stops, Verbosity
+from phonograph.server.openai.requests import (
+    FLOAT32,
+    WHOLE,
+    ContentTokens,
+    Effort,
+    Penalty,
+    Probability,
+    Stops,
+    Verbosity,
+)
 
 Item = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.ITEM)]
 ResponseTool = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.RESPONSE_TOOL)]
@@ -71,7 +80,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Whether the response can be had again, and gone on with, by its id. Default: true."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, extra_json_schema=WHOLE)] | None = None
     """Default: up to the end of the context."""
     temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -92,9 +101,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     prompt_cache_key: str | None = None
 
     # Not in OpenAI's API: as in chats.
-    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, extra_json_schema=WHOLE)] | None = None
     min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, extra_json_schema={"maximum": 3e38})] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, extra_json_schema=FLOAT32)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
