@@ -14,12 +14,20 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from phonograph.server.app import OPERATIONS
-from phonograph.server.openai.message_schemas import MESSAGE, RESPONSE_FORMAT, STRUCTURED_OUTPUTS, TOOL
+from phonograph.server.openai.message_schemas import (
+    ITEM,
+    MESSAGE,
+    RESPONSE_FORMAT,
+    RESPONSE_TOOL,
+    STRUCTURED_OUTPUTS,
+    TEXT_FORMAT,
+    TOOL,
+)
 from phonograph.server.openapi import document
 from server import tiny
 from server.conftest import TINY_FLAGS, Server, serving
 
-OF_TEMPLATES = (MESSAGE, TOOL, RESPONSE_FORMAT, STRUCTURED_OUTPUTS)
+OF_TEMPLATES = (MESSAGE, TOOL, RESPONSE_FORMAT, STRUCTURED_OUTPUTS, ITEM, RESPONSE_TOOL, TEXT_FORMAT)
 """What the document describes in the form that is always served; a template, or null, may make more of it valid."""
 
 
@@ -147,13 +155,14 @@ def fitted_tokenize(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted_response(body: dict[str, Any]) -> dict[str, Any]:
-    """Of what `/v1/responses` takes, what no schema says: items, tools, formats, and what is stored."""
-    for name in ("previous_response_id", "tools", "text", "tool_choice"):
-        body.pop(name, None)
-    if not isinstance(body["input"], str) or not body["input"]:
-        body["input"] = "hello"
-    body["include"] = ["message.output_text.logprobs"]
-    body["max_output_tokens"] = min(body.get("max_output_tokens") or 4, 4)
+    """A request for a response, to no earlier one."""
+    body.pop("previous_response_id", None)
+    body["max_output_tokens"] = 4
+    if "message.output_text.logprobs" not in (body.get("include") or ()):
+        body.pop("top_logprobs", None)
+    wanted = (body.get("text") or {}).get("format") or {}
+    if "schema" in wanted:
+        wanted["schema"] = {"type": "boolean"}
     return body
 
 
