@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from phonograph.engine.process.health import Health
-from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats
+from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats, SpeculationStats
 from phonograph.engine.process.traces import PassCounts, SequenceTrace
 from phonograph.engine.requests.request import FinishReason, SamplingParams
 from phonograph.engine.requests.request import Request as RequestOfUser
@@ -90,6 +90,9 @@ def stats(second: int = 0, **changes: object) -> EngineStats:
         preemptions=second // 200,
         prefix_lookup_tokens=2150 * second,
         prefix_hit_tokens=810 * second,
+        speculation=SpeculationStats(
+            7 * second, 18 * second, 21 * second, (6 * second, 4 * second, second), {"cost": second}
+        ),
         phases=(
             PhaseStats("decode", "full", "seqs", tuple(decode), (late,) if second else (), {"replay": 0.71 * second}),
             PhaseStats(

@@ -49,6 +49,9 @@ class Switching:
         self.calls += 1
         return 1 if self.calls * 7919 % self.period < self.period // 2 else self.most
 
+    def took(self, step: Any, updates: Any) -> None:
+        pass
+
 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -68,7 +71,7 @@ def test_output_is_that_of_plain_decoding(data: st.DataObject) -> None:
         reserve_tokens=data.draw(st.sampled_from((0, 64)), "reserve"),
     )
     if data.draw(st.booleans(), "switches"):
-        core.scheduler.width = Switching(depth + 1, data.draw(st.integers(2, 7), "period"))  # type: ignore[assignment]
+        core.scheduler.width = Switching(depth + 1, data.draw(st.integers(2, 7), "period"))
     many = data.draw(st.lists(requests, min_size=1, max_size=7), "requests")
     gone = data.draw(st.dictionaries(st.integers(1, 40), st.integers(0, 6), max_size=2), "cancelled")
 

@@ -473,6 +473,7 @@ def test_an_answer_that_follows_a_schema_is_no_call(tiny_server: Server, is_stre
     }
     said = tiny_server.post(CHAT, body)
     assert said.status_code == 200
+    assert "tools: what follows a grammar is no call" in said.headers["x-phonograph-note"]
     choices = [event["choices"][0] for event in events(said.content)] if is_streamed else said.json()["choices"]
     messages = [choice["delta" if is_streamed else "message"] for choice in choices]
     assert json.loads("".join(message.get("content", "") for message in messages)) == call

@@ -64,6 +64,7 @@ def test_all_routes_and_every_kind_of_bad_line(tiny_model: Path, tmp_path: Path)
         *(line(f"c{n}") for n in range(12)),
         line("t", "/v1/completions", {"prompt": "a", "max_tokens": 3}),
         line("e", "/v1/embeddings", {"input": ["one", "two"]}),
+        line("p", "/v1/responses", {"input": "hello", "max_output_tokens": 4}),
     ]
     refused = line("r", body={**CHAT, "n": 1000})
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -80,20 +81,21 @@ def test_all_routes_and_every_kind_of_bad_line(tiny_model: Path, tmp_path: Path)
     assert found["c3"]["response"]["request_id"] == found["c3"]["response"]["body"]["id"]
     assert found["t"]["response"]["body"]["object"] == "text_completion"
     assert len(found["e"]["response"]["body"]["data"]) == 2
+    assert (found["p"]["response"]["body"]["object"], found["p"]["response"]["body"]["store"]) == ("response", False)
     assert found["r"]["response"]["status_code"] == 400
     assert found["r"]["response"]["body"]["error"]["param"] == "n"
     errors = {one["error"]["line"]: one for one in lines if one["error"] is not None}
     assert {number: one["error"]["code"] for number, one in errors.items()} == {
-        16: "invalid_line",
-        17: "invalid_method",
-        18: "invalid_url",
-        19: "duplicate_custom_id",
-        20: "invalid_body",
+        17: "invalid_line",
+        18: "invalid_method",
+        19: "invalid_url",
+        20: "duplicate_custom_id",
+        21: "invalid_body",
     }
-    assert [errors[number]["custom_id"] for number in (16, 17, 19)] == [None, "m", "c0"]
-    for number in (*errors, 21):
+    assert [errors[number]["custom_id"] for number in (17, 18, 20)] == [None, "m", "c0"]
+    for number in (*errors, 22):
         assert f"line {number}: " in done.stderr
-    assert "done: 14 answered, 6 failed" in done.stderr
+    assert "done: 15 answered, 6 failed" in done.stderr
 
 
 def test_it_goes_on_where_it_was(tiny_model: Path, tmp_path: Path) -> None:

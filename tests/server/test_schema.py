@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from phonograph.server.app import OPERATIONS
-from phonograph.server.openai.message_schemas import MESSAGE, RESPONSE_FORMAT, TOOL
+from phonograph.server.openai.message_schemas import MESSAGE, RESPONSE_FORMAT, STRUCTURED_OUTPUTS, TOOL
 from phonograph.server.openapi import document
 from server import tiny
 from server.conftest import TINY_FLAGS, Server, serving
 
-OF_TEMPLATES = (MESSAGE, TOOL, RESPONSE_FORMAT)
+OF_TEMPLATES = (MESSAGE, TOOL, RESPONSE_FORMAT, STRUCTURED_OUTPUTS)
 """What the document describes in the form that is always served; a template, or null, may make more of it valid."""
 
 
@@ -36,8 +36,16 @@ schema = schemathesis.openapi.from_dict(document(OPERATIONS))
 open_schema = schemathesis.openapi.from_dict(opened(document(OPERATIONS)))
 
 EXAMPLES: dict[str, Any] = {"max_examples": 40, "deadline": None, "derandomize": True, "database": None}
-GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-GRAMMARS = {"guided_json": {"type": "boolean"}, "guided_regex": "a+", "guided_grammar": 'start: "a"'}
+GUIDED = (
+    *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "structured_outputs",
+)
+GRAMMARS = {
+    "guided_json": {"type": "boolean"},
+    "guided_regex": "a+",
+    "guided_grammar": 'start: "a"',
+    "structured_outputs": {"regex": "a+"},
+}
 NEEDS = {
     "stream_options": "stream",
     "top_logprobs": "logprobs",
@@ -109,6 +117,10 @@ def fitted_request(body: dict[str, Any]) -> dict[str, Any]:
         body["n"] = min(body["n"], 2)
     if body.get("tool_choice") is not None:
         body["tool_choice"] = "auto"
+    if body.get("continue_final_message"):  # with a text, and in place of a new message
+        last = (body.get("messages") or [{}])[-1].get("content")
+        name = "add_generation_prompt" if isinstance(last, str) and last.strip() else "continue_final_message"
+        body.pop(name, None)
     for name, other in NEEDS.items():
         if body.get(other) is None or body.get(other) is False:  # 0 is a number of logprobs
             body.pop(name, None)

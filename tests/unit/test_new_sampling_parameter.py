@@ -145,6 +145,11 @@ def test_the_channel_to_the_core_takes_every_field() -> None:
         n=2,
         logprobs=3,
         grammar=GrammarSpec("regex", "a", "guided_regex"),
+        prompt_logprobs=2,
+        min_tokens=1,
+        allowed_token_ids=(5, 6),
+        bad_words=("y",),
+        bad_token_ids=((1,), (2, 3)),
     )
     neutral = SamplingParams()
     assert [one.name for one in fields(given) if getattr(given, one.name) == getattr(neutral, one.name)] == []

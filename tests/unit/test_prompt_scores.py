@@ -74,6 +74,7 @@ def expect_scores(done: Completion, reference: Any, num_top: int = 5) -> None:
         {"mixed": False},
         {"cache_tokens": 104},
         {"max_tokens": 96},
+        {"speculate": "ngram", "speculate_depth": 3},
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.registry import PREFILL, TARGET_VERIFY
 from phonograph.engine.requests.request import Request
 from phonograph.engine.requests.step import ScheduledStep
+from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.scheduling.step_width import WherePaid
 from phonograph.graphs.planning.settings import ask
 from speculation import MAX_LEN, Driver, check, oracle, plain, saying, speculating
 
@@ -342,7 +345,7 @@ def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
         core.step()
     found = core.speculation.counts
     assert (found.rounds, found.tokens, found.drafted, found.accepted) == (6, 24, 18, (6, 6, 6))
-    assert found.plain == {"grammar": 3, "request": 4}
+    assert found.plain == {"grammar": 3, "request": 4, "cost": 0}
     assert found.tokens_per_round == 4.0
     assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by place: 100%, 100%, 100%; decoded")
 
@@ -367,11 +370,14 @@ class Alternating:
         self.calls += 1
         return self.most if self.calls // 3 % 2 else 1
 
+    def took(self, step: Any, updates: Any) -> None:
+        pass
+
 
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])
 def test_rounds_and_plain_steps_in_turn(backend: str) -> None:
     core = speculating(ngram(3), backend)
-    core.scheduler.width = Alternating(4)  # type: ignore[assignment]
+    core.scheduler.width = Alternating(4)
     check(Driver(core).run(REQUESTS))
     if backend != "disabled":
         assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
@@ -394,3 +400,25 @@ def test_where_nobody_takes_drafts_steps_are_plain_and_steady() -> None:
     check(sequences)
     assert {key.axes for key in runner.stats.replays} == {"drafts=off"}
     assert core.speculation.counts.plain["request"] == 2 * 59
+
+
+def test_where_rounds_don_t_pay_steps_are_plain() -> None:
+    """With costs that no drafter can make up for: a few rounds at first, then plain steps, and a probe now and then."""
+    core = speculating(oracle(3, 90), "disabled", max_ahead=1, prefix_cache=False)
+    core.scheduler.width = WherePaid(core.scheduler.limits, StepCosts((4,), (3.9,)))
+    for _ in range(3):
+        check(Driver(core).run(REQUESTS[:4]))
+    found = core.speculation.counts
+    assert found.plain["cost"] > 4 * found.rounds > 0
+
+
+def test_costs_are_measured_and_told() -> None:
+    options = EngineOptions(
+        max_seqs=2, max_tokens=32, max_len=MAX_LEN, page_size=8, dtype=torch.float32,
+        speculate="ngram", speculate_depth=1, speculate_when="pays",
+    )  # fmt: skip
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options)
+    assert re.search(r"speculation: ngram drafts 1 token a round, where that pays \(.*× at 2 rows\)", llm.explain())
+    for params in EVERY:
+        found = llm.generate(PROMPTS, params)
+        assert [tuple(one.tokens) for one in found] == [plain(prompt, params).tokens for prompt in PROMPTS]

@@ -157,6 +157,23 @@ def test_sequences_of_a_batch_have_masks_of_their_own(llm: LLM) -> None:
     assert [generated(llm, prompt, ignore_eos=True) for prompt in prompts] == alone
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_masks_hold_among_rounds(depth: int) -> None:
+    """Each token of a round is masked by its own position."""
+    allowed = (70, 71, 72, 73)  # few, so that drafts are right now and then
+    prompts = [[5, 9, 200, 3], [7], list(range(20, 50))]
+    plain, rounds = make(), make(speculate="ngram", speculate_depth=depth)
+    kinds: list[dict[str, Any]] = [
+        {"ignore_eos": True, "allowed_token_ids": allowed},
+        {"stop_token_ids": (70, 71), "allowed_token_ids": allowed, "min_tokens": 17},
+        {"ignore_eos": True, "allowed_token_ids": allowed, "bad_token_ids": ((70,), (71, 72))},
+    ]
+    for kind in kinds:
+        params = SamplingParams(temperature=0.0, max_tokens=40, **kind)
+        wanted = [done.tokens for done in plain.generate(prompts, params)]
+        assert [done.tokens for done in rounds.generate(prompts, params)] == wanted
+
+
 def test_masks_hold_after_a_preemption() -> None:
     allowed = tuple(range(70, 90))
     params = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True, allowed_token_ids=allowed, min_tokens=20)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from phonograph.engine.process.generation import Delta, TokenUsage
@@ -82,6 +84,31 @@ def test_thoughts_have_a_field_of_their_own() -> None:
     assert deltas[1]["content"] == "Well. "
     assert "reasoning_content" not in deltas[1]
     assert found[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", CALL, "<tool_call>", "a", " ", "\n", "{", "<"]), max_size=8),
+    st.lists(st.integers(0, 120)),
+)
+def test_deltas_of_a_chat_add_up_to_the_whole(written: list[str], places: list[int]) -> None:
+    reading = Reading(("now",), reasoning=THINK)
+    text = "".join(written)
+    (choice,) = whole(ChatWriter(HEAD, None, reading).body([Delta(0, text, finish=STOP)], USAGE))["choices"]
+    ends = sorted({min(place, len(text)) for place in places} | {len(text)})
+    writer = ChatWriter(HEAD, None, reading)
+    found = [
+        event["choices"][0]
+        for start, end in zip([0, *ends], ends, strict=False)
+        for event in events(writer.events([Delta(0, text[start:end], [5])]))
+    ]
+    found += [event["choices"][0] for event in events(writer.events([Delta(0, finish=STOP)]))]
+    deltas = [one["delta"] for one in found]
+    message = choice["message"]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == (message.get(name) or "")
+    calls = [{**call, "index": None} for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == [{**call, "index": None} for call in message.get("tool_calls", ())]
+    assert found[-1]["finish_reason"] == choice["finish_reason"]
 
 
 def test_an_answer_without_text_has_its_events_all_the_same() -> None:

@@ -128,6 +128,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         sampling=args.sampling,
         speculate=speculation.speculate,
         speculate_depth=speculation.depth,
+        speculate_when=speculation.when,
         draft=speculation.draft,
         embeddings=args.embeddings,
         eager_copies=args.eager_copies,

@@ -68,7 +68,8 @@ async def _answered(
     from phonograph.server.batch.running import BatchRun
     from phonograph.server.options import ServerOptions
 
-    options = ServerOptions(names=tuple(args.served_name), max_body_bytes=args.max_line_bytes)
+    # Nobody can ask for a stored response: the answers are in the file.
+    options = ServerOptions(names=tuple(args.served_name), max_body_bytes=args.max_line_bytes, response_store_bytes=0)
     llm = AsyncLLM(arguments_from(args), max_queue=options.max_queue)
     app = create_app(llm, options)
     try:

@@ -17,13 +17,13 @@ from phonograph.graphs.planning.sglang_flags import Alias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phonograph.engine.options import EngineOptions, SpeculateName
+    from phonograph.engine.options import EngineOptions, SpeculateName, SpeculateWhen
     from phonograph.graphs.planning.settings import PhaseDefaults
 
 log = logging.getLogger("phonograph")
 
 T = TypeVar("T")
-SPECULATE, DEPTH, DRAFT = "--speculate", "--speculate-depth", "--draft"
+SPECULATE, DEPTH, WHEN, DRAFT = "--speculate", "--speculate-depth", "--speculate-when", "--draft"
 ALIASES = (
     Alias("--speculative-algorithm", SPECULATE, words=("NGRAM", "EAGLE", "EAGLE3")),
     Alias("--speculative-draft-model-path", DRAFT),
@@ -45,6 +45,12 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(DRAFT, metavar="PATH", help="the folder of an EAGLE-3 head, as SpecForge writes it")
     group.add_argument(DEPTH, type=int, metavar="N", help="tokens drafted for a sequence in each round; default: 3")
+    group.add_argument(
+        WHEN,
+        choices=("always", "pays"),
+        help="draft wherever a request takes drafts, or only where recent rounds brought more tokens than they took "
+        "time; default: pays, and always on a CPU",
+    )
     for alias in ALIASES:
         group.add_argument(alias.flag, metavar="|".join(alias.words) or "N", help=alias.warning)
 
@@ -56,6 +62,7 @@ class Speculation:
     speculate: SpeculateName = "off"
     depth: int | None = None
     draft: Path | None = None
+    when: SpeculateWhen | None = None
 
 
 def speculation_from(args: argparse.Namespace) -> Speculation:
@@ -76,7 +83,8 @@ def speculation_from(args: argparse.Namespace) -> Speculation:
     depth = _one(DEPTH, {DEPTH: args.speculate_depth, **named})
     path = "--speculative-draft-model-path"
     draft = _one(DRAFT, {DRAFT: args.draft, path: given.get(path)})
-    return Speculation(cast("SpeculateName", speculate or "off"), depth, None if draft is None else Path(draft))
+    where = None if draft is None else Path(draft)
+    return Speculation(cast("SpeculateName", speculate or "off"), depth, where, args.speculate_when)
 
 
 def _one(flag: str, said: Mapping[str, T | None]) -> T | None:

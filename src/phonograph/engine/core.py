@@ -163,6 +163,7 @@ class EngineCore(Generic[E]):
         updates = self.scheduler.commit(step, sampled)
         if self.scheduler.limits.tokens_per_row > 1:
             self.speculation.note(step, updates)
+            self.scheduler.width.took(step, updates)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
                 followed, ended = self._follow(sequence, tokens)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
-import reprlib
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +26,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
-from phonograph.engine.execution.speculation import drafting_for, open_draft, passes_with
+from phonograph.engine.execution.speculation import costs_for, drafting_for, open_draft, passes_with
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts, Noted
@@ -42,8 +39,9 @@ from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
 from phonograph.engine.requests.vectors import embedding_of, normalized
-from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
+from phonograph.engine.scheduling.prompts import as_prompts, as_token_ids
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.scheduling.step_width import width_by
 from phonograph.engine.text import ChatTemplate, ContentGuard, StopStrings, TextReader, Tokenizer
 from phonograph.engine.text.bad_words import with_bad_words
 from phonograph.engine.text.guidance import Guidance
@@ -102,34 +100,6 @@ class _Reader:
             self.done.finish = FinishReason.STOP if hit else finish
             self.done.error = self.sequence.error
         return text, hit
-
-
-def _as_prompts(prompts: object) -> list[Any]:
-    """Texts, or lists of token ids; refuses what is neither."""
-    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, (str, *UNORDERED))
-    many: list[Any] = list(prompts) if is_many else [prompts]  # type: ignore[call-overload]
-    for prompt in many:
-        refuse_unlike_prompts(prompt)
-    return many
-
-
-def _as_token_ids(prompt: Many[int]) -> tuple[int, ...]:
-    """Token ids as Python's own integers; numpy's and torch's are taken too."""
-    refuse_unlike_prompts(prompt)
-    return tuple([token if type(token) is int else _as_token_id(token) for token in prompt])
-
-
-def _as_token_id(token: Any) -> int:
-    try:
-        if not isinstance(token, bool):  # it has an index; as a token it is a slip
-            return operator.index(token)
-    except TypeError:
-        pass
-    raise RequestError(
-        f"a prompt of token ids holds whole numbers; found {reprlib.repr(token)} ({type(token).__name__}). "
-        "Give a text, or the ids that the model's tokenizer makes of it.",
-        field="prompt",
-    )
 
 
 class LLM:
@@ -195,6 +165,7 @@ class LLM:
         steps = step_passes_for(embeddings=options.embeddings, speculates=options.speculates)
         scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed, passes=steps)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
+        scheduler.width = width_by(self.limits, costs_for(options, self.executor))
         return EngineCore(scheduler, self.executor, grammars)
 
     def _planned(self, asked: Asked | Many[Ask], *, on_cpu_by_default: bool) -> Plan:
@@ -231,7 +202,7 @@ class LLM:
         self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Complete prompts, texts or token ids; results in the order of the prompts, n for each."""
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         return self._generated([self._encoded(prompt) for prompt in many], params, continues=True)
 
     def chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Completion:
@@ -253,11 +224,12 @@ class LLM:
 
         Made by an engine with EngineOptions(embeddings=True). With `normalize` every vector has length 1.
         """
-        many = [self._encoded(prompt) for prompt in _as_prompts(prompts)]
+        many = [self._encoded(prompt) for prompt in as_prompts(prompts)]
         with self._alone():
             added = [self._added(prompt, SamplingParams(max_tokens=0), pooling)[0] for prompt in many]
-            while any(sequence.finish is None for sequence in added):
-                self.core.step()
+            for sequence in added:  # whoever ends before the one that is waited for has its vector by then
+                while sequence.finish is None:
+                    self.core.step()
         vectors = [embedding_of(sequence) for sequence in added]
         vectors = [normalized(one) for one in vectors] if normalize else vectors
         return np.stack(vectors) if vectors else np.zeros((0, self.checkpoint.config.hidden), dtype=np.float32)
@@ -294,7 +266,9 @@ class LLM:
                 f"\ncompiled: {', '.join(compiled)}: layers in torch ops; attention, page writes and sampling as ever"
             )
         context = f"context: {self.limits.context}"
-        drafted = () if self.drafting is None else (f"speculation: {self.drafting}; {self.core.speculation.counts}",)
+        drafted = "speculation: off"
+        if self.drafting is not None:
+            drafted = f"speculation: {self.drafting}, {self.core.scheduler.width}; {self.core.speculation.counts}"
         about = [
             self.plan.explain(),
             f"model: {self.implementation}",
@@ -304,7 +278,7 @@ class LLM:
             context,
             described(self.sampling),
             self.checks,
-            *drafted,
+            drafted,
         ]
         return "\n".join([*about, runners, *self.executor.coverage_lines()])
 
@@ -339,7 +313,7 @@ class LLM:
         return self.tokenizer
 
     def _encoded(self, prompt: str | Many[int]) -> tuple[int, ...]:
-        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else _as_token_ids(prompt)
+        return tuple(self._text().encode(prompt)) if isinstance(prompt, str) else as_token_ids(prompt)
 
     def chat_length(self, messages: Many[Message]) -> int:
         """How many tokens a conversation has, as the model gets it."""

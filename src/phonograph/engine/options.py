@@ -34,6 +34,10 @@ SpeculateName = Literal["off", "ngram", "eagle"]
 EAGLE-3 head."""
 
 
+SpeculateWhen = Literal["always", "pays"]
+"""Wherever something is drafted; or where recent rounds brought more tokens than they took time."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """What a user may set; None leaves it to the model and the memory of the device."""
@@ -69,6 +73,9 @@ class EngineOptions:
     """Who drafts tokens, several of which the model verifies in one pass; no output depends on it."""
     speculate_depth: int | None = None
     """Tokens that are drafted for a sequence in each round; default: 3."""
+    speculate_when: SpeculateWhen | None = None
+    """Whether rounds are launched wherever something is drafted, or only where they pay. Default: where they pay, on a
+    device whose recordings can be timed; always on a CPU."""
     draft: Path | None = None
     """The folder of the EAGLE-3 head, with `speculate="eagle"`."""
 
@@ -113,11 +120,25 @@ class EngineOptions:
             ("model_impl", ModelImplementation, False),
             ("sampling", SamplingSource, False),
             ("speculate", SpeculateName, False),
+            ("speculate_when", SpeculateWhen, True),
             ("verify", VerifyMode, False),
         ):
             known = get_args(names)
             if getattr(self, name) not in ((None, *known) if is_optional else known):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
+        self._check_speculation()
+        for name, dtype in (("dtype", self.dtype), ("residual_dtype", self.residual_dtype)):
+            if dtype not in (None, *DTYPES):
+                raise PlanError(f"{name} is one of {', '.join(map(str, DTYPES))}; found {dtype!r}.")
+        expect_finite("shadow_verify, a share of the steps,", self.shadow_verify, PlanError, least=0, most=1)
+        if self.shadow_dir is not None and not self.shadow_verify:
+            raise PlanError(
+                "shadow_dir keeps what shadow_verify finds, and that looks at no step. Give --shadow-verify a share of "
+                "the steps (0.001), or leave --shadow-dir out."
+            )
+        expect_finite("memory, a share of the device's,", self.memory, PlanError, least=0, most=1, open_below=True)
+
+    def _check_speculation(self) -> None:
         if self.speculates and self.embeddings:
             raise PlanError(
                 f"speculate={self.speculate!r} and embeddings exclude each other: the pass that makes vectors decodes "
@@ -130,18 +151,10 @@ class EngineOptions:
             )
         if self.speculate_depth is not None:
             expect_whole("speculate_depth", self.speculate_depth, PlanError, least=1, most=MAX_DEPTH)
-            if not self.speculates:
+        for name in ("speculate_depth", "speculate_when"):
+            if getattr(self, name) is not None and not self.speculates:
+                flag = f"--{name.replace('_', '-')}"
                 raise PlanError(
-                    "speculate_depth says how much is drafted, and nothing is. Give --speculate a drafter (ngram), or "
-                    "leave --speculate-depth out."
+                    f"{name} says how much is drafted or when, and nothing is. Give --speculate a drafter (ngram), or "
+                    f"leave {flag} out."
                 )
-        for name, dtype in (("dtype", self.dtype), ("residual_dtype", self.residual_dtype)):
-            if dtype not in (None, *DTYPES):
-                raise PlanError(f"{name} is one of {', '.join(map(str, DTYPES))}; found {dtype!r}.")
-        expect_finite("shadow_verify, a share of the steps,", self.shadow_verify, PlanError, least=0, most=1)
-        if self.shadow_dir is not None and not self.shadow_verify:
-            raise PlanError(
-                "shadow_dir keeps what shadow_verify finds, and that looks at no step. Give --shadow-verify a share of "
-                "the steps (0.001), or leave --shadow-dir out."
-            )
-        expect_finite("memory, a share of the device's,", self.memory, PlanError, least=0, most=1, open_below=True)

@@ -96,7 +96,8 @@ class PrefillBatches:
             scored += range(len(known), len(known) + len(chunk.targets))
             targets += chunk.targets
             known += chunk.tokens
-            following += (*chunk.tokens[1:], chunk.following)
+            if self._has_following:
+                following += (*chunk.tokens[1:], chunk.following)
             if chunk.samples:
                 ends.append(len(known) - 1)
         decoding = np.zeros(len(known), dtype=bool)
@@ -193,15 +194,19 @@ class PrefillBody:
     def _picked_rounds(self, found: TokenStates, batch: PrefillBatch) -> Picked:
         assert self._rounds is not None
         count, first, width = batch.num_sampled, batch.spans_from, batch.tokens_per_row
+        if not count:
+            return Picked(found.tokens.new_empty((0, width) if width > 1 else 0))
         logits, picked = self._model.logits(found.hidden[:count]), None
-        if first or not count:
+        if first:
             queries, features = self._places(found, batch, slice(first), width)
             picked = self._rounds.accept(logits[:first], found.tokens[:first], queries, batch.needs, features)
         if first == count and picked is not None:
             return picked
         queries, features = self._places(found, batch, slice(first, count), 1)
         ends = self._rounds.begin(logits[first:], queries, batch.needs, features, drafts=width > 1)
-        return widened(ends, width) if picked is None else joined(picked, ends)
+        if picked is not None:
+            return joined(picked, ends)
+        return widened(ends, width) if width > 1 else ends
 
     def _places(
         self, found: TokenStates, batch: PrefillBatch, part: slice, tokens_per_row: int
@@ -305,7 +310,7 @@ def prefill_pass(
         dims=[Dim("sampled", limit=limits.num_places)],
         batch=PrefillBatches(limits, rounds).batch,
         written=written,
-        public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from"),
+        public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from", "tokens_per_row"),
         body=body,
         free=("width", "spans_from", "tokens_per_row"),
         tail=body.tail if rounds is None else body.rounds_tail,

@@ -76,8 +76,6 @@ def as_block(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def widened(plain: Picked, width: int) -> Picked:
     """Rows that have one token each, as rounds of so many places."""
-    if width == 1:
-        return plain
     block = plain.tokens.new_full((plain.tokens.shape[0], width), NO_TOKEN)
     block[:, 0] = plain.tokens
     if plain.logprobs is None:
@@ -88,8 +86,8 @@ def widened(plain: Picked, width: int) -> Picked:
 
 
 def joined(rounds: Picked, plain: Picked) -> Picked:
-    """Rounds, then rows that have one token each, in one block."""
-    ends = widened(plain, 1 if rounds.tokens.dim() == 1 else rounds.tokens.shape[1])
+    """Rounds, then rows that have one token each: in one block, unless all have one."""
+    ends = plain if rounds.tokens.dim() == 1 else widened(plain, rounds.tokens.shape[1])
     tokens = torch.cat([rounds.tokens, ends.tokens])
     if rounds.logprobs is None or ends.logprobs is None:
         return Picked(tokens)

@@ -310,6 +310,10 @@ class _Links:
         return picked
 
 
+PLAIN_STEPS = "drafts=off"
+"""What recordings of steps without drafts are called."""
+
+
 def _drafts_axis(width: int) -> Axis:
     """Rounds of drafts; or, where nobody takes any, one token a row, as plain decoding has it."""
 
@@ -336,7 +340,7 @@ def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration
         bucketed="seqs",
         slots=[rows_slot(parts.limits)],
         batch=batches.batch,
-        public=("rows", "width"),
+        public=("rows", "width", "tokens_per_row"),
         is_steady=batches.is_steady,
         body=links.verify,
         sample=lambda extent, seed: replace(sample_rows(parts, extent, seed), tokens_per_row=rounds.width),

@@ -18,7 +18,7 @@ from phonograph.engine.scheduling.counts import Counts
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
 from phonograph.engine.scheduling.step_budget import StepBudget
-from phonograph.engine.scheduling.step_width import StepWidth
+from phonograph.engine.scheduling.step_width import StepWidth, WhereDrafted
 from phonograph.errors import PhonographError, RequestError
 
 _MAX_PREFILL_STREAK = 8
@@ -46,7 +46,7 @@ class Scheduler:
         self.rows = Rows(limits, prefix_cache=prefix_cache)
         self.shares_prompts = prefix_cache
         self.passes, self._mixed, self._clock = passes, mixed, clock
-        self.width = StepWidth(limits)
+        self.width: StepWidth = WhereDrafted(limits)
         self._live: dict[str, list[Sequence]] = {}
         self._followers: dict[Sequence, list[Sequence]] = {}
         """Siblings that wait until the first of their request has computed the prompt, which they then share."""
@@ -225,7 +225,8 @@ class Scheduler:
             return None
         self._waiting.discard(sequence)
         self._prefills.append(sequence)
-        self._prefix_lookup_tokens += sequence.prefill_end if sequence.request.pooling is None else 0
+        is_looked_for = sequence.request.pooling is None and sequence.is_scored
+        self._prefix_lookup_tokens += sequence.prefill_end if is_looked_for else 0
         self._prefix_hit_tokens += sequence.num_computed
         if not sequence.last_step:
             sequence.num_cached = sequence.num_computed

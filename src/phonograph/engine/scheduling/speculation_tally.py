@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep, Update
 
-PLAIN_REASONS = ("grammar", "request")
-"""Why nothing is drafted for a row: its next step depends on its text, or its request says so."""
+PLAIN_REASONS = ("grammar", "request", "cost")
+"""Why a row decodes plainly: its next step depends on its text, its request says so, or drafts would not pay."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SpeculationCounts:
     accepted: tuple[int, ...] = ()
     """How often the draft in each place of a round was accepted."""
     plain: Mapping[str, int] = field(default_factory=dict)
-    """Rounds of rows for which nothing was drafted, by reason."""
+    """Steps in which a row decoded one token, by reason."""
 
     @property
     def tokens_per_round(self) -> float:
@@ -33,7 +33,7 @@ class SpeculationCounts:
 
     def __str__(self) -> str:
         places = ", ".join(f"{count / self.rounds:.0%}" for count in self.accepted) if self.rounds else "nothing yet"
-        plain = ", ".join(f"{count:,} of a {reason}" for reason, count in self.plain.items() if count)
+        plain = ", ".join(f"{count:,} by {reason}" for reason, count in self.plain.items() if count)
         return (
             f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds; accepted by place: {places}"
             f"{f'; decoded plainly: {plain}' if plain else ''}"
@@ -54,12 +54,13 @@ class SpeculationTally:
         decoding = set(step.decodes)
         for sequence, tokens, _ in updates:
             if tokens and sequence in decoding:
-                self._note(sequence, len(tokens))
+                self._note(sequence, len(tokens), is_round=step.tokens_per_row > 1)
 
-    def _note(self, sequence: Sequence, count: int) -> None:
+    def _note(self, sequence: Sequence, count: int, *, is_round: bool) -> None:
         depth = sequence.draft_depth(self._depth)
-        if not depth:
-            self._plain["request" if sequence.constraint is None else "grammar"] += 1
+        if not depth or not is_round:
+            by_row = "request" if sequence.constraint is None else "grammar"
+            self._plain["cost" if depth else by_row] += 1
             return
         self._rounds += 1
         self._tokens += count

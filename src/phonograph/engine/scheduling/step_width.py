@@ -1,12 +1,42 @@
-"""StepWidth: how many tokens of each row that decodes a step computes: a round, or one where nothing is drafted."""
+"""StepWidth: how many tokens of each row that decodes a step computes: a round, or one where drafts don't pay."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import ScheduledStep, Update
+from phonograph.engine.requests.step_costs import StepCosts
+
+_HOPED_FOR = 6.0
+"""What may be lost before a drafter that is always wrong is found out, in the time of plain steps: about one in a
+hundred where a sequence has 512 tokens. Only the first sequences lose it."""
+_WEIGHT, _PROBE_WEIGHT = 1 / 16, 1 / 4
+"""Of a round in the running mean: among others, and of one that was made to see whether drafts pay again."""
+_MARGIN = 1.02
+"""Drafts must promise this much more than they cost before rounds begin again, so that noise does not switch."""
+_PROBE_ROUNDS = 2
+"""The first of them has old drafts to verify, the second those of the first."""
+_PROBE_SHARE = 0.005
+"""Of the time of plain steps, what probes may cost at most, should all drafts be wrong."""
 
 
-class StepWidth:
+class StepWidth(Protocol):
+    """Who decides; consecutive steps that carry the same tuple of decodes should rarely differ."""
+
+    def of(self, decodes: tuple[Sequence, ...]) -> int:
+        """For a step with these decodes: `Limits.tokens_per_row`, or 1."""
+        ...
+
+    def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
+        """What the commit of a step brought."""
+        ...
+
+
+class WhereDrafted:
     """Rounds, unless no row takes drafts: then a plain step does the same for less."""
 
     def __init__(self, limits: Limits) -> None:
@@ -15,7 +45,6 @@ class StepWidth:
         self._width = self._most
 
     def of(self, decodes: tuple[Sequence, ...]) -> int:
-        """For a step with these decodes; consecutive steps that carry the same tuple have the same answer."""
         if self._most == 1:
             return 1
         if decodes is not self._decodes:
@@ -23,3 +52,73 @@ class StepWidth:
             is_drafted = not decodes or any(sequence.draft_depth(depth) for sequence in decodes)
             self._decodes, self._width = decodes, self._most if is_drafted else 1
         return self._width
+
+    def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
+        """It learns nothing."""
+
+    def __str__(self) -> str:
+        return "wherever a request takes drafts"
+
+
+class WherePaid:
+    """Rounds where they bring more tokens than they cost time, by what recent ones brought; else plain steps, and now
+    and then a probe."""
+
+    def __init__(self, limits: Limits, costs: StepCosts) -> None:
+        self._drafted = WhereDrafted(limits)
+        self._costs = costs
+        self._brought: float | None = None
+        """Tokens a row in recent rounds, as a running mean; None before the first."""
+        self._is_on = True
+        self._until_probe = 0
+        self._probing = 0
+        """Rounds of a probe that are yet to be launched."""
+
+    def of(self, decodes: tuple[Sequence, ...]) -> int:
+        width = self._drafted.of(decodes)
+        if width == 1 or not decodes:
+            return width
+        ratio = self._costs.ratio(len(decodes))
+        if self._brought is None:
+            self._brought = _hope(ratio)
+        self._is_on = self._brought >= (ratio if self._is_on else ratio * _MARGIN)
+        if self._is_on:
+            self._until_probe = self._probing = 0
+            return width
+        return width if self._probes(ratio) else 1
+
+    def _probes(self, ratio: float) -> bool:
+        """Whether a step that would be plain looks whether drafts pay by now."""
+        if self._probing:
+            self._probing -= 1
+            return True
+        if not self._until_probe:
+            self._until_probe = max(1, math.ceil(_PROBE_ROUNDS * (ratio - 1) / _PROBE_SHARE))
+        self._until_probe -= 1
+        if not self._until_probe:
+            self._probing = _PROBE_ROUNDS
+        return False
+
+    def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
+        """Only of whole rounds: one that ends a sequence may bring less for that alone."""
+        if step.tokens_per_row == 1 or self._brought is None:
+            return
+        decoding = set(step.decodes)
+        counts = [len(tokens) for sequence, tokens, finish in updates if sequence in decoding and finish is None]
+        if counts:
+            weight = _WEIGHT if self._is_on else _PROBE_WEIGHT
+            self._brought += weight * (sum(counts) / len(counts) - self._brought)
+
+    def __str__(self) -> str:
+        return f"where that pays (a round costs {self._costs} rows)"
+
+
+def _hope(ratio: float) -> float:
+    """What is believed of drafts before any is seen: so much that as many wrong rounds as may be lost disprove it."""
+    rounds = min(8.0, _HOPED_FOR / max(ratio - 1, 0.1) - 1)
+    return 1 + (ratio - 1) * math.pow(1 - _WEIGHT, -max(rounds, 0.5))
+
+
+def width_by(limits: Limits, costs: StepCosts | None) -> StepWidth:
+    """Who decides: by what rounds cost, where that is known."""
+    return WhereDrafted(limits) if costs is None else WherePaid(limits, costs)

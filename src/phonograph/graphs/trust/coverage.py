@@ -178,6 +178,11 @@ def _measured_cost(runner: Runner, gap: Gap) -> Cost:
     return Cost(gap.last, eager, nearest.size, _seconds(runner, nearest, _replay))
 
 
+def replay_seconds(runner: Runner, key: ShapeKey) -> float:
+    """How long a replay of a recording takes, its load included: the least of a few."""
+    return _seconds(runner, key, _replay)
+
+
 def _seconds(runner: Runner, key: ShapeKey, run: Callable[[Runner, ShapeKey, Sample, Extent], None]) -> float:
     """The least of a few runs; the first, which may compile and allocate, does not count."""
     sizes = runner.phase.padded(key.size)

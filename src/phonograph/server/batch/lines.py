@@ -9,7 +9,7 @@ import msgspec
 
 from phonograph.server.http.failures import ErrorBody
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_ID_CHARS = 512
 _SHOWN = 100
 

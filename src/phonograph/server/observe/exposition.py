@@ -114,7 +114,7 @@ class Exposition:
         text = "Drafted tokens that were accepted, by their place in the round."
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, ["position"], places)
         plain = [((reason,), count) for reason, count in found.plain.items()]
-        text = "Rounds of sequences for which nothing was drafted, by reason."
+        text = "Steps in which a sequence decoded one token, by reason."
         yield self._counter("spec_decode_plain_rounds", text, ["reason"], plain)
 
     def _graphs(self, phases: Iterable[PhaseStats]) -> Iterator[Metric]:

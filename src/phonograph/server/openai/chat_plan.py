@@ -117,6 +117,8 @@ def planned(body: ChatRequest, template: ChatTemplate, formats: AnswerFormats, m
         notes.append("messages[].reasoning_content: the chat template does not read it; earlier thoughts are left out")
     if choice.mode == "auto" and not may_call and any(tool["function"].get("strict") for tool in choice.tools):
         notes.append('tools[].function.strict: calls follow their schema under tool_choice "required" or a function')
+    if choice.mode == "auto" and choice.tools and params.grammar is not None and not may_call:
+        notes.append("tools: what follows a grammar is no call")
     continues = check_continued(body.messages, body.add_generation_prompt, body.continue_final_message)
     max_calls = None if parallel else 1
     has_calls = choice.is_forced or may_call or params.grammar is None

@@ -67,3 +67,14 @@ RESPONSE_FORMAT = {
         ),
     ]
 }
+
+STRUCTURED_OUTPUTS = {
+    "anyOf": [
+        _object(("json",), json={"type": "object"}),
+        _object(("json_object",), json_object={"type": "boolean"}),
+        _object(("regex",), regex=_TEXT),
+        _object(("choice",), choice={"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}),
+        _object(("grammar",), grammar=_TEXT),
+    ]
+}
+"""One of them, since an output can follow one grammar."""

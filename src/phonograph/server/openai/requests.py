@@ -169,7 +169,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Annotated[list[Annotated[str, Meta(extra_json_schema=_SOME)]], Meta(extra_json_schema=_ANY_OF_SOME)] | None
     ) = None
     guided_grammar: Annotated[str, Meta(extra_json_schema=_SOME)] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.STRUCTURED_OUTPUTS)] | None = (
+        None
+    )
     """vLLM's form of the `guided_` fields: an object with one of json, json_object, regex, choice and grammar."""
 
     # Accepted, and without effect: `WITHOUT_EFFECT` says why.
