@@ -105,7 +105,16 @@ def fitted_request(body: dict[str, Any]) -> dict[str, Any]:
     """A valid body made to fit what no schema says: this model, its vocabulary, short answers, fields that need or
     exclude others, and grammars in languages of their own."""
     body = fitted(body)
-    for name in ("model", "chat_template_kwargs", "best_of", "max_completion_tokens", "speculate"):
+    # Of this model, this engine, other fields, or the last message.
+    others = (
+        "model",
+        "chat_template_kwargs",
+        "speculate",
+        "best_of",
+        "max_completion_tokens",
+        "continue_final_message",
+    )
+    for name in others:
         body.pop(name, None)
     for name in ("tokens", "stop_token_ids", "allowed_token_ids"):
         if body.get(name):
