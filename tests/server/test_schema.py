@@ -14,12 +14,20 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from phonograph.server.app import OPERATIONS
-from phonograph.server.openai.message_schemas import MESSAGE, RESPONSE_FORMAT, STRUCTURED_OUTPUTS, TOOL
+from phonograph.server.openai.message_schemas import (
+    ITEM,
+    MESSAGE,
+    RESPONSE_FORMAT,
+    RESPONSE_TOOL,
+    STRUCTURED_OUTPUTS,
+    TEXT_FORMAT,
+    TOOL,
+)
 from phonograph.server.openapi import document
 from server import tiny
 from server.conftest import TINY_FLAGS, Server, serving
 
-OF_TEMPLATES = (MESSAGE, TOOL, RESPONSE_FORMAT, STRUCTURED_OUTPUTS)
+OF_TEMPLATES = (MESSAGE, TOOL, RESPONSE_FORMAT, STRUCTURED_OUTPUTS, ITEM, RESPONSE_TOOL, TEXT_FORMAT)
 """What the document describes in the form that is always served; a template, or null, may make more of it valid."""
 
 
@@ -97,7 +105,16 @@ def fitted_request(body: dict[str, Any]) -> dict[str, Any]:
     """A valid body made to fit what no schema says: this model, its vocabulary, short answers, fields that need or
     exclude others, and grammars in languages of their own."""
     body = fitted(body)
-    for name in ("model", "chat_template_kwargs", "best_of", "max_completion_tokens", "speculate"):
+    # Of this model, this engine, other fields, or the last message.
+    others = (
+        "model",
+        "chat_template_kwargs",
+        "speculate",
+        "best_of",
+        "max_completion_tokens",
+        "continue_final_message",
+    )
+    for name in others:
         body.pop(name, None)
     for name in ("tokens", "stop_token_ids", "allowed_token_ids"):
         if body.get(name):
@@ -120,6 +137,8 @@ def fitted_request(body: dict[str, Any]) -> dict[str, Any]:
 
 def fitted_generation(body: dict[str, Any]) -> dict[str, Any]:
     """What is sampled, and how."""
+    if body.get("stream"):
+        body.pop("prompt_logprobs", None)
     body["max_tokens"] = min(body.get("max_tokens") or 4, 4)
     body["min_tokens"] = min(body.get("min_tokens") or 0, 4)
     chosen = next((name for name in GUIDED if body.get(name) not in (None, {"type": "text"})), None)
@@ -145,13 +164,14 @@ def fitted_tokenize(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted_response(body: dict[str, Any]) -> dict[str, Any]:
-    """Of what `/v1/responses` takes, what no schema says: items, tools, formats, and what is stored."""
-    for name in ("previous_response_id", "tools", "text", "tool_choice"):
-        body.pop(name, None)
-    if not isinstance(body["input"], str) or not body["input"]:
-        body["input"] = "hello"
-    body["include"] = ["message.output_text.logprobs"]
-    body["max_output_tokens"] = min(body.get("max_output_tokens") or 4, 4)
+    """A request for a response, to no earlier one."""
+    body.pop("previous_response_id", None)
+    body["max_output_tokens"] = 4
+    if "message.output_text.logprobs" not in (body.get("include") or ()):
+        body.pop("top_logprobs", None)
+    wanted = (body.get("text") or {}).get("format") or {}
+    if "schema" in wanted:
+        wanted["schema"] = {"type": "boolean"}
     return body
 
 

@@ -248,6 +248,11 @@ def test_the_fewest_tokens_and_those_that_may_come(tiny_server: Server) -> None:
     assert {token for text in found for token in tiny_server.tokens(text)} <= set(letters)
 
 
+def test_fields_that_leave_no_token_are_at_fault(tiny_server: Server) -> None:
+    said = tiny_server.post(TEXT, {"prompt": "x", "allowed_token_ids": [65], "stop_token_ids": [65], "min_tokens": 2})
+    assert (said.status_code, said.json()["error"]["param"]) == (400, "allowed_token_ids")
+
+
 def test_words_that_do_not_come(tiny_server: Server) -> None:
     choices = {"prompt": "x", "max_tokens": 12, "guided_regex": "[ab]{6}", "seed": 3, "n": 8}
     said = asked(tiny_server, TEXT, **choices, bad_words=["aa", "bb"])

@@ -305,3 +305,7 @@ def test_masks_that_allow_nothing_fail_by_name(llm: LLM) -> None:
     (done,) = llm.generate([PROMPT], params)
     assert done.finish is FinishReason.ERROR
     assert "no token is allowed at position 4" in done.error
+    (sequence,) = llm.core.add(Request("nothing", tuple(PROMPT), params))
+    while not llm.core.is_idle:
+        llm.core.step()
+    assert sequence.error_field == "allowed_token_ids", "the request is at fault, not the model"

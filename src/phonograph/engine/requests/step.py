@@ -177,15 +177,27 @@ Update = tuple[Sequence, tuple[int, ...], FinishReason | None]
 """(sequence, new tokens, why it ended if it did); a plain tuple, since a commit makes one for every sequence."""
 
 
-def problem_at(code: int, sequence: Sequence) -> str:
-    """What was wrong with the logits that the sequence's next token was to be picked from."""
+def problem_at(code: int, sequence: Sequence) -> tuple[str, str]:
+    """What was wrong with the logits that the sequence's next token was to be picked from, and the request's field that
+    is at fault, if one is."""
     position = sequence.num_prompt + len(sequence.outputs)
     if code == NOTHING_ALLOWED:
         by = "the grammar, the request's tokens that may or may not come, or the model itself"
-        return f"no token is allowed at position {position}: {by} forbids all of them"
+        return f"no token is allowed at position {position}: {by} forbids all of them", _forbidding(sequence)
     if code == NOT_FINITE:
-        return f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"
-    return _no_token(code, sequence)
+        said = f"the model's logits are not finite at position {position}: NaN or infinity among weights or activations"
+        return said, ""
+    return _no_token(code, sequence), ""
+
+
+def _forbidding(sequence: Sequence) -> str:
+    """The field of a request that says which tokens may come."""
+    params = sequence.request.params
+    if params.allowed_token_ids is not None:
+        return "allowed_token_ids"
+    if params.bad_token_ids:
+        return "bad_words" if params.bad_words else "bad_token_ids"
+    return "min_tokens" if params.min_tokens else ""
 
 
 def _no_token(found: int, sequence: Sequence, vocab: int | None = None) -> str:

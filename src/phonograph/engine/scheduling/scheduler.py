@@ -97,10 +97,10 @@ class Scheduler:
         late = [sequence for deadline, sequences in waits if deadline <= now for sequence in sequences]
         return self._end(late, FinishReason.DEADLINE)
 
-    def fail(self, sequence: Sequence, message: str) -> list[Update]:
-        """End a sequence with an error; what its steps in flight wrote is not kept."""
+    def fail(self, sequence: Sequence, message: str, field: str = "") -> list[Update]:
+        """End a sequence with an error, for a field of its request if one is named; what its steps wrote is lost."""
         if sequence.finish is None:
-            sequence.error = message
+            sequence.error, sequence.error_field = message, field or sequence.error_field
         return self._end((sequence,), FinishReason.ERROR)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> list[Update]:
@@ -306,7 +306,7 @@ class Scheduler:
             if sequence.finish is not None:
                 continue
             if token < 0:
-                failed += self.fail(sequence, problem_at(token, sequence))
+                failed += self.fail(sequence, *problem_at(token, sequence))
                 continue
             outputs = sequence.outputs
             outputs.append(token)
@@ -338,7 +338,7 @@ class Scheduler:
                 self._generated_tokens += len(taken)
                 updates.append((sequence, tuple(taken), finish))
             if problem:
-                failed += self.fail(sequence, problem_at(problem, sequence))
+                failed += self.fail(sequence, *problem_at(problem, sequence))
         return updates + failed
 
     def _check_order(self, step: ScheduledStep) -> None:

@@ -78,3 +78,51 @@ STRUCTURED_OUTPUTS = {
     ]
 }
 """One of them, since an output can follow one grammar."""
+
+_SAID = {
+    "anyOf": [_TEXT, {"type": "array", "items": _object(("type", "text"), type={"const": "input_text"}, text=_TEXT)}]
+}
+_NAME = {"type": "string", "minLength": 1}
+
+ITEM = {
+    "anyOf": [
+        _object(
+            ("role", "content"),
+            type={"const": "message"},
+            role={"enum": ["user", "assistant", "system", "developer"]},
+            content=_SAID,
+        ),
+        _object(
+            ("type", "call_id", "name", "arguments"),
+            type={"const": "function_call"},
+            call_id=_NAME,
+            name=_NAME,
+            arguments=_TEXT,
+        ),
+        _object(("type", "call_id", "output"), type={"const": "function_call_output"}, call_id=_NAME, output=_SAID),
+    ]
+}
+"""Of the input of a response. Thoughts are taken too, and what items that come back have besides."""
+
+RESPONSE_TOOL = _object(
+    ("type", "name"),
+    type={"const": "function"},
+    name=_NAME,
+    description=_TEXT,
+    parameters={"type": "object"},
+    strict={"type": "boolean"},
+)
+
+TEXT_FORMAT = {
+    "anyOf": [
+        _object(("type",), type={"enum": ["text", "json_object"]}),
+        _object(
+            ("type", "schema"),
+            type={"const": "json_schema"},
+            name=_TEXT,
+            description=_TEXT,
+            schema={"type": "object"},
+            strict={"type": "boolean"},
+        ),
+    ]
+}

@@ -23,7 +23,7 @@ Verbosity = Literal["low", "medium", "high"]
 BadWord = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.BAD_WORD_CHARS.most})]
 _MAX_ALLOWED = {"maxItems": limits.ALLOWED_TOKENS.most}
 WHOLE = {"maximum": 2**63 - 1}
-FLOAT32 = {"maximum": 3e38}
+FLOAT32 = {"maximum": 2.0**128 - 2.0**104}
 """What can be kept, for the document; more is refused with these numbers where it is used."""
 _SOME = {"minLength": 1}
 _ANY_OF_SOME = {"minItems": 1}

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from phonograph.server.http import request_limits as limits
 from phonograph.server.http.neutral_fields import NeutralField
+from phonograph.server.openai import message_schemas
 from phonograph.server.openai.requests import (
     FLOAT32,
     WHOLE,
@@ -20,6 +21,8 @@ from phonograph.server.openai.requests import (
     Verbosity,
 )
 
+Item = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.ITEM)]
+ResponseTool = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.RESPONSE_TOOL)]
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 ONLY_NEUTRAL = {
@@ -42,7 +45,7 @@ ONLY_NEUTRAL = {
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the text must look like."""
 
-    format: dict[str, Any] | None = None
+    format: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.TEXT_FORMAT)] | None = None
     """`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "name": …, "schema": …}`."""
     verbosity: Verbosity | None = None
 
@@ -66,7 +69,7 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/responses."""
 
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    input: str | Annotated[list[Item], Meta(min_length=1)]
     """A text of the user's, or items: messages, function_call, function_call_output and reasoning."""
     model: str | None = None
     instructions: str | None = None
@@ -84,7 +87,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
     """Needs `message.output_text.logprobs` in `include`."""
     include: list[Include] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
