@@ -303,7 +303,7 @@ def _fields_of(kind: type[msgspec.Struct]) -> str:
 def _takes(schema: Mapping[str, Any]) -> str:
     """A JSON schema in words: `number from 0 to 1`, `list of text`."""
     if "anyOf" in schema:
-        return " or ".join(_takes(one) for one in schema["anyOf"] if one != {"type": "null"})
+        return " or ".join(dict.fromkeys(_takes(one) for one in schema["anyOf"] if one != {"type": "null"}))
     if "$ref" in schema:
         return str(schema["$ref"])
     if "enum" in schema:
