@@ -330,7 +330,7 @@ _OTHER_ROUTES = {
     "/status.json": "What the status page shows",
     "/requests/{id}": "What became of a request, as a page",
     "/request.json": "What that page shows, by `?id=`",
-    "/metrics": "Metrics for Prometheus: see [Metrics](metrics.md)",
+    "/metrics": "Metrics for Prometheus: see [Metrics](../metrics.md)",
 }
 """Routes whose answers are no types of the API; files of a page (`/page/…`) need no words."""
 
@@ -345,7 +345,7 @@ def routes_page() -> str:
         raise ValueError(f"scripts/reference_pages.py: say in _OTHER_ROUTES what {unsaid} are for")
     rows = [(f"`{method} {path}`", said[method, path]) for method, path in routes]
     parts = [
-        "What each does, field by field, is in [Serving](serving.md); `GET /openapi.json` has the same as an OpenAPI "
+        "What each does, field by field, is in [Serving](../serving.md); `GET /openapi.json` has the same as an OpenAPI "
         "document.\n",
         table(("route", ""), rows),
     ]

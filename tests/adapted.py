@@ -1,4 +1,4 @@
-"""Families that transformers' layers serve, or why they are refused: the table of docs/reference/models.md."""
+"""Families that transformers' layers serve, or why they are refused: the table of docs/models.md."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ _BEGIN, _END = "<!-- families -->\n", "<!-- end -->\n"
 
 
 def table() -> str:
-    """The families of docs/reference/models.md."""
+    """The families of docs/models.md."""
     lines = [
         "| family | layers | tested | what is not plain in it, or why it is refused |",
         "| --- | --- | --- | --- |",
@@ -310,7 +310,7 @@ def layers_of(family: Family) -> str:
 
 
 def page() -> str:
-    """docs/reference/models.md with the table of now."""
+    """docs/models.md with the table of now."""
     before, rest = PAGE.read_text().split(_BEGIN)
     return f"{before}{_BEGIN}{table()}{_END}{rest.split(_END)[1]}"
 

@@ -1,4 +1,4 @@
-"""The table of fields in docs/reference/serving.md, made from the types that bodies are read with.
+"""The table of fields in docs/serving.md, made from the types that bodies are read with.
 
 `python tests/field_table.py` writes it.
 """

@@ -31,7 +31,7 @@ RUNNING = (
     "how-to/verify.md",
     "how-to/bare-runner.md",
     "how-to/graph-breaks.md",
-    "explanation/tc-piecewise.md",
+    "tc-piecewise.md",
 )
 """Pages whose blocks of Python run, in order, in one namespace, and print what the page says."""
 

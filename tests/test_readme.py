@@ -81,7 +81,7 @@ def test_prompts_are_completed_as_the_page_says(capsys: pytest.CaptureFixture[st
 
 def test_a_hugging_face_model_generates_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    page = (ROOT / "docs/how-to/hugging-face.md").read_text()
+    page = (ROOT / "docs/hugging-face.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "accelerate(model)" in block)
     names: dict[str, object] = {}
     exec(compile(code, "hugging-face.md", "exec"), names)
@@ -92,7 +92,7 @@ def test_a_hugging_face_model_generates_as_printed(capsys: pytest.CaptureFixture
 
 def test_an_encoder_by_batch_and_length_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    text = (ROOT / "docs/how-to/hugging-face.md").read_text()
+    text = (ROOT / "docs/hugging-face.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "GraphedGrid(" in block)
     names: dict[str, object] = {}
     exec(compile(code, "hugging-face.md", "exec"), names)

@@ -1,4 +1,4 @@
-"""docs/explanation/architecture.md: what it names is there, and a step passes through the modules that it says."""
+"""docs/architecture.md: what it names is there, and a step passes through the modules that it says."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def test_the_docs_have_the_table_of_the_code() -> None:
     text = DOCS.read_text()
     begin, end = text.index(BEGIN), text.index(END) + len(END)
     assert text[begin:end] == table(), (
-        "run: PYTHONPATH=src python tests/field_table.py, and put it into docs/reference/serving.md"
+        "run: PYTHONPATH=src python tests/field_table.py, and put it into docs/serving.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""docs/how-to/new-model.md: its example, taken from the page, is a family that loads, computes and records."""
+"""docs/new-model.md: its example, taken from the page, is a family that loads, computes and records."""
 
 from __future__ import annotations
 
