@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from phonograph.errors import Frame
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.recording.contents import tensors_in
 from phonograph.graphs.recording.fact import (
+    FUNCTION_PARTS,
     AddressOf,
     AllItems,
     ClassOf,
@@ -44,11 +45,6 @@ _MAX_LEFT_OUT = 4
 MAX_SECONDS = 20.0
 """After so long, shapes between the largest and the smallest are no longer watched: a watched run takes fifty times
 as long as another."""
-_PARTS: tuple[Literal["__code__", "__defaults__", "__kwdefaults__"], ...] = (
-    "__code__",
-    "__defaults__",
-    "__kwdefaults__",
-)
 
 
 @dataclass(frozen=True)
@@ -242,7 +238,7 @@ class FactRecorder:
         """Code and defaults of the functions that ran."""
         for reads in self._read.values():
             for function, frame in reads.called.values():
-                for part in _PARTS:
+                for part in FUNCTION_PARTS:
                     if part == "__code__" or getattr(function, part):
                         yield _fact("default", f"{function.__qualname__}.{part}", OfFunction(function, part), frame)
 
