@@ -2,8 +2,8 @@
 
 A head learns from what its target says, so nothing but prompts comes from elsewhere. Of the folder, `*.jsonl` files
 have lines with a `question`, those with `test` in their names held out; `*.txt` files have prose, of which the last
-part is held out. Half of the texts are answers to questions that the model makes up itself: what it says where a user's turn
-begins, at temperature 1.
+part is held out. Half of the texts are answers to questions that the model makes up itself: what it says where a
+user's turn begins, at temperature 1.
 """
 
 from __future__ import annotations
