@@ -35,6 +35,7 @@ from phonograph.graphs.recording.fact import (
 )
 from phonograph.graphs.recording.fact_check import FactCheck
 from phonograph.graphs.recording.functions import Functions
+from phonograph.graphs.recording.late_reads import LateReads
 from phonograph.graphs.recording.modes import mode_facts
 from phonograph.graphs.recording.places import ABSENT
 from phonograph.graphs.recording.reads import CONTAINERS_OF_MODULES, Reads, is_installed
@@ -94,6 +95,7 @@ class FactRecorder:
     """Whether the first of them that runs twice speaks for all."""
     problem: str = ""
     """Why reads can't be recorded, or nothing."""
+    late_reads: LateReads = field(default_factory=LateReads)
     _functions: Functions = field(default_factory=Functions)
     _first: dict[ShapeKey, Reads] = field(default_factory=dict)
     _read: dict[ShapeKey, Reads] = field(default_factory=dict)
@@ -187,7 +189,7 @@ class FactRecorder:
         if self.ignored:
             notes.append(f"ignored: {', '.join(self.ignored)}")
         check = FactCheck([fact for fact in kept if not fact.differs], self._stored_into())
-        return Settlement(check, tuple(notes))
+        return Settlement(check, tuple(notes), self.late_reads)
 
     def _of_values(self) -> tuple[list[Fact], list[str]]:
         """The values that were read, and the names of those that shapes differ in."""
@@ -261,6 +263,7 @@ class Settlement:
 
     check: FactCheck
     notes: tuple[str, ...] = ()
+    late_reads: LateReads = field(default_factory=LateReads)
 
     @property
     def facts(self) -> WatchedFacts:
