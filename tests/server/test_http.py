@@ -426,7 +426,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
             ("add_generation_prompt", False),
         )
     ),
-    ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "writes them out", "add_special_tokens"),
+    ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "the chat template adds them", "add_special_tokens"),
     ("/tokenize", {}, "either `prompt` or `messages`", "prompt"),
     ("/tokenize", {"prompt": "x", "messages": HELLO}, "either `prompt` or `messages`", "prompt"),
     ("/detokenize", {"tokens": ["a"]}, "got `str`", "tokens[0]"),

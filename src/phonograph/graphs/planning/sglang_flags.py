@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from phonograph.graphs.planning.settings import Level
 
 PIECEWISE_RULES = ("tc-architecture", "tc-debug", "tc-deterministic", "tc-packed-weights", "tc-untraceable")
-"""What SGLang's flag goes past: rules that keep a phase from tc_piecewise where it could be tried."""
+"""Rules that SGLang's flag overrides: those that keep a phase from tc_piecewise where it could be tried."""
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A flag of SGLang's that is accepted, and says what to write in its place."""
+    """An accepted flag of SGLang's, and what to write instead."""
 
     flag: str
     stands_for: str = ""
@@ -27,7 +27,7 @@ class Alias:
     """Whether it takes several values in a row, which our flag takes with commas."""
     note: str = ""
     ignores: tuple[str, ...] = ()
-    """The rules that it goes past."""
+    """The rules that it overrides."""
 
     @property
     def instead(self) -> str:
@@ -39,7 +39,7 @@ class Alias:
 
     @property
     def warning(self) -> str:
-        """What the user is told."""
+        """The warning for the user."""
         if self.stands_for:
             return f"{self.flag} is deprecated; use {self.instead}"
         return f"{self.flag} is accepted and changes nothing: {self.note}"
@@ -69,7 +69,7 @@ _INSTEAD_OF_VARIABLES = {"SGLANG_USE_BREAKABLE_CUDA_GRAPH": "--graph-backend bre
 
 
 def variable_warning(name: str) -> str | None:
-    """What is said of an environment variable that configures SGLang's graphs; None for any other."""
+    """The warning for an environment variable that configures SGLang's graphs; None for any other."""
     if not _FOREIGN_VARIABLE.match(name):
         return None
     instead = _INSTEAD_OF_VARIABLES.get(name, "--graph-backend or another flag of its group, if one does what it did")
