@@ -135,7 +135,7 @@ def test_ctrl_c_leaves_what_is_done(tiny_model: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "stopped (--resume goes on)" in said
+    assert "stopped (--resume continues)" in said
     assert "Traceback" not in said
     assert 0 < len(results(target)) < 2000
 

@@ -183,7 +183,7 @@ def test_a_full_context_forgets_the_oldest_question(
     assert main(["chat", "--device", "cpu", "--max-len", "96", "--max-tokens", "12"]) == 0
     found = capsys.readouterr()
     assert "The capital of France is Paris." in found.out
-    assert "the oldest question is forgotten" in found.err
+    assert "the oldest question is dropped" in found.err
     assert "Shorten the prompt" in found.err, "a question that is too long alone is refused, and the talk goes on"
 
 

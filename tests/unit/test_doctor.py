@@ -72,7 +72,7 @@ def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     shown = capsys.readouterr().out
     assert "OSError: libcudart.so.13: cannot open shared object file" in shown
     assert "and more" not in shown
-    assert "of these can be mended" in shown
+    assert "of these can be fixed" in shown
 
 
 def test_it_runs_where_torch_is_not_installed(tmp_path: Path) -> None:

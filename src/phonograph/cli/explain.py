@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         breaks=breaks_of(checkpoint),
     )
     refuse_unsupported(device, precision.applied_to(arguments.options), plan)
-    # All that loading refuses is refused here too, but for the values of the weights, which are not read.
+    # Refuses whatever loading would refuse, except for the values of the weights, which are not read.
     eos_ids = config.eos_ids
     if arguments.shape is None:
         eos_ids = checkpoint.tokenizer().eos_ids
