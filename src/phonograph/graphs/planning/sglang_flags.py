@@ -41,7 +41,7 @@ class Alias:
     def warning(self) -> str:
         """The warning for the user."""
         if self.stands_for:
-            return f"{self.flag} is deprecated; use {self.instead}"
+            return f"{self.flag} is deprecated; use {self.instead}{f' ({self.note})' if self.note else ''}"
         return f"{self.flag} is accepted and changes nothing: {self.note}"
 
 
