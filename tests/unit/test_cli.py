@@ -138,7 +138,7 @@ def test_explain_refuses_what_generate_refuses(
 ) -> None:
     folder = tiny.write(tmp_path / "tiny")
     assert main(["explain", "--model", str(folder), "--device", "cpu"]) == 0
-    assert "sampling: neutral where a request says nothing" in capsys.readouterr().out
+    assert "sampling: neutral where a request leaves a value out" in capsys.readouterr().out
     (folder / file).write_text(text)
     for command in (["explain"], ["generate", "--chat", "--prompt", "x"]):
         assert main([*command, "--model", str(folder), "--device", "cpu"]) == 2
