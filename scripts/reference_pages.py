@@ -91,7 +91,8 @@ def _options(kind: Any, by_flag: Mapping[str, str] | None = None) -> str:
         default = "" if field.default is dataclasses.MISSING else f"`{_value(field.default)}`"
         if field.default_factory is not dataclasses.MISSING:
             default = f"`{_value(field.default_factory())}`"
-        row = [f"`{field.name}`", f"`{field.type}`", default]
+        kinds = " or ".join(f"`{one}`" for one in str(field.type).split(" | "))
+        row = [f"`{field.name}`", kinds, default]
         if by_flag is not None:
             flag = by_flag.get(field.name, "")
             row.append(f"`{flag}`" if flag else "")
