@@ -129,13 +129,11 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.engine.process.async_llm import AsyncLLM
     from phonograph.engine.process.client import Restarts
 
-    level = getattr(logging, args.log_level.upper())
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(max(level, logging.ERROR))
+    level = _logging(args.log_level)
     options = _options(args)
     sock = server.listen(options)
     if options.is_open:
-        log.warning("whoever reaches %s may send requests: no key is asked for. Give --api-key-file", options.host)
+        log.warning("anyone who can reach %s may send requests. Require a key: --api-key-file", options.host)
     metrics = Metrics()
     llm = AsyncLLM(
         arguments_from(args),
@@ -168,6 +166,14 @@ def run(args: argparse.Namespace) -> int:
         for stream in (sys.stdout, sys.stderr):
             _written(stream, stream.flush)
     return 130 if early is signal.SIGINT else 0
+
+
+def _logging(name: str) -> int:
+    """Configure logging; returns the level of this name."""
+    level: int = getattr(logging, name.upper())
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(max(level, logging.ERROR))
+    return level
 
 
 def _written(stream: TextIO, write: Callable[[], None]) -> None:
