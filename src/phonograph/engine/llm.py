@@ -26,7 +26,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
-from phonograph.engine.execution.speculation import costs_for, drafting_for, open_draft, passes_with
+from phonograph.engine.execution.speculation import choose_drafter, costs_for, passes_with
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts, Noted
@@ -127,11 +127,11 @@ class LLM:
         config = self.checkpoint.config
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
-        draft = open_draft(options, config)
+        chosen = choose_drafter(options, self.checkpoint)
         self.kernels = select_kernels(self.device, options, self.plan, progress)
         loaded = self._loaded(attention, limits.num_positions, progress)
         sampler = select_sampler(self.device, options, self.plan)
-        self.drafting = drafting_for(options, draft, loaded, limits.num_positions)
+        self.drafting = chosen.drafting(options.draft_depth, loaded, limits.num_positions) if chosen else None
         """Who drafts tokens, if somebody does."""
         passes = passes_with(self.drafting, options)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress, passes)

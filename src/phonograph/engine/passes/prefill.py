@@ -48,7 +48,7 @@ class PrefillBatch:
     targets: Any = None
     """What follows the last of `ends` in their prompts, as many as there are; None where no prompt is scored."""
     following: Any = None
-    """The token after each one of a prompt, for rounds that read it; where it is yet to be picked, 0."""
+    """The token after each one of a prompt, for rounds that read it; where it is yet to be picked, -1."""
     tokens_per_row: int = 1
     """Tokens of each row that decodes."""
 
@@ -89,7 +89,7 @@ class PrefillBatches:
         spans = [Span(row, index, length - 1, 1) for index, (row, length) in counted if is_exact]
         ends = list(range(num_decoding))
         known = [0] * num_decoding  # their tokens are in the tables
-        following = [0] * num_decoding
+        following = [-1] * num_decoding
         scored, targets = list[int](), list[int]()
         for chunk in step.prefills:
             spans.append(Span(chunk.row, len(known), chunk.start, len(chunk.tokens)))
@@ -253,6 +253,8 @@ class PrefillSample:
             decoding[[span.first for span in spans if span.count == 1]] = True
         width, needs = self._trials.width, SamplingNeeds()
         following = np.roll(tokens, -1) if self._has_following else None
+        if following is not None:
+            following[known:] = following[lasts] = -1
         return PrefillBatch(
             tokens, rows, positions, decoding, ends, width, needs, told, first, None, following, self._width
         )
@@ -285,7 +287,8 @@ def prefill_pass(
             f"{'no rounds' if rounds is None else 'rounds'}. Give rounds where a row decodes several, and only there."
         )
     length, ids = parts.tables.length, (0, parts.model.config.vocab - 1)
-    read = [Slot("following", ("tokens",), torch.int64, pad=Pad.fill(0), valid=ids)] if rounds and rounds.taps else []
+    after = {"pad": Pad.fill(-1), "valid": (-1, ids[1])}
+    read = [Slot("following", ("tokens",), torch.int64, **after)] if rounds and rounds.taps else []  # type: ignore[arg-type]
 
     def written(batch: PrefillBatch) -> tuple[torch.Tensor, torch.Tensor]:
         rows, positions = (torch.as_tensor(one).to(length.device) for one in (batch.rows, batch.positions))

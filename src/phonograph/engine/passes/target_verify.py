@@ -228,9 +228,10 @@ class DraftedRounds:
         return self._reader.features(taps)
 
     def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        if current().stage is not Stage.COMPILING:
+            return self._taken_in(taps, following, queries)
         places = queries.rows, queries.token_positions, queries.table
-        run = self._opaque_read if current().stage is Stage.COMPILING else self._read
-        return run(taps, following, places, self._kept)
+        return self._opaque_read(taps, following, places, self._kept)
 
     def _read(
         self,
@@ -239,9 +240,13 @@ class DraftedRounds:
         places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         kept: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
+        """As one call that no compiler looks into; the last argument says what is written."""
+        return self._taken_in(taps, following, Queries(*places, tokens_per_row=None))
+
+    def _taken_in(self, taps: tuple[torch.Tensor, ...], following: torch.Tensor, queries: Queries) -> torch.Tensor:
         assert self._reader is not None
         features = self._reader.features(taps)
-        self._reader.read(following, features, Queries(*places, tokens_per_row=None))
+        self._reader.read(following, features, queries)
         return features
 
     def accept(
