@@ -173,8 +173,8 @@ def test_drafts_are_those_of_the_head_over_the_whole_sequence(
     """Whatever was rejected, cut into chunks, or computed among others."""
     own = kind == "published"
     taps = {"eagle_aux_hidden_state_layer_ids": [0, 1] if own else [1, 0], "norms_features": not own}
-    found = tensors(has_head=own, num_layers=layers)
-    folder = written(tmp_path, found, eagle_config=taps, num_hidden_layers=layers)
+    weights = tensors(has_head=own, num_layers=layers)
+    folder = written(tmp_path, weights, eagle_config=taps, num_hidden_layers=layers)
     by_hand = ByHand(folder, [0, 1] if own else [1, 0], norms=not own)
     core = speculating(drafting(folder, depth), "disabled", max_ahead=0, prefix_cache=False, chunk=7)
     tables, seen = core.executor.tables, 0

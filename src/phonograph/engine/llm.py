@@ -35,6 +35,7 @@ from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.registry import step_passes_for
 from phonograph.engine.precision import precision_for
+from phonograph.engine.requests.hidden_states import states_of
 from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
@@ -68,6 +69,9 @@ class Completion:
     """One for each token, where they were requested."""
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """One for each token of the prompt but the first, where they were requested."""
+    hidden_states: npt.NDArray[np.float32] | None = None
+    """[any, hidden], where they were requested, once it has ended: of each token what it was picked from; or of every
+    position of prompt and output but the last."""
     text: str = ""
     finish: FinishReason | None = None
     error: str = ""
@@ -76,8 +80,10 @@ class Completion:
 class _Reader:
     """Follows one sequence: what became of it so far."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, continues: bool) -> None:
-        self.sequence = sequence
+    def __init__(self, sequences: Many[Sequence], index: int, tokenizer: Tokenizer | None, *, continues: bool) -> None:
+        """Of the sequences of a request, the one with this index; what is known of their prompt, the first has."""
+        self.sequence = sequence = sequences[index]
+        self._prompt_states = sequences[0].prompt_states
         self.done = Completion(sequence.request.prompt, sequence.index)
         params, after = sequence.request.params, sequence.request.prompt if continues else ()
         stops, is_guided = StopStrings(params.stop), params.grammar is not None
@@ -99,6 +105,7 @@ class _Reader:
         if hit or finish is not None:
             self.done.finish = FinishReason.STOP if hit else finish
             self.done.error = self.sequence.error
+            self.done.hidden_states = states_of(self.sequence, self._prompt_states, len(self.done.tokens))
         return text, hit
 
 
@@ -349,8 +356,8 @@ class LLM:
         readers = dict[Sequence, _Reader]()
         for prompt in prompts:
             sequences = self._added(prompt, params)
-            for sequence in sequences:
-                readers[sequence] = reader = _Reader(sequence, self.tokenizer, continues=continues)
+            for index, sequence in enumerate(sequences):
+                readers[sequence] = reader = _Reader(sequences, index, self.tokenizer, continues=continues)
                 reader.done.prompt_logprobs = sequences[0].prompt_logprobs  # the first is scored, for all of them
         return readers
 

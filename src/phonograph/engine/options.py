@@ -93,6 +93,9 @@ class EngineOptions:
     embeddings: bool = False
     """Whether prompts can be embedded: a pass of its own, with as many recordings as prefill has."""
 
+    return_hidden_states: bool = False
+    """Whether requests may ask for hidden states: decode steps have recordings with and without them."""
+
     model_impl: ModelImplementation = "auto"
     """Whose layers a model has."""
     trust_remote_code: bool = False

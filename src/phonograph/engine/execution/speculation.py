@@ -79,9 +79,8 @@ def choose_drafter(options: EngineOptions, checkpoint: Checkpoint) -> Chosen | N
 
 def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[PassDeclaration]:
     """The passes of an engine for which somebody drafts, or nobody."""
-    if drafting is None:
-        return passes_for(embeddings=options.embeddings)
-    return speculating_passes(drafting)
+    passes = passes_for(embeddings=options.embeddings) if drafting is None else speculating_passes(drafting)
+    return [replace(one, gives_states=one.serves) for one in passes] if options.return_hidden_states else passes
 
 
 def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:

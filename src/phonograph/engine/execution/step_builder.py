@@ -126,4 +126,4 @@ def _prompt_chunk(chunk: Chunk) -> PromptChunk:
     end = chunk.start + chunk.count
     following = next(iter(chunk.sequence.tokens(end, end + 1)), -1)
     asked = (chunk.samples, chunk.targets, chunk.pooled)
-    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, *asked, following)
+    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, *asked, following, chunk.num_stated)

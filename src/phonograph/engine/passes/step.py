@@ -36,6 +36,8 @@ class PromptChunk:
     """Which of the tokens are summed, from the first up to the second; None for none."""
     following: int = -1
     """The token that comes after these; -1 where the host does not know it."""
+    num_stated: int = 0
+    """Of how many of its first tokens hidden states are wanted."""
 
 
 NO_ROWS = Decodes()

@@ -23,7 +23,7 @@ from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
 from phonograph.engine.passes.rounds import as_block
-from phonograph.engine.passes.sampling_tail import SAMPLING
+from phonograph.engine.passes.sampling_tail import axes_for
 from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.request import MAX_LOGPROBS
 from phonograph.engine.requests.step import NO_TOKEN
@@ -306,6 +306,9 @@ class _Links:
             queries = Queries(rows, tables.length[rows] + offsets, pages, tokens_per_row=width)
         hidden = self._model.hidden(tokens, queries, self._parts.cache, taps=self._rounds.taps)
         picked, accepted = self._rounds.verify(self._model.logits(hidden.states), tokens, queries, batch.needs)
+        if batch.needs.states:
+            states = hidden.states.float()
+            picked = picked._replace(states=states if width == 1 else states.view(-1, width, states.shape[1]))
         return picked, replace(accepted, features=self._rounds.features(hidden.taps))
 
     def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted]) -> Picked:
@@ -349,7 +352,7 @@ def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration
         is_steady=batches.is_steady,
         body=links.verify,
         sample=lambda extent, seed: replace(sample_rows(parts, extent, seed), tokens_per_row=rounds.width),
-        axes=[SAMPLING, _drafts_axis(rounds.width)],
+        axes=[*axes_for(parts.gives_states), _drafts_axis(rounds.width)],
         preserve=parts.trials.running,
         reads=rounds.reads,
     )

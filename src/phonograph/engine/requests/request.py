@@ -10,6 +10,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Literal
 
+from phonograph.engine.requests.hidden_states import HiddenStates, check_hidden_states
 from phonograph.engine.requests.pooling import Pooling, check_pooling
 from phonograph.errors import RequestError
 from phonograph.numbers import MAX_WHOLE, expect_finite, expect_whole, shown
@@ -40,6 +41,7 @@ READ_BY_ENGINE = frozenset(
     (
         *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "prompt_logprobs"),
         *("allowed_token_ids", "bad_words", "bad_token_ids", "grammar", "speculate"),
+        "return_hidden_states",
     )
 )
 """The fields of `SamplingParams` that every engine reads, whatever its sampler is: ends, choices, what is reported,
@@ -163,6 +165,9 @@ class SamplingParams:
     speculate: bool | int | None = None
     """Tokens that may be drafted for it in a round, where the engine speculates: a number, all that it drafts (True,
     None), or none (False). Changes how fast the output comes, and not what is in it."""
+    return_hidden_states: HiddenStates | None = None
+    """Report hidden states after the last norm: `last` those that outputs were picked from, `all` those of prompt and
+    outputs but the last. For an engine with EngineOptions(return_hidden_states=True)."""
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, least=0)
@@ -183,6 +188,7 @@ class SamplingParams:
             _whole("prompt_logprobs", self.prompt_logprobs, least=0, most=MAX_LOGPROBS)
         if self.speculate is not None and not isinstance(self.speculate, bool):
             _whole("speculate", self.speculate, least=0)
+        check_hidden_states(self.return_hidden_states)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.", field="ignore_eos")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
