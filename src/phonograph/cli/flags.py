@@ -64,6 +64,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make vectors of texts too (/v1/embeddings): a pass of its own, with as many recordings as prefill has",
     )
+    parser.add_argument(
+        "--return-hidden-states",
+        "--enable-return-hidden-states",
+        action="store_true",
+        help="let requests ask for hidden states (return_hidden_states): decode steps have recordings with and without",
+    )
     graph_flags.add_flags(parser, ALL_PHASES)
 
 
@@ -131,6 +137,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         speculate_when=speculation.when,
         draft=speculation.draft,
         embeddings=args.embeddings,
+        return_hidden_states=args.return_hidden_states,
         eager_copies=args.eager_copies,
         verify=args.verify,
         shadow_verify=args.shadow_verify,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-
-from phonograph.errors import RequestError
-from phonograph.numbers import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,20 +14,9 @@ if TYPE_CHECKING:
     from phonograph.engine.requests.sequence import Sequence
     from phonograph.engine.requests.step import Sampled, ScheduledStep
 
-HiddenStates = Literal["last", "all"]
-"""Those that outputs were picked from, or those of prompt and output."""
 States = npt.NDArray[np.float32]
 
 _NOT_FINITE = "the model's hidden states of the prompt are not finite: NaN or infinity among weights or activations"
-
-
-def check_hidden_states(found: object) -> None:
-    """Refuse what is no kind of them."""
-    if found is not None and found not in get_args(HiddenStates):
-        known = " or ".join(map(repr, get_args(HiddenStates)))
-        raise RequestError(
-            f"return_hidden_states is {known}, or None, found {shown(found)}.", field="return_hidden_states"
-        )
 
 
 def take_prompt_states(step: ScheduledStep, sampled: Sampled) -> list[tuple[Sequence, str]]:

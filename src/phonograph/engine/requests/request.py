@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from phonograph.engine.requests.hidden_states import HiddenStates, check_hidden_states
 from phonograph.engine.requests.pooling import Pooling, check_pooling
 from phonograph.errors import RequestError
 from phonograph.numbers import MAX_WHOLE, expect_finite, expect_whole, shown
@@ -27,6 +26,8 @@ _MAX_TOKEN_ID = 2**31 - 1
 _FLOAT32 = (2.0**-126, 2.0**128 - 2.0**104)
 """What sampling parameters become on the device: the least and the greatest number that float32 holds in full."""
 
+HiddenStates = Literal["last", "all"]
+"""Those that outputs were picked from, or those of prompt and output."""
 
 NEUTRAL: Mapping[str, float] = {
     "temperature": 1.0,
@@ -188,7 +189,9 @@ class SamplingParams:
             _whole("prompt_logprobs", self.prompt_logprobs, least=0, most=MAX_LOGPROBS)
         if self.speculate is not None and not isinstance(self.speculate, bool):
             _whole("speculate", self.speculate, least=0)
-        check_hidden_states(self.return_hidden_states)
+        if self.return_hidden_states not in (None, *get_args(HiddenStates)):
+            problem = f"return_hidden_states is 'last' or 'all', or None, found {shown(self.return_hidden_states)}."
+            raise RequestError(problem, field="return_hidden_states")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.", field="ignore_eos")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
