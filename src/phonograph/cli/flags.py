@@ -59,6 +59,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
     add_speculation_flags(parser)
+    _add_output_flags(parser)
+    graph_flags.add_flags(parser, ALL_PHASES)
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """What requests may ask for besides text."""
     parser.add_argument(
         "--embeddings",
         action="store_true",
@@ -70,7 +76,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let requests ask for hidden states (return_hidden_states): decode steps have recordings with and without",
     )
-    graph_flags.add_flags(parser, ALL_PHASES)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:

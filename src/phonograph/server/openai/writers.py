@@ -179,9 +179,8 @@ class CompletionWriter:
     def _text_choice(
         self, delta: Delta, text: str, logprobs: TextLogprobs | None, ranked: PromptLogprobs | UnsetType = UNSET
     ) -> TextChoice:
-        ids, prompt = self.ids.output(delta), self.ids.prompt(delta.choice)
-        states = hidden_states(delta.hidden_state)
-        return TextChoice(delta.choice, text, logprobs, _FINISH[delta.finish], ranked, ids, prompt, states)
+        about = ranked, self.ids.output(delta), self.ids.prompt(delta.choice), hidden_states(delta.hidden_state)
+        return TextChoice(delta.choice, text, logprobs, _FINISH[delta.finish], *about)
 
     def _response(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -263,9 +262,8 @@ class ChatWriter:
         made = [ToolCall(self._call_id(delta.choice, place), call) for place, call in enumerate(calls)]
         message = ChatMessage(None if made and not text else text, made or UNSET, thought or UNSET)
         finish = self._finish(delta, len(made)) or "stop"
-        return ChatChoice(
-            delta.choice, message, finish, logprobs, self.ids.output(delta), hidden_states(delta.hidden_state)
-        )
+        about = self.ids.output(delta), hidden_states(delta.hidden_state)
+        return ChatChoice(delta.choice, message, finish, logprobs, *about)
 
     def _delta_choices(self, delta: Delta) -> Iterator[ChatDeltaChoice]:
         """An event with what is new, and one of its own for the end."""
