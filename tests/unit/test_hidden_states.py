@@ -132,7 +132,7 @@ def test_where_nobody_asks_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) ->
             found.update({str(key): count for key, count in runner.stats.replays.items()})
         return found
 
-    plain, other = llm_of("full"), llm_of("full", return_hidden_states=True)
+    plain, other = (llm_of("full", prefix_cache=False, return_hidden_states=given) for given in (False, True))
     found = list[Any]()
     for llm in (plain, other):
         blocks, host_block, before = list[int](), type(llm.device).host_block, counts(llm)
