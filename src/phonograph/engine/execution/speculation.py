@@ -1,4 +1,4 @@
-"""Speculation: who drafts for a model, by the options; a head's weights are loaded beside the model's."""
+"""Speculation: the drafter that the options name, with its weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("phonograph")
 
 @dataclass(frozen=True)
 class Chosen:
-    """Who is to draft, and why; its weights are not read yet."""
+    """The drafter that was chosen, and why; its weights are not read yet."""
 
     name: Literal["ngram", "eagle", "mtp"]
     why: str = ""
@@ -54,7 +54,7 @@ class Chosen:
 
 
 def choose_drafter(options: EngineOptions, checkpoint: Checkpoint) -> Chosen | None:
-    """Who drafts for a model, if somebody does; a head or modules that do not fit are refused, before weights are
+    """The drafter for a model, if there is one; a head or modules that do not fit are refused, before weights are
     read."""
     name, folder, target = options.speculate, options.draft, checkpoint.config
     if name == "off":
@@ -78,23 +78,23 @@ def choose_drafter(options: EngineOptions, checkpoint: Checkpoint) -> Chosen | N
 
 
 def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[PassDeclaration]:
-    """The passes of an engine for which somebody drafts, or nobody."""
+    """The passes of an engine with this drafter, or without one."""
     passes = passes_for(embeddings=options.embeddings) if drafting is None else speculating_passes(drafting)
     return [replace(one, gives_states=one.serves) for one in passes] if options.return_hidden_states else passes
 
 
 def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
-    """What rounds cost, measured; None where they are launched whatever they cost."""
+    """The measured cost of rounds; None where they are launched whatever they cost."""
     where = options.speculate_when or ("always" if executor.device.torch_device.type == "cpu" else "pays")
     if not options.speculates or where == "always":
         return None
     try:
         costs = measured_costs(executor.runners[TARGET_VERIFY.name])
-    except Exception as error:  # no request needs to know what a step costs
+    except Exception as error:  # no request depends on the measurement
         log.warning("what rounds cost could not be measured (%s: %s)", type(error).__name__, error)
         costs = None
     if costs is None:
-        log.warning("nothing tells what rounds cost, so they are launched wherever something is drafted")
+        log.warning("the cost of rounds is unknown, so they are launched wherever something is drafted")
     return costs
 
 
