@@ -23,6 +23,7 @@ from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
 from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder
+from phonograph.graphs.recording.bound import Bound
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.captured import Captured
 from phonograph.graphs.recording.carried import FieldReads, carried_by
@@ -226,12 +227,17 @@ class Capture:
             around = nullcontext if moves is None else moves.around_gap
             unwritten = refusing_input_writes(bound.inputs) if moves is None else nullcontext()
             now = noting_gaps if moves is None else bound.now
-            with generators_restored(self.device), unwritten, self._watched(key, now, around):
+            with generators_restored(self.device), unwritten, self._late_reads(bound), self._watched(key, now, around):
                 result = self.backend.warm_up(key, bound.body, WarmUp.FREE)
             self.outputs.standing.note(result)
             return result
 
         return run
+
+    def _late_reads(self, bound: Bound) -> AbstractContextManager[None]:
+        if self.facts is None or self.facts.alone or self._warmups is None:
+            return nullcontext()
+        return self.facts.late_reads.noting(bound.inputs, self._warmups.python.now.name_of_memory)
 
     def _refuse_moved(self, keys: Sequence[ShapeKey]) -> None:
         """Python state that one shape changes, the others may have read: all are refused."""
