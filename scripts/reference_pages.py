@@ -345,8 +345,8 @@ def routes_page() -> str:
         raise ValueError(f"scripts/reference_pages.py: say in _OTHER_ROUTES what {unsaid} are for")
     rows = [(f"`{method} {path}`", said[method, path]) for method, path in routes]
     parts = [
-        "What each does, field by field, is in [Serving](../serving.md); `GET /openapi.json` has the same as an OpenAPI "
-        "document.\n",
+        "What each does, field by field, is in [Serving](../serving.md); `GET /openapi.json` has the same as an "
+        "OpenAPI document.\n",
         table(("route", ""), rows),
     ]
     for one in OPERATIONS:

@@ -279,7 +279,7 @@ def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return tokens
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference" / "models.md"
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 _BEGIN, _END = "<!-- families -->\n", "<!-- end -->\n"
 
 

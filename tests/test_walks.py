@@ -19,7 +19,7 @@ from phonograph.engine.requests.request import Request
 
 PACKAGE = Path(phonograph.__file__).parent
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = (DOCS / "explanation" / "architecture.md").read_text()
+PAGE = (DOCS / "architecture.md").read_text()
 NAMED = re.compile(r"`((?:\w+/)*\w+\.py)`(?: `([A-Z]?\w+(?:\.\w+)?)`)?")
 
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from phonograph import LLM, EmulatedDevice, EngineOptions, Extent
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.ops.layers.rounds import as_block
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.passes.prefill import PrefillSample
 from phonograph.engine.passes.readback import Picked, Readback
-from phonograph.engine.passes.rounds import as_block, joined
+from phonograph.engine.passes.rounds import joined
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.state.column import TableSizes

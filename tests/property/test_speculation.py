@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phonograph import SamplingParams
-from phonograph.engine.passes.ngram import continued, ngram
+from phonograph.engine.ops.layers.rounds import continued
+from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.sampling.penalties import count_tokens, with_said

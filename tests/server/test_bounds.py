@@ -20,7 +20,7 @@ from phonograph.server.http.request_limits import ModelBounds, json_size
 from server.conftest import Server
 from server.test_http import CHAT, HELLO, TEXT, error_of
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "serving.md"
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
 
 TOO_MUCH: list[tuple[str, dict[str, Any], str, str]] = [

@@ -318,6 +318,21 @@ def test_which_hosts_are_let_in(options: ServerOptions, hosts: set[str]) -> None
     assert set(options.hosts) == hosts
 
 
+@pytest.mark.parametrize(
+    ("options", "is_open"),
+    [
+        (ServerOptions(), False),
+        (ServerOptions(host="::1"), False),
+        (ServerOptions(host="0.0.0.0"), True),
+        (ServerOptions(host="::"), True),
+        (ServerOptions(host="gpu7"), True),
+        (ServerOptions(host="0.0.0.0", api_keys=("key",)), False),
+    ],
+)
+def test_a_server_that_others_reach_without_a_key_is_open(options: ServerOptions, is_open: bool) -> None:
+    assert options.is_open is is_open
+
+
 @pytest.mark.parametrize("origin", ["ok.example", "https://", "https://ok.example/", "https://ok.example/a", ""])
 def test_an_origin_that_no_browser_sends_is_refused_at_start(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--shape", "tiny", "--port", "0", "--cors-origins", origin]) == 2

@@ -566,7 +566,7 @@ def test_every_field_of_a_body_is_read_or_known_to_be_without_effect() -> None:
         assert body.__struct_config__.forbid_unknown_fields
         unread = {field.name for field in msgspec.structs.fields(body)} - read
         assert unread <= WITHOUT_EFFECT.keys(), body
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "serving.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     assert [name for name in WITHOUT_EFFECT if f"`{name}`" not in page] == []
 
 
@@ -588,7 +588,7 @@ def test_fields_of_others_are_taken_at_what_is_done_anyway(tiny_server: Server) 
 
 
 def test_fields_of_others_are_known_and_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "serving.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     assert [name for name in ONLY_NEUTRAL if f"`{name}`" not in page] == []
     assert ONLY_NEUTRAL.keys().isdisjoint(WITHOUT_EFFECT)
     both = {field.name for field in msgspec.structs.fields(ChatRequest)}

@@ -30,7 +30,7 @@ from phonograph.cli import bench as bench_command
 from phonograph.errors import PlanError
 from statuses import serving
 
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "bench-serve.md"
+DOCS = Path(__file__).parents[2] / "docs" / "bench-serve.md"
 FIRST, GAP = 0.12, 0.03
 
 

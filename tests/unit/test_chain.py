@@ -29,7 +29,6 @@ from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, decode_p
 from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PREFILL, PassDeclaration, StepPasses
-from phonograph.engine.passes.rounds import as_block
 from phonograph.engine.passes.sampling_tail import SAMPLING
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
@@ -88,15 +87,13 @@ class OracleRounds:
     ) -> Picked:
         parts, tables = self._parts, self._parts.tables
         picked = parts.tail.pick(logits, queries, needs).tokens.view(-1, WIDTH)
-        rows, starts = (part.view(-1, WIDTH)[:, 0] for part in (queries.rows, queries.token_positions))
-        right = (picked[:, :-1] == tokens.view(-1, WIDTH)[:, 1:]).long().cumprod(1).sum(1) + 1
+        rows = queries.rows.view(-1, WIDTH)[:, 0]
         rounds = tables["rounds"][rows]
-        counts = torch.minimum(right, drawn(rows, rounds, 3, WIDTH + 1))
-        # A row that was launched ahead of its end takes nothing past it.
-        counts = torch.minimum(counts, tables["limit"][rows] - starts).clamp_min(0) * (rows > 0)
-        parts.model.kernels.write_next_token(queries, picked, counts, tables.last_token, tables.length)
+        most = torch.zeros_like(tables["limit"]).index_put_((rows,), drawn(rows, rounds, 3, WIDTH + 1) - 1)
+        bounds = most, tables["limit"]
+        taken = parts.model.kernels.rounds.accept(queries, tokens, picked, bounds, tables.last_token, tables.length)
         tables["rounds"].index_put_((rows,), rounds + 1)
-        return Picked(as_block(picked, counts))
+        return Picked(taken.block)
 
     def begin(
         self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None, **_: bool

@@ -10,14 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from phonograph import CheckpointError
 from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.cli.main import main
-from phonograph.engine.checkpoints import default_model
+from phonograph.engine.checkpoints import default_model, open_checkpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.models.registry import config_from_hf
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.precision import precision_for
 from server import tiny
 
 Capture = pytest.CaptureFixture[str]
@@ -143,6 +146,58 @@ def test_explain_refuses_what_generate_refuses(
     for command in (["explain"], ["generate", "--chat", "--prompt", "x"]):
         assert main([*command, "--model", str(folder), "--device", "cpu"]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_explain_takes_a_folder_that_has_its_configuration_alone(tmp_path: Path, capsys: Capture) -> None:
+    folder = tiny.write(tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    explain = ["explain", "--model", str(folder), "--device", "cpu"]
+    assert main(explain) == 0
+    assert "files: weights not there yet; nothing in config.json speaks against" in capsys.readouterr().out
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    assert main(explain) == 0
+    out = capsys.readouterr().out
+    assert "model: native: LlamaForCausalLM" in out
+    assert "files: weights and tokenizer.json not there yet" in out
+    names = {"model.layers.0.mlp.up_proj.weight": "model-00001-of-00001.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert main(explain) == 0, "an index of files that are not there yet"
+    capsys.readouterr()
+    for refused in ([*explain, "--trace"], ["generate", "--model", str(folder), "--device", "cpu", "--prompt", "x"]):
+        assert main(refused) == 2
+        assert "model-00001-of-00001.safetensors is missing" in capsys.readouterr().err
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert main(explain) == 2
+    assert "found pytorch_model.bin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "said"),
+    [
+        ({"model_type": "phi", "architectures": ["PhiForCausalLM"]}, 0, "hf: PhiForCausalLM of transformers"),
+        ({"model_type": "falcon", "architectures": ["FalconForCausalLM"]}, 2, "its attention can't be chosen"),
+        ({"model_type": "phi", "quantization_config": {"quant_method": "awq"}}, 2, "its weights are stored as awq"),
+    ],
+)
+def test_explain_judges_the_adapter_by_the_configuration_alone(
+    tmp_path: Path, capsys: Capture, config: dict[str, object], status: int, said: str
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["explain", "--model", str(tmp_path), "--device", "cpu"]) == status
+    assert said in "".join(capsys.readouterr())
+
+
+def test_a_folder_without_weights_gives_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
+    checkpoint = open_checkpoint(tmp_path, needs_weights=False)
+    precision = precision_for(checkpoint, EngineOptions(), torch.device("cuda"))
+    assert "by config.json" in precision.reason
+    with pytest.raises(CheckpointError, match="found no weights"):
+        next(iter(checkpoint.tensors()))
 
 
 def test_biases_in_all_projections_are_served(tmp_path: Path, capsys: Capture) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from field_table import BEGIN, END, OPENAI, ROUTES, VLLM, table
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "serving.md"
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
 def test_the_docs_have_the_table_of_the_code() -> None:

@@ -133,9 +133,7 @@ def test_the_ends_of_a_step(num_tokens: int, by_row: bool) -> None:
         length = queries.positions.clone() if by_row else last_token.clone()
         last_token[0], length[0] = 0, 0
         picked = torch.arange(num_tokens, device=DEVICE) + 100
-        kernels.write_next_token(
-            replace(queries, positions=length) if by_row else queries, picked, None, last_token, length
-        )
+        kernels.write_next_token(replace(queries, positions=length) if by_row else queries, picked, last_token, length)
         tables.append((last_token, length))
     for one, other in (*zip(*states, strict=True), *zip(*tables, strict=True)):
         assert torch.equal(one, other)
@@ -145,30 +143,6 @@ def test_the_ends_of_a_step(num_tokens: int, by_row: bool) -> None:
     assert torch.equal(length[queries.rows[real]], queries.token_positions[real] + 1)
     others = [int(last_token[0]), int(length[0]), int(last_token[-1])]
     assert others == [0, 0, 7], "nobody's row, and one that is not in the step"
-
-
-@pytest.mark.parametrize("width", [1, 2, 5])
-def test_rows_note_the_last_of_several_tokens_and_one_without_stays(width: int) -> None:
-    counts = torch.tensor([*range(width + 1), width, 0], device=DEVICE)  # none to all; the last two are padding
-    num_rows = len(counts)
-    rows = torch.arange(1, num_rows + 1, device=DEVICE)
-    rows[-2:] = 0
-    starts = torch.arange(num_rows, device=DEVICE) * 3 * (rows > 0)
-    positions = (starts[:, None] + torch.arange(width, device=DEVICE) * (rows > 0)[:, None]).flatten()
-    table = torch.zeros(num_rows + 1, 9, dtype=torch.int32, device=DEVICE)
-    queries = Queries(rows.repeat_interleave(width), positions, table, tokens_per_row=width)
-    tokens = torch.arange(num_rows * width, device=DEVICE).view(num_rows, width) + 100
-    tokens[1, 0] = -1  # a problem: noted as token 0
-    for kernels in (REFERENCE, TRITON):
-        last_token, length = torch.full((2, num_rows + 1), 7, device=DEVICE)
-        last_token[0], length[0] = 0, 0
-        kernels.write_next_token(queries, tokens, counts, last_token, length)
-        for place, row in enumerate(rows.tolist()[:-2]):
-            count = int(counts[place])
-            noted = max(0, int(tokens[place, count - 1])) if count else 7
-            assert (int(last_token[row]), int(length[row])) == (noted, int(starts[place]) + count)
-        assert (int(last_token[0]), int(length[0])) == (0, 0)
-        assert last_token[num_rows - 1 :].tolist() == [7, 7], "rows that are not in the step"
 
 
 def test_what_a_row_computes_past_its_pages_goes_to_the_null_page() -> None:

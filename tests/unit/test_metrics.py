@@ -34,7 +34,7 @@ from phonograph.server.observe.incidents import Incidents
 from phonograph.server.observe.metrics import Metrics
 from phonograph.server.observe.running_totals import StatsAcrossRestarts
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 

@@ -28,7 +28,7 @@ from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.queries import Queries
 from phonograph.graphs.planning.settings import ask
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "new-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "new-model.md"
 CONFIG = {
     "architectures": ["ToyForCausalLM"],
     "model_type": "toy",

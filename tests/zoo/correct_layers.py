@@ -43,10 +43,7 @@ def attention_layer(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct(
-    open="FALSE ALARM: eager calls take a fast path that rounds otherwise, and verify wants equal bits",
-    open_on_gpu="",
-)
+@correct()
 def encoder_layer(on: torch.device) -> Subject:
     """nn.TransformerEncoderLayer in eval mode, without a mask."""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True).to(on).eval()

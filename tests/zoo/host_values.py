@@ -260,7 +260,7 @@ def one_tensor_in_two_slots(on: torch.device) -> Subject:
     return Subject(step, calls, slots=slots)
 
 
-@bug(Mechanism.OTHER, names="hidden", open="SILENT: an input that is the body's own state is read as the call began")
+@bug(Mechanism.OTHER, names="hidden", has_line=False)
 def own_state_as_input(on: torch.device) -> Subject:
     """The caller passes the model's own state, which the body writes before it reads the input."""
     hidden = torch.zeros(4, WIDTH, device=on)

@@ -1,8 +1,9 @@
-"""`phonograph explain`: the plan, without loading weights."""
+"""`phonograph explain`: what a model is and the plan, without loading weights, or before they are downloaded."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phonograph.cli.flags import add_engine_flags, arguments_from
@@ -11,7 +12,7 @@ from phonograph.engine.passes.registry import passes_for, phases_of
 if TYPE_CHECKING:
     from phonograph.engine.process.arguments import EngineArguments
 
-HELP = "print the plan without loading weights"
+HELP = "print whether and how a model is served, and the plan; of a folder, config.json is enough"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.engine.requests.request import SamplingParams
 
     arguments = arguments_from(args)
-    checkpoint, device = arguments.checkpoint(), open_device(args.device)
+    checkpoint, device = arguments.checkpoint(needs_weights=args.trace is not None), open_device(args.device)
     config, precision = checkpoint.config, precision_for(checkpoint, arguments.options, device.torch_device)
     plan = plan_for(
         device,
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     refuse_unsupported(device, precision.applied_to(arguments.options), plan)
     # All that loading refuses is refused here too, but for the values of the weights, which are not read.
     eos_ids = config.eos_ids
-    if arguments.shape is None:
+    missing = _not_there_yet(arguments) if arguments.shape is None else []
+    if arguments.shape is None and "tokenizer.json" not in missing:
         eos_ids = checkpoint.tokenizer().eos_ids
         checkpoint.chat_template()
     limits = limits_for(arguments.options, device, plan, config.max_len, eos_ids)
@@ -65,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         f"up to {limits.max_seqs} sequences of {limits.context}, {limits.max_tokens:,} tokens a step"
     )
     print(f"model: {implementation_of(checkpoint, precision.dtype, device.torch_device)}")
+    if missing:
+        print(f"files: {' and '.join(missing)} not there yet; nothing in config.json speaks against serving it")
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()))
     print(described_checks(arguments.options, is_recorded=plan.is_recorded))
@@ -72,6 +76,16 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None:
         print(_traces(arguments, args.trace))
     return 0
+
+
+def _not_there_yet(arguments: EngineArguments) -> list[str]:
+    """What a folder lacks that holds its configuration alone, as before a download; nothing for any other model."""
+    from phonograph.engine.checkpoints.safetensors import weight_files
+
+    folder = Path(arguments.model).expanduser() if arguments.model is not None else None
+    if folder is None or not folder.is_dir() or weight_files(folder, needed=False):
+        return []
+    return ["weights", *(["tokenizer.json"] if not (folder / "tokenizer.json").is_file() else [])]
 
 
 def _traces(arguments: EngineArguments, phase: str) -> str:

@@ -121,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("uvicorn").setLevel(max(level, logging.ERROR))
     options = _options(args)
     sock = server.listen(options)
+    if options.is_open:
+        log.warning("whoever reaches %s may send requests: no key is asked for. Give --api-key-file", options.host)
     metrics = Metrics()
     llm = AsyncLLM(
         arguments_from(args),

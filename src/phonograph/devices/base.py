@@ -19,6 +19,8 @@ class Capabilities:
     """The compilers of `tc_piecewise` whose code it can record."""
     shares_buffers: bool = True
     """Whether several runners may use one input buffer."""
+    captures_in_function_mode: bool = False
+    """Whether captures run the body in a TorchFunctionMode, in which torch's own layers leave fused kernels out."""
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,9 @@ class EmulatedDevice:
     name = "emulated"
     torch_device = torch.device("cpu")
     capabilities = Capabilities(
-        backends=frozenset({"full", "breakable", "tc_piecewise", "disabled"}), compilers=frozenset({"eager"})
+        backends=frozenset({"full", "breakable", "tc_piecewise", "disabled"}),
+        compilers=frozenset({"eager"}),
+        captures_in_function_mode=True,
     )
     hardware = Hardware("cpu")
 

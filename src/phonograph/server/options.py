@@ -91,6 +91,11 @@ class ServerOptions:
             raise PlanError("server options: an API key is empty. Write one, or give none.")
 
     @property
+    def is_open(self) -> bool:
+        """Whether other machines may send requests without a key."""
+        return not self.api_keys and not _is_loopback(self.host)
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The names that a Host header may have; none for any."""
         if self.allowed_hosts:

@@ -41,18 +41,22 @@ def open_checkpoint(
     *,
     trust_remote_code: bool = False,
     hf_layers: str | None = None,
+    needs_weights: bool = True,
 ) -> Checkpoint:
     """Open a folder or a GGUF file, or the default model where none is named; reads and checks headers only.
 
     A folder of an architecture that no family of ours computes, or of any with `hf`, gets its model from transformers.
+    Unless it `needs_weights`, a folder may have its configuration alone, as before they are downloaded.
     """
     found = default_model() if path is None else Path(path).expanduser()
     if found.is_dir():
         if model_impl == "native" or (model_impl == "auto" and _is_ours(found)):
-            return SafetensorsCheckpoint.open(found)
+            return SafetensorsCheckpoint.open(found, needs_weights=needs_weights)
         from phonograph.hf.adapter.checkpoint import HfCheckpoint
 
-        return HfCheckpoint.open(found, trust_remote_code=trust_remote_code, layers=hf_layers)
+        return HfCheckpoint.open(
+            found, trust_remote_code=trust_remote_code, layers=hf_layers, needs_weights=needs_weights
+        )
     if found.is_file() and found.suffix == ".gguf":
         if model_impl == "hf":
             raise CheckpointError(
@@ -67,10 +71,15 @@ def open_checkpoint(
     )
 
 
-def open_for(path: str | Path | None, options: EngineOptions) -> Checkpoint:
+def open_for(path: str | Path | None, options: EngineOptions, *, needs_weights: bool = True) -> Checkpoint:
     """As `open_checkpoint`, by the engine's options."""
-    trust, layers = options.trust_remote_code, options.hf_layers
-    return open_checkpoint(path, options.model_impl, trust_remote_code=trust, hf_layers=layers)
+    return open_checkpoint(
+        path,
+        options.model_impl,
+        trust_remote_code=options.trust_remote_code,
+        hf_layers=options.hf_layers,
+        needs_weights=needs_weights,
+    )
 
 
 def random_checkpoint(shape: str, model_impl: ModelImplementation = "auto") -> RandomCheckpoint:

@@ -15,10 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phonograph.engine.checkpoints import generation_config as sampling
-from phonograph.engine.checkpoints.base import TensorInfo, check_tensors, refuse_missing_layers
+from phonograph.engine.checkpoints.base import TensorInfo, check_tensors, expected_shapes, refuse_missing_layers
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig, known_ids
 from phonograph.engine.models.registry import config_from_hf, family_of
+from phonograph.engine.models.tensors import Shape
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.text.chat import ChatTemplate
 from phonograph.engine.text.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ log = logging.getLogger("phonograph")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000
@@ -44,15 +46,20 @@ class SafetensorsCheckpoint:
     folder: Path
     config: ModelConfig
     shards: Mapping[Path, Mapping[str, TensorInfo]]
-    """Every tensor of every file, in the order of the files."""
+    """Every tensor of every file, in the order of the files; empty where the weights are not there yet."""
     sampling: SamplingParams = SamplingParams()
 
     @classmethod
-    def open(cls, folder: Path) -> SafetensorsCheckpoint:
-        """Read and check configuration and headers; refuse what can't be loaded before any weight is read."""
+    def open(cls, folder: Path, *, needs_weights: bool = True) -> SafetensorsCheckpoint:
+        """Read and check configuration and headers; refuse what can't be loaded before any weight is read.
+
+        Unless it `needs_weights`, a folder may have its configuration alone.
+        """
         config, generation = _read_config(folder)
-        shards = {path: read_header(path) for path in weight_files(folder)}
+        shards = {path: read_header(path) for path in weight_files(folder, needed=needs_weights)}
         checkpoint = cls(folder, config, shards, sampling.from_hf(generation))
+        if not shards:
+            return checkpoint
         owner: dict[str, Path] = {}
         for path, tensors in shards.items():
             for name in tensors:
@@ -75,9 +82,13 @@ class SafetensorsCheckpoint:
 
     @property
     def names(self) -> dict[str, TensorInfo]:
+        if not self.shards:
+            return {name: described_tensor(shape, self.config) for name, shape in expected_shapes(self.config).items()}
         return {name: info for tensors in self.shards.values() for name, info in tensors.items() if self._is_used(name)}
 
     def tensors(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        if not self.shards:
+            weight_files(self.folder)  # refuses
         for name, other in self._tied.items():
             self._check_tied(name, other)
         for path, tensors in self.shards.items():
@@ -203,12 +214,24 @@ def _read_config(folder: Path) -> tuple[ModelConfig, Fields]:
     return replace(config, eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more)))), generation
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The one safetensors file, or those that the index names, all of which must be there."""
+def described_tensor(shape: Shape, config: ModelConfig) -> TensorInfo:
+    """A tensor whose file is not there yet, as config.json describes it."""
+    stored = f"{str(config.dtype).removeprefix('torch.')} by config.json"
+    return TensorInfo(shape, config.dtype, stored, math.prod(shape) * config.dtype.itemsize)
+
+
+def weight_files(folder: Path, *, needed: bool = True) -> list[Path]:
+    """The one safetensors file, or those that the index names, all of which must be there.
+
+    None where no weights are in the folder at all, as before a download, and they are not `needed`.
+    """
+    weights = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
+    if not needed and not weights:
+        return []
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
-        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        others = [name for name in weights if not name.endswith(".safetensors")]
         found = f"found {others[0]}" if others else "found no weights"
         remedy = "Save it again with transformers' save_pretrained, or name a .gguf file itself."
         raise CheckpointError(f"opening {folder}: {found}; expected {SINGLE} or {INDEX}. {remedy}")

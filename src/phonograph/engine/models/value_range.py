@@ -10,7 +10,7 @@ from phonograph.devices import Device
 from phonograph.engine.cache.groups import CacheGroup, PagedCache
 from phonograph.engine.models.interface import Model
 from phonograph.engine.ops import projections
-from phonograph.engine.ops.kernels import Angles, Heads, Kernels, Norm, Op, Places
+from phonograph.engine.ops.kernels import Angles, Heads, Kernels, Norm, Op, Places, RoundKernels
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Queries, Span
 from phonograph.engine.state.column import TableSizes
@@ -80,6 +80,10 @@ class _Watched:
     def notes(self) -> tuple[str, ...]:
         return self.inner.notes
 
+    @property
+    def rounds(self) -> RoundKernels:
+        return self.inner.rounds
+
     def prepare(self, matrix: Matrix) -> Matrix:
         return self.inner.prepare(matrix)
 
@@ -104,11 +108,10 @@ class _Watched:
         self,
         queries: Queries,
         tokens: torch.Tensor,
-        counts: torch.Tensor | None,
         last_token: torch.Tensor,
         length: torch.Tensor,
     ) -> None:
-        self.inner.write_next_token(queries, tokens, counts, last_token, length)
+        self.inner.write_next_token(queries, tokens, last_token, length)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         normed, x = self.inner.add_norm(x, delta, norm)

@@ -94,11 +94,68 @@ class RotatingAttention(StepAttention, Protocol):
         ...
 
 
+class RoundKernels(Protocol):
+    """What rounds of drafts need besides layers: small integers of few rows, where launches are all that costs."""
+
+    def accept(
+        self,
+        queries: Queries,
+        tokens: torch.Tensor,
+        picked: torch.Tensor,
+        bounds: tuple[torch.Tensor, torch.Tensor],
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> AcceptedTokens:
+        """Find how many of each row's tokens stay, and note the last of them and the row's length in the tables.
+
+        `tokens` ([num_rows * tokens_per_row]) are those of the queries: a row's last token, then drafts; `picked`
+        ([num_rows, tokens_per_row]) is what the model says after each. Drafts stay as long as each is what was picked
+        before it, and the first pick that is none stays too; at most one more than the row's depth, none at or past
+        its limit: `bounds`, which are tables with an entry for every row. Rows of which none stays, and the null row,
+        are left as they were. A problem in place of a token is noted as token 0.
+        """
+        ...
+
+    def keep(self, history: torch.Tensor, new: NewTokens) -> None:
+        """Write the tokens that stay to their places in `history` ([all rows, num_positions])."""
+        ...
+
+    def keep_and_continue(self, history: torch.Tensor, new: NewTokens, depth: int) -> torch.Tensor:
+        """`keep`, then [num_rows, depth] in int64: how each row went on after the latest place at which its last three
+        tokens stood before, or its last two; -1 where there is none.
+
+        Where the end of the row is reached, the tokens since that place repeat themselves.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AcceptedTokens:
+    """What stays of rounds."""
+
+    counts: torch.Tensor  # [num_rows]; 0 for padding
+    block: torch.Tensor  # [num_rows, tokens_per_row]: what was picked, NO_TOKEN after the last that stays
+    tokens: torch.Tensor  # the same, whole, with 0 for problems
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens that rows got: of each row the first so many, at the positions after the one where it was."""
+
+    rows: torch.Tensor  # [num_rows], 0 for padding
+    starts: torch.Tensor  # [num_rows]
+    tokens: torch.Tensor  # [num_rows, any]
+    counts: torch.Tensor  # [num_rows]
+
+
 class Kernels(Protocol):
     """One implementation; stateless, so that graphs of all shapes share it."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def rounds(self) -> RoundKernels: ...
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -142,15 +199,11 @@ class Kernels(Protocol):
         self,
         queries: Queries,
         tokens: torch.Tensor,
-        counts: torch.Tensor | None,
         last_token: torch.Tensor,
         length: torch.Tensor,
     ) -> None:
-        """What a step ends with: every row's last token and length are noted in the tables; the null row stays empty.
-
-        Without `counts` every query has one token. With them, every row of the queries, which have a fixed number of
-        tokens per row, has as many of its `tokens` ([num_rows, tokens_per_row]) as `counts` ([num_rows]) says; one
-        that has none stays as it was.
+        """What a step ends with: the token after every query, and its row's length, are noted in the tables; the null
+        row stays empty.
 
         By row, `length` is the table that the queries' positions are in. A problem in place of a token is noted as
         token 0, so that the steps launched ahead of its discovery read nothing outside the tables.

@@ -10,6 +10,7 @@ import torch
 
 from phonograph.engine.cache.groups import Kept
 from phonograph.engine.models.interface import Model
+from phonograph.engine.ops.kernels import NewTokens
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.state.column import Column
@@ -25,6 +26,11 @@ class Accepted:
     counts: torch.Tensor  # [num_rows]: how many of them stay; 0 for padding, and after the end of a row
     table: torch.Tensor  # [all rows, any]: page numbers, as `Queries.table`
     features: torch.Tensor | None = None  # [num_rows * any, hidden]: of the tokens before, if the drafter reads them
+
+    @property
+    def new(self) -> NewTokens:
+        """The tokens that stay, as kernels take them."""
+        return NewTokens(self.rows, self.starts, self.tokens, self.counts)
 
 
 class Drafter(Protocol):

@@ -68,12 +68,6 @@ class Rounds(Protocol):
         ...
 
 
-def as_block(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """[num_rows, tokens_per_row]: of each row's tokens the first `counts`, then none."""
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(places < counts[:, None], tokens, NO_TOKEN)
-
-
 def widened(plain: Picked, width: int) -> Picked:
     """Rows that have one token each, as rounds of so many places."""
     block = plain.tokens.new_full((plain.tokens.shape[0], width), NO_TOKEN)

@@ -79,7 +79,7 @@ class SamplingTail:
         # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
         if needs.level is Sampling.PENALISED:
             count_tokens(tables["counts"], queries.rows, picked.tokens)
-        self._kernels.write_next_token(queries, picked.tokens, None, tables.last_token, tables.length)
+        self._kernels.write_next_token(queries, picked.tokens, tables.last_token, tables.length)
         return picked
 
     def _traced(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:

@@ -22,7 +22,6 @@ from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting, Reads
 from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
-from phonograph.engine.passes.rounds import as_block
 from phonograph.engine.passes.sampling_tail import SAMPLING
 from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.request import MAX_LOGPROBS
@@ -166,23 +165,19 @@ class DraftedRounds:
         written."""
         level, *others = asked
         queries, needs = Queries(*places, tokens_per_row=width), SamplingNeeds(Sampling(level), *others)
-        tables, rest = self._parts.tables, tokens.new_empty((logits.shape[0], 0))
-        drafted = tokens.view(-1, width)[:, 1:] if width > 1 else rest
+        tables = self._parts.tables
         is_penalised = needs.level is Sampling.PENALISED
-        picked = self._parts.tail.pick(logits, queries, needs, _said(drafted) if is_penalised else None)
-        block = picked.tokens.view(-1, width)
-        rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.positions))
-        right = (block[:, :-1] == drafted).long().cumprod(1).sum(1) + 1
-        # A row that was launched ahead of its end takes nothing past it.
-        most = torch.minimum(tables["depth"][rows] + 1, tables["limit"][rows] - starts)
-        counts = torch.minimum(right, most).clamp_min(0) * (rows > 0)
+        said = _said(tokens.view(-1, width)[:, 1:]) if is_penalised and width > 1 else None
+        picked = self._parts.tail.pick(logits, queries, needs, said)
+        block, bounds = picked.tokens.view(-1, width), (tables["depth"], tables["limit"])
         # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
+        taken = self._parts.model.kernels.rounds.accept(queries, tokens, block, bounds, last_token, length)
+        rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.positions))
         if is_penalised:
-            for place, said in enumerate(block.unbind(1)):
-                count_tokens(tables["counts"], rows * (place < counts), said)
-        self._parts.model.kernels.write_next_token(queries, block, counts, last_token, length)
-        told = as_block(block, counts) if width > 1 else block
-        found, likely = (told, rows, starts, block.clamp_min(0), counts), picked.logprobs
+            for place, token in enumerate(block.unbind(1)):
+                count_tokens(tables["counts"], rows * (place < taken.counts), token)
+        told = taken.block if width > 1 else block
+        found, likely = (told, rows, starts, taken.tokens, taken.counts), picked.logprobs
         if likely is None:
             return found
         parts = (likely.token_logprob, likely.top_ids, likely.top_logprobs)

@@ -33,10 +33,10 @@ class EngineArguments:
             return self.shape
         return "SmolLM2-135M-Instruct" if self.model is None else Path(self.model).expanduser().resolve().stem
 
-    def checkpoint(self) -> Checkpoint:
-        """Open the checkpoint; reads headers only."""
+    def checkpoint(self, *, needs_weights: bool = True) -> Checkpoint:
+        """Open the checkpoint; reads headers only, and unless it `needs_weights`, config.json alone will do."""
         if self.shape is None:
-            return open_for(self.model, self.options)
+            return open_for(self.model, self.options, needs_weights=needs_weights)
         if self.model is not None:
             raise PlanError(f"model {self.model!r} and shape {self.shape!r} exclude each other. Leave one of them out.")
         return random_checkpoint(self.shape, self.options.model_impl)

@@ -1,7 +1,8 @@
 """Bytecode of a function: which globals, cells, attributes and items each instruction reads.
 
-A read is known where it starts at a local, a global or a closure cell and goes on by names and keys that are constants,
-or computed from what is known. Uses of a value as a whole are noted too: calls, operators, truth, membership.
+An instruction takes its operands from the stack: a read has their places there, and the expressions that they come
+from, as far as these start at a local, a global or a closure cell and go on by names and keys. Uses of a value as a
+whole are noted too: calls, operators, truth, membership, patterns.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, Literal
+
+from phonograph.graphs.recording.stack_depths import depths_of
 
 Kind = Literal[
     "local",
@@ -27,8 +30,15 @@ Kind = Literal[
     "truth",
     "contains",
     "import",
+    "super",
+    "match class",
+    "match keys",
+    "value",
 ]
-_NULL_COMES_LAST = sys.version_info >= (3, 13)
+NULL_COMES_LAST = sys.version_info >= (3, 13)
+"""Of the two places of what is called, whether the one for an owner is the upper."""
+UNPACKED = "unpacked"
+"""The key of a call whose arguments are a sequence, and perhaps a dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +48,17 @@ class Read:
     kind: Kind
     key: Any
     base: Read | None = None
-    parts: tuple[Read | None, ...] = ()
+    parts: tuple[Read, ...] = ()
     """Operands, arguments, or a key that is no constant."""
     offset: int = field(default=-1, compare=False)
     """Where the instruction stands."""
+    at: int = field(default=-1, compare=False)
+    """Where on the stack the value lies when an instruction takes it, from the bottom; of what is called, the lower of
+    two places."""
 
     def __str__(self) -> str:
+        if self.kind in ("value", "super"):
+            return "…" if self.kind == "value" else "super()"
         if self.kind == "attribute":
             return f"{self.base}.{self.key}"
         if self.kind == "item":
@@ -59,27 +74,40 @@ class Read:
 def reads_of(code: CodeType) -> dict[int, Read]:
     """By offset, what the instruction there reads besides locals."""
     reading = _Reading()
+    depths = depths_of(code)
+    prefixes: list[int] = []
     for instruction in dis.get_instructions(code):
-        if instruction.is_jump_target:
+        if instruction.is_jump_target or instruction.offset not in depths:
             reading.stack.clear()  # what lies there depends on where one comes from
-        reading.step(instruction)
-    return reading.reads
+        if instruction.offset in depths:
+            reading.step(instruction, depths[instruction.offset])
+        if instruction.opname == "EXTENDED_ARG":
+            prefixes.append(instruction.offset)
+            continue
+        if instruction.offset in reading.reads:  # an instruction with a large argument may be told by its first part
+            reading.reads.update(dict.fromkeys(prefixes, reading.reads[instruction.offset]))
+        prefixes.clear()
+    return dict(sorted(reading.reads.items()))
+
+
+_UNNAMED = Read("value", None)
 
 
 class _Reading:
-    """Follows the stack of one function. What is below the known part is unknown, and so is a None in it."""
+    """Follows the stack of one function. What is below the known part has no names."""
 
     def __init__(self) -> None:
-        self.stack: list[Read | None] = []
+        self.stack: list[Read] = []
         self.reads: dict[int, Read] = {}
+        self._depth = 0
 
-    def step(self, instruction: dis.Instruction) -> None:
-        name = instruction.opname
+    def step(self, instruction: dis.Instruction, depth: int) -> None:
+        name, self._depth = instruction.opname, depth
         if not (self._load(instruction, name) or self._use(instruction, name)):
             if name in _EFFECTS:
                 pops, pushes = _EFFECTS[name]
                 self._pop_all((instruction.arg or 0) if pops is None else pops)
-                self.stack += [None] * pushes
+                self._push_unnamed(pushes)
             else:
                 self.stack.clear()
 
@@ -87,31 +115,28 @@ class _Reading:
         """Instructions that read one value; tells whether it was one."""
         arg, value = instruction.arg or 0, instruction.argval
         if name.startswith("LOAD_FAST"):
-            names = value if isinstance(value, tuple) else (value,)
-            self.stack += [Read("local", one) for one in names]
+            for one in value if isinstance(value, tuple) else (value,):
+                self._push(Read("local", one))
         elif name == "STORE_FAST_LOAD_FAST":
             self._pop()
-            self.stack.append(Read("local", value[1]))
+            self._push(Read("local", value[1]))
         elif name in _CONSTANTS:
-            self.stack.append(Read("constant", value))
-        elif name == "LOAD_GLOBAL":
+            self._push(Read("constant", value))
+        elif name in _GLOBALS:
+            self._pop_all(_GLOBALS[name])
             found = self._note(instruction, Read("global", value))
-            self._push_callable(found, with_null=bool(arg & 1))
-        elif name == "LOAD_DEREF":
-            self.stack.append(self._note(instruction, Read("cell", value)))
+            self._push_callable(found, with_null=name == "LOAD_GLOBAL" and bool(arg & 1))
+        elif name in _CELLS:
+            self._pop_all(_CELLS[name])
+            self._push(self._note(instruction, Read("cell", value)))
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
-            self._attribute(instruction, with_null=name == "LOAD_METHOD" or (_HAS_METHOD_BIT and bool(arg & 1)))
-        elif name == "IMPORT_NAME":
-            level, wanted = self._pop_all(2)
-            is_from = level is not None and wanted is not None and wanted.key is not None
-            self.stack.append(Read("import", (value, level.key)) if level is not None and is_from else None)
-        elif name == "IMPORT_FROM" and self.stack:
-            self.stack.append(self.stack[-1])
-            self._attribute(instruction, with_null=False)
+            with_null = name == "LOAD_METHOD" or (_HAS_METHOD_BIT and bool(arg & 1))
+            self._attribute(instruction, self._pop(), with_null=with_null)
+        elif name in ("IMPORT_NAME", "IMPORT_FROM"):
+            self._import(instruction, name)
         elif name == "LOAD_SUPER_ATTR":
-            called, *arguments = self._pop_all(3)
-            self.stack.append(Read("call", None, called, tuple(arguments)) if called is not None else None)
-            self._attribute(instruction, with_null=bool(arg & 1))
+            base = Read("super", None, None, tuple(self._pop_all(3)))
+            self._attribute(instruction, base, with_null=bool(arg & 1))
         elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
             self._item(instruction)
         elif name in ("COPY", "SWAP") and len(self.stack) >= arg:
@@ -120,37 +145,58 @@ class _Reading:
             return False
         return True
 
+    def _import(self, instruction: dis.Instruction, name: str) -> None:
+        if name == "IMPORT_FROM":
+            self._attribute(instruction, self._top(), with_null=False)
+            return
+        level, wanted = self._pop_all(2)
+        is_from = level.kind == wanted.kind == "constant" and wanted.key is not None
+        self._push(Read("import", (instruction.argval, level.key)) if is_from else _UNNAMED)
+
     def _use(self, instruction: dis.Instruction, name: str) -> bool:
         """Instructions that use values as a whole; tells whether it was one."""
         arg = instruction.arg or 0
         if name in _ITERATED:
             self._about(instruction, "items", self._pop())
-            self.stack += [None] * (arg if name == "UNPACK_SEQUENCE" else _ITERATED[name])
+            self._push_unnamed(_left_by(name, arg))
         elif name in ("CALL", "CALL_KW"):
             self._pop_all(name == "CALL_KW")
-            self._call(instruction, arg)
+            self._call(instruction, self._pop_all(arg))
         elif name == "CALL_FUNCTION_EX":
-            self._whole(instruction, *self._pop_all(3 + (arg & 1)))
-            self.stack.append(None)
+            self._call(instruction, self._pop_all(1 + (arg & 1)), UNPACKED)
         elif name in _COMPUTED or (name == "FORMAT_VALUE" and not arg & 4):
             self._compute(instruction, name, arg)
         elif name == "CONTAINS_OP":
             key, base = self._pop_all(2)
             self._about(instruction, "contains", base, key)
-            self.stack.append(None)
+            self._push_unnamed(1)
+        elif name in _PATTERNS:
+            self._match(instruction, name)
         elif name == "BUILD_MAP":
             self._pop_all(2 * arg)
-            self.stack.append(None)
+            self._push_unnamed(1)
         elif name in _TRUTHS:
             self._about(instruction, "truth", self._pop())
-            self.stack += [None] * _TRUTHS[name]
+            self._push_unnamed(_TRUTHS[name])
         else:
             return False
         return True
 
+    def _match(self, instruction: dis.Instruction, name: str) -> None:
+        """What patterns ask of a value, which all but that of a class leave where it is."""
+        if name == "MATCH_CLASS":
+            subject, kind, names = self._pop_all(3)
+            self._note(instruction, Read("match class", instruction.arg or 0, subject, (kind, names)))
+        elif name == "MATCH_KEYS":
+            subject, keys = self._top(1), self._top()
+            self._note(instruction, Read("match keys", None, subject, (keys,)))
+        else:
+            self._whole(instruction, self._top())
+        self._push_unnamed(1)
+
     def _shuffle(self, name: str, depth: int) -> None:
         if name == "COPY":
-            self.stack.append(self.stack[-depth])
+            self._push(self.stack[-depth])
         else:
             self.stack[-depth], self.stack[-1] = self.stack[-1], self.stack[-depth]
 
@@ -158,41 +204,57 @@ class _Reading:
         found = self.reads[instruction.offset] = replace(read, offset=instruction.offset)
         return found
 
-    def _push_callable(self, found: Read | None, *, with_null: bool) -> None:
-        if not with_null:
-            self.stack.append(found)
-        else:
-            self.stack += [found, None] if _NULL_COMES_LAST else [None, found]
+    def _push(self, found: Read) -> None:
+        """From now on its operands are no longer where they were."""
+        base = _unplaced(found.base) if found.base is not None else None
+        self.stack.append(replace(found, base=base, parts=tuple(map(_unplaced, found.parts))))
+        self._depth += 1
 
-    def _pop(self) -> Read | None:
-        return self.stack.pop() if self.stack else None
+    def _push_unnamed(self, count: int) -> None:
+        for _ in range(count):
+            self._push(_UNNAMED)
 
-    def _pop_all(self, count: int) -> list[Read | None]:
+    def _push_callable(self, found: Read, *, with_null: bool) -> None:
+        if with_null and not NULL_COMES_LAST:
+            self._push(_UNNAMED)
+        self._push(found)
+        if with_null and NULL_COMES_LAST:
+            self._push(_UNNAMED)
+
+    def _pop(self) -> Read:
+        found = self._top()
+        del self.stack[-1:]
+        self._depth -= 1
+        return found
+
+    def _top(self, below: int = 0) -> Read:
+        """What lies on top, or so many places below it."""
+        found = self.stack[-1 - below] if len(self.stack) > below else _UNNAMED
+        return replace(found, at=self._depth - 1 - below)
+
+    def _pop_all(self, count: int) -> list[Read]:
         return [self._pop() for _ in range(count)][::-1]
 
-    def _attribute(self, instruction: dis.Instruction, *, with_null: bool) -> None:
-        base = self._pop()
-        found = None
-        if base is not None:
-            found = Read("attribute", instruction.argval, base)
-            if base.kind != "constant":
-                found = self._note(instruction, found)
+    def _attribute(self, instruction: dis.Instruction, base: Read, *, with_null: bool) -> None:
+        found = Read("attribute", instruction.argval, base)
+        if base.kind != "constant":
+            found = self._note(instruction, found)
         self._push_callable(found, with_null=with_null)
 
     def _item(self, instruction: dis.Instruction) -> None:
         base, key = self._pop_all(2)
-        found = None
-        if base is not None and base.kind != "constant":
-            is_constant = key is not None and key.kind == "constant" and isinstance(key.key, _KEYS)
-            found = Read("item", key.key, base) if key is not None and is_constant else Read("item", None, base, (key,))
-            found = self._note(instruction, found)
-        self.stack.append(found)
+        if base.kind == "constant":
+            self._push_unnamed(1)
+            return
+        is_constant = key.kind == "constant" and isinstance(key.key, _KEYS)
+        found = Read("item", key.key, base) if is_constant else Read("item", None, base, (key,))
+        self._push(self._note(instruction, found))
 
-    def _call(self, instruction: dis.Instruction, count: int) -> None:
-        arguments, called = self._pop_all(count), self._pop_all(2)
-        callee = next((one for one in called if one is not None), None)
-        found = Read("call", None, callee, tuple(arguments)) if callee is not None else None
-        self.stack.append(self._note(instruction, found) if found is not None else None)
+    def _call(self, instruction: dis.Instruction, arguments: list[Read], key: str | None = None) -> None:
+        called = self._pop_all(2)
+        callee = next((one for one in called if one.kind != "value"), _UNNAMED)
+        found = Read("call", key, replace(callee, at=called[0].at), tuple(arguments))
+        self._push(self._note(instruction, found))
 
     def _compute(self, instruction: dis.Instruction, name: str, arg: int) -> None:
         """What two operands give, a text of parts, a tuple."""
@@ -203,23 +265,49 @@ class _Reading:
         what = instruction.argrepr if name in ("BINARY_OP", "COMPARE_OP") else name
         if name in ("FORMAT_VALUE", "CONVERT_VALUE"):
             what = ("FORMAT_SIMPLE", "str", "repr", "ascii")[arg & 3]
-        self.stack.append(Read("computed", what, None, parts) if None not in parts else None)
+        self._push(Read("computed", what, None, parts))
 
-    def _about(self, instruction: dis.Instruction, kind: Kind, base: Read | None, *parts: Read | None) -> None:
-        if base is not None and base.kind != "constant":
+    def _about(self, instruction: dis.Instruction, kind: Kind, base: Read, *parts: Read) -> None:
+        if base.kind != "constant":
             self._note(instruction, Read(kind, None, base, parts))
 
-    def _whole(self, instruction: dis.Instruction, *parts: Read | None) -> None:
+    def _whole(self, instruction: dis.Instruction, *parts: Read) -> None:
         """Values that are used as a whole, where they are containers."""
-        known = tuple(one for one in parts if one is not None and one.kind not in ("constant", "computed"))
+        known = tuple(one for one in parts if one.kind != "constant")
         if known:
             self._note(instruction, Read("whole", None, None, known))
+
+
+def _unplaced(read: Read) -> Read:
+    if read.kind == "super":
+        return replace(read, parts=tuple(replace(part, at=-1) for part in read.parts))
+    return read if read.at < 0 else replace(read, at=-1)
+
+
+def _left_by(name: str, arg: int) -> int:
+    """How many values are there after something was iterated."""
+    if name == "UNPACK_EX":
+        return (arg & 0xFF) + (arg >> 8) + 1
+    return arg if name == "UNPACK_SEQUENCE" else _ITERATED[name]
 
 
 _KEYS = (str, int, type(None), bool)
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CONST_IMMORTAL", "RETURN_CONST")
 _HAS_METHOD_BIT = sys.version_info >= (3, 12)
-_ITERATED = {"GET_ITER": 1, "LIST_EXTEND": 0, "SET_UPDATE": 0, "DICT_UPDATE": 0, "DICT_MERGE": 0, "UNPACK_SEQUENCE": 0}
+_GLOBALS = {"LOAD_GLOBAL": 0, "LOAD_NAME": 0, "LOAD_FROM_DICT_OR_GLOBALS": 1}
+_CELLS = {"LOAD_DEREF": 0, "LOAD_CLASSDEREF": 0, "LOAD_FROM_DICT_OR_DEREF": 1}
+"""What reads a name, and how many values it takes for that."""
+_PATTERNS = ("MATCH_CLASS", "MATCH_KEYS", "GET_LEN")
+_ITERATED = {
+    "GET_ITER": 1,
+    "GET_YIELD_FROM_ITER": 1,
+    "LIST_EXTEND": 0,
+    "SET_UPDATE": 0,
+    "DICT_UPDATE": 0,
+    "DICT_MERGE": 0,
+    "UNPACK_SEQUENCE": 0,
+    "UNPACK_EX": 0,
+}
 """What goes over all items of a value, and how many values it leaves in its place."""
 _TRUTHS = {
     "UNARY_NOT": 1,

@@ -23,6 +23,7 @@ from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
 from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder, Noting
+from phonograph.graphs.recording.bound import Bound
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.captured import Captured
 from phonograph.graphs.recording.carried import FieldReads, carried_by
@@ -30,7 +31,7 @@ from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder
 from phonograph.graphs.recording.garbage import gc_frozen
 from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
-from phonograph.graphs.recording.made_check import Outcome, other_result
+from phonograph.graphs.recording.made_check import Outcome, refuse_another_result
 from phonograph.graphs.recording.outputs import OutputBuffers, Run, own
 from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
@@ -164,19 +165,12 @@ class Capture:
             self._guard_all(keys)
 
     def _check_made(self, key: ShapeKey) -> None:
-        """What a capture runs is made of the body, and must give what the body gives.
-
-        It reads nothing in Python: what the body itself reads is noted.
-        """
+        """What a capture runs is made of the body: it must give the same, and what the body reads is noted."""
         reads = self._reads[key] = FieldReads()
         noting = None if self.phase.compares_others else reads.noting
         made, body = self._outcome(key, as_written=False), self._outcome(key, noting)
-        error = other_result(made, body, is_exact=self.backend.is_exact)
-        # A body may give something else in every run, as one does whose gaps read a clock.
-        if error is not None and (
-            self.barrier is not None or not other_result(self._outcome(key), body, is_exact=True)
-        ):
-            raise error
+        again = partial(self._outcome, key) if self.barrier is None else None
+        refuse_another_result(made, body, again, is_exact=self.backend.is_exact)
 
     def _outcome(self, key: ShapeKey, noting: Noting | None = None, *, as_written: bool = True) -> Outcome:
         trial = self._binder.trial(key, noting=noting, as_written=as_written)
@@ -236,12 +230,17 @@ class Capture:
             around = nullcontext if moves is None else moves.around_gap
             unwritten = refusing_input_writes(bound.inputs) if moves is None else nullcontext()
             now = noting_gaps if moves is None else bound.now
-            with generators_restored(self.device), unwritten, self._watched(key, now, around):
+            with generators_restored(self.device), unwritten, self._late_reads(bound), self._watched(key, now, around):
                 result = self.backend.warm_up(key, bound.body, WarmUp.FREE)
             self.outputs.standing.note(result)
             return result
 
         return run
+
+    def _late_reads(self, bound: Bound) -> AbstractContextManager[None]:
+        if self.facts is None or self.facts.alone or self._warmups is None:
+            return nullcontext()
+        return self.facts.late_reads.noting(bound.inputs, self._warmups.python.now.name_of_memory)
 
     def _refuse_moved(self, keys: Sequence[ShapeKey]) -> None:
         """Python state that one shape changes, the others may have read: all are refused."""

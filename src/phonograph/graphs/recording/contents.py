@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from phonograph.graphs.recording.fact import items_of
 from phonograph.graphs.recording.lookup import instance_dict
 from phonograph.graphs.recording.places import ABSENT, PLAIN
 
@@ -67,8 +68,6 @@ class AllContents:
     def is_flat(self) -> bool:
         """Whether Python's own comparison tells a change: plain values alone, that are equal to no other kind."""
         holder = self.holder
-        if type(holder) is dict:
-            return all(type(one) in _FLAT for pair in holder.items() for one in pair)
         return type(holder) in (list, set) and all(type(one) in _FLAT or isinstance(one, type) for one in holder)
 
 
@@ -167,7 +166,7 @@ def _frozen(value: Any, depth: int, left: list[int]) -> Any:
     if isinstance(value, list | tuple | deque):
         return type(value), *(_frozen(one, depth - 1, left) for one in value)
     if isinstance(value, dict):
-        return type(value), *((key, _frozen(one, depth - 1, left)) for key, one in dict.items(value))
+        return type(value), *((key, _frozen(one, depth - 1, left)) for key, one in items_of(value))
     if isinstance(value, set):
         left[0] -= len(value)
         return type(value), frozenset(value)

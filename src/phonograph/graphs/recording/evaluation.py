@@ -1,8 +1,13 @@
-"""Evaluation: what a read finds in a frame, without running anybody's code."""
+"""Evaluation: what a read finds in a frame, without running anybody's code.
+
+Operands of the instruction that is about to run lie on the stack. Where that can't be read, on a Python whose frames
+are not known, the expressions that they come from are followed, as far as these go.
+"""
 
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import importlib
 import importlib.util
@@ -11,7 +16,7 @@ import sys
 import types
 import weakref
 from collections import UserDict, UserList, namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -19,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from phonograph.graphs.recording.bytecode import Read
+from phonograph.graphs.recording.bytecode import NULL_COMES_LAST, UNPACKED, Read
 from phonograph.graphs.recording.fact import OfTensor
+from phonograph.graphs.recording.frame_memory import EMPTY, FrameMemory, is_in_passing
 from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
 from phonograph.graphs.recording.places import ABSENT, PLAIN
 
@@ -43,6 +49,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 _PURE = (str, int, float, bool, min, max, abs, round, operator.itemgetter, operator.attrgetter, operator.methodcaller)
 """Functions that give for plain values what they would give in the body."""
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_BY_IDENTITY: Any = object
 _FINDERS = (weakref.ref, operator.itemgetter, operator.attrgetter)
 _METHODS = (types.BuiltinMethodType, types.MethodWrapperType, types.MethodType)
 _LONG = 10_000
@@ -55,6 +63,11 @@ class Scene:
     frame: FrameType
     returned: Mapping[int, tuple[CodeType, Any]]
     """By offset of the instruction that called: the code that ran, and what it returned."""
+    memory: FrameMemory | None = None
+
+    def is_in_passing(self, read: Read | None) -> bool:
+        """Whether a value was made for this instruction alone, so that nobody can change it. Ask before it is taken."""
+        return self.memory is not None and read is not None and read.at >= 0 and is_in_passing(self.memory, read.at)
 
 
 @dataclass(frozen=True)
@@ -64,11 +77,30 @@ class Callee:
     function: Any
     owner: Any = UNKNOWN
     name: str = ""
+    is_in_passing: bool = False
+    """Whether the owner was made for this call alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What a call passes: how the body calls it, and its value."""
+
+    name: str
+    value: Any
+    is_in_passing: bool = False
+    method: Callee | None = None
+    """Its owner, where it is a method."""
 
 
 def value_of(read: Read | None, scene: Scene) -> Any:
     """What a read finds, or `UNKNOWN`."""
-    found = UNKNOWN if read is None else _found(read, scene)
+    if read is None:
+        return UNKNOWN
+    if scene.memory is not None and read.at >= 0:
+        found = scene.memory.on_stack(read.at)
+        found = UNKNOWN if found is EMPTY else found
+    else:
+        found = _found(read, scene)
     if type(found) in weakref.ProxyTypes:
         try:
             return found.__init__.__self__  # a method of what it stands for
@@ -88,7 +120,11 @@ def _found(read: Read, scene: Scene) -> Any:
     if read.kind == "import":
         return _imported(read.key[0], read.key[1], frame)
     if read.kind in ("computed", "call"):
-        return _computed(read, scene) if read.kind == "computed" else _called(read, scene)
+        is_unknown = read.key == UNPACKED and read.kind == "call"
+        return UNKNOWN if is_unknown else _computed(read, scene) if read.kind == "computed" else _called(read, scene)
+    if read.kind == "super":
+        called, *arguments = (value_of(part, scene) for part in read.parts)
+        return _parent(arguments, frame) if called is super else UNKNOWN
     return _inside(read, scene)
 
 
@@ -130,7 +166,15 @@ def key_of(read: Read, scene: Scene) -> Any:
 
 def is_key(value: Any) -> bool:
     """Whether a dict can be asked for a value without running code of its own."""
-    return isinstance(value, PLAIN) or (type(value) is tuple and all(map(is_key, value)))
+    if isinstance(value, (*PLAIN, enum.Enum)) or (type(value) is tuple and all(map(is_key, value))):
+        return True
+    kind: Any = type(value)
+    return kind.__hash__ is _BY_IDENTITY.__hash__ and kind.__eq__ is _BY_IDENTITY.__eq__
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can be computed with, without running code of its own."""
+    return isinstance(value, PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
 
 
 def attribute_of(base: Any, name: str) -> Any:
@@ -152,9 +196,9 @@ def attribute_of(base: Any, name: str) -> Any:
 
 def unwrapped(value: Any) -> Any:
     """What a container of the standard library keeps its items in."""
-    if isinstance(value, UserDict | UserList | weakref.WeakKeyDictionary):
+    if isinstance(value, UserDict | UserList | weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
         return vars(value)["data"]
-    if isinstance(value, types.MappingProxyType):
+    if isinstance(value, (types.MappingProxyType, *_VIEWS)):
         return next((one for one in gc.get_referents(value) if isinstance(one, dict)), value)
     return value
 
@@ -184,13 +228,51 @@ def plain_value(found: list[Held]) -> Any:
     return UNKNOWN if isinstance(value, property) or (is_method and len(found) > 1) else value
 
 
-def callee_of(read: Read | None, scene: Scene) -> Callee:
+def call_of(read: Read, scene: Scene) -> tuple[Callee, list[Argument]]:
+    """What a call calls, and with what; of a partial, what that calls."""
+    callee, arguments = callee_of(read, scene), list(_passed(read, scene))
+    function = callee.function
+    if not isinstance(function, functools.partial):
+        return callee, arguments
+    held = [*function.args, *(value for key, value in function.keywords.items())]
+    before = [Argument(f"{read.base}.args[{at}]", value) for at, value in enumerate(held)]
+    return method_of(function.func) or Callee(function.func), [*before, *arguments]
+
+
+def _passed(read: Read, scene: Scene) -> Iterator[Argument]:
+    for part in read.parts:
+        is_in_passing = scene.is_in_passing(part)
+        value = value_of(part, scene)
+        if read.key != UNPACKED:
+            method = method_at(part, scene) if value is UNKNOWN else method_of(value)
+            yield Argument(str(part), value, is_in_passing, method)
+        elif type(value) in (tuple, list, dict):
+            for one in value.values() if type(value) is dict else value:
+                yield Argument(f"{part}[…]", one, method=method_of(one))
+
+
+def callee_of(read: Read, scene: Scene) -> Callee:
     """What a call calls. A method is told by its owner and name, also one that was kept (`get = table.get`)."""
-    if read is None or read.kind != "attribute":
-        return method_of(value_of(read, scene)) or Callee(value_of(read, scene))
+    base = read.base
+    if base is None or base.at < 0 or scene.memory is None:
+        return method_at(base, scene)
+    is_made = is_in_passing(scene.memory, base.at + 1)
+    lower, upper = scene.memory.on_stack(base.at), scene.memory.on_stack(base.at + 1)
+    function, owner = (upper, EMPTY) if lower is EMPTY and not NULL_COMES_LAST else (lower, upper)
+    if owner is EMPTY:
+        return method_of(function) or Callee(function)
+    name = base.key if base.kind == "attribute" else getattr(function, "__name__", "")
+    return Callee(function, owner, name, is_made)
+
+
+def method_at(read: Read | None, scene: Scene) -> Callee:
+    """What a value calls when it is called."""
+    if read is None or read.kind != "attribute" or (read.at >= 0 and scene.memory is not None):
+        found = value_of(read, scene)
+        return method_of(found) or Callee(found)
     owner = value_of(read.base, scene)
-    found = lookup(owner, read.key) if owner is not UNKNOWN else []
-    function = found[-1].value if found else UNKNOWN
+    held = lookup(owner, read.key) if owner is not UNKNOWN else []
+    function = held[-1].value if held and held[-1].value is not ABSENT else UNKNOWN
     return method_of(function) or Callee(function, owner, read.key)
 
 
@@ -225,7 +307,7 @@ def _got(getter: Any, owner: Any) -> Any:
 def _computed(read: Read, scene: Scene) -> Any:
     operation = _OPERATIONS.get(read.key)
     parts = [value_of(part, scene) for part in read.parts]
-    if operation is None or not all(map(is_key, parts)):
+    if operation is None or not all(map(is_plain, parts)):
         return UNKNOWN
     return _applied(operation, parts)
 
@@ -242,7 +324,7 @@ def _applied(function: Callable[..., Any], parts: list[Any]) -> Any:
 
 def _called(read: Read, scene: Scene) -> Any:
     """What a call gives, of functions that only look something up."""
-    callee, arguments = callee_of(read.base, scene), [value_of(part, scene) for part in read.parts]
+    callee, arguments = callee_of(read, scene), [value_of(part, scene) for part in read.parts]
     function, owner = callee.function, callee.owner
     if function is super or (function is globals and not arguments):
         return _parent(arguments, scene.frame) if function is super else scene.frame.f_globals
@@ -254,12 +336,12 @@ def _called(read: Read, scene: Scene) -> Any:
         return dict.get(owner, arguments[0], arguments[1] if len(arguments) > 1 else None)
     if read.offset in scene.returned:
         return _returned(read, function, scene)
-    if type(owner) in _TENSORS and callee.name in ("size", "dim") and all(map(is_key, arguments)):
+    if type(owner) in _TENSORS and callee.name in ("size", "dim") and all(map(is_plain, arguments)):
         return owner.size(*arguments) if callee.name == "size" else owner.dim()
     if function is len and len(arguments) == 1 and type(arguments[0]) in (list, dict, set, tuple, str):
         return len(arguments[0])
     is_pure = any(function is one for one in _PURE)
-    return _applied(function, arguments) if is_pure and all(map(is_key, arguments)) else UNKNOWN
+    return _applied(function, arguments) if is_pure and all(map(is_plain, arguments)) else UNKNOWN
 
 
 def _elsewhere(function: Any, arguments: list[Any], frame: FrameType) -> Any:
@@ -272,7 +354,7 @@ def _elsewhere(function: Any, arguments: list[Any], frame: FrameType) -> Any:
     if type(function) in _FINDERS:
         return _got(function, arguments[0])
     if isinstance(function, enum.EnumMeta):
-        return vars(function)["_value2member_map_"].get(arguments[0], UNKNOWN) if is_key(arguments[0]) else UNKNOWN
+        return vars(function)["_value2member_map_"].get(arguments[0], UNKNOWN) if is_plain(arguments[0]) else UNKNOWN
     is_name = isinstance(arguments[0], str) and not arguments[0].startswith(".")
     return _imported(arguments[0], 0, frame) if is_name else UNKNOWN
 

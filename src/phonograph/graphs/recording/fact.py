@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -19,6 +20,7 @@ FactKind = Literal[
     "mode", "global", "closure", "attribute", "item", "items", "default", "hooks", "class", "tensor", "address"
 ]
 
+FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 TENSOR_PARTS = ("_version", "requires_grad", "grad")
 
 
@@ -113,7 +115,7 @@ class AllItems:
 
     def get(self) -> Any:
         holder = self.holder
-        return tuple(dict.items(holder)) if isinstance(holder, dict) else tuple(holder)
+        return tuple(items_of(holder)) if isinstance(holder, dict) else tuple(holder)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +123,8 @@ class OfFunction:
     """A part of a function that can be replaced: its code, its defaults."""
 
     holder: types.FunctionType
-    part: Literal["__code__", "__defaults__", "__kwdefaults__"]
+    part: str
+    """One of `FUNCTION_PARTS`."""
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -291,6 +294,11 @@ def unchanged(then: Any, now: Any) -> bool:
     if isinstance(then, frozenset):
         return bool(then == now)
     return isinstance(then, types.MethodType) and then.__self__ is now.__self__ and then.__func__ is now.__func__
+
+
+def items_of(holder: dict[Any, Any]) -> ItemsView[Any, Any]:
+    """The entries of a dict in their order, without running code: an `OrderedDict` has another than its dict."""
+    return OrderedDict.items(holder) if isinstance(holder, OrderedDict) else dict.items(holder)
 
 
 def address_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import operator
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -136,7 +136,8 @@ class FactCheck:
                     looked_at.append(fact)
             elif not isinstance(source, Computed):
                 holder: Any = source.holder if isinstance(source, _OF_DICTS) else None
-                if not isinstance(holder, dict):
+                has_order = isinstance(holder, OrderedDict) and isinstance(source, AllItems)  # which no version tells
+                if not isinstance(holder, dict) or has_order:
                     is_slow = isinstance(source, AllContents) and not source.is_flat
                     num_slow += is_slow
                     (rotating if is_slow and num_slow > _MAX_SLOW else looked_at).append(fact)

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from phonograph.errors import Frame
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.recording.contents import tensors_in
 from phonograph.graphs.recording.fact import (
+    FUNCTION_PARTS,
     AddressOf,
     AllItems,
     ClassOf,
@@ -33,6 +34,7 @@ from phonograph.graphs.recording.fact import (
 )
 from phonograph.graphs.recording.fact_check import FactCheck
 from phonograph.graphs.recording.functions import Functions
+from phonograph.graphs.recording.late_reads import LateReads
 from phonograph.graphs.recording.modes import mode_facts
 from phonograph.graphs.recording.places import ABSENT
 from phonograph.graphs.recording.reads import CONTAINERS_OF_MODULES, Reads, is_installed
@@ -44,11 +46,6 @@ _MAX_LEFT_OUT = 4
 MAX_SECONDS = 20.0
 """After so long, shapes between the largest and the smallest are no longer watched: a watched run takes fifty times
 as long as another."""
-_PARTS: tuple[Literal["__code__", "__defaults__", "__kwdefaults__"], ...] = (
-    "__code__",
-    "__defaults__",
-    "__kwdefaults__",
-)
 
 
 @dataclass(frozen=True)
@@ -97,6 +94,7 @@ class FactRecorder:
     """Whether the first of them that runs twice speaks for all."""
     problem: str = ""
     """Why reads can't be recorded, or nothing."""
+    late_reads: LateReads = field(default_factory=LateReads)
     _functions: Functions = field(default_factory=Functions)
     _first: dict[ShapeKey, Reads] = field(default_factory=dict)
     _read: dict[ShapeKey, Reads] = field(default_factory=dict)
@@ -188,7 +186,7 @@ class FactRecorder:
         if self.ignored:
             notes.append(f"ignored: {', '.join(self.ignored)}")
         check = FactCheck([fact for fact in kept if not fact.differs], self._stored_into())
-        return Settlement(check, tuple(notes))
+        return Settlement(check, tuple(notes), self.late_reads)
 
     def _of_values(self) -> tuple[list[Fact], list[str]]:
         """The values that were read, and the names of those that shapes differ in."""
@@ -242,7 +240,7 @@ class FactRecorder:
         """Code and defaults of the functions that ran."""
         for reads in self._read.values():
             for function, frame in reads.called.values():
-                for part in _PARTS:
+                for part in FUNCTION_PARTS:
                     if part == "__code__" or getattr(function, part):
                         yield _fact("default", f"{function.__qualname__}.{part}", OfFunction(function, part), frame)
 
@@ -262,6 +260,7 @@ class Settlement:
 
     check: FactCheck
     notes: tuple[str, ...] = ()
+    late_reads: LateReads = field(default_factory=LateReads)
 
     @property
     def facts(self) -> WatchedFacts:

@@ -29,7 +29,7 @@ class Held:
 def lookup(owner: Any, name: str) -> list[Held]:
     """Where `owner.name` lies, the value's own place last; before it, places that must stay empty for it to be found.
 
-    Empty where only running code can tell.
+    Where nothing has the name, all places that would be looked at; none where only running code can tell.
     """
     if isinstance(owner, types.ModuleType):
         return _in(vars(owner), name)
@@ -44,18 +44,24 @@ def lookup(owner: Any, name: str) -> list[Held]:
         return [Held(owner, by_class, _slot_value(owner, by_class), is_slot=True)]
     held = instance_dict(owner)
     if isinstance(owner, enum.Enum) and any(by_class is one for one in _OF_ENUMS):
-        name, by_class = f"_{name}_", ABSENT
+        name, by_class, found = f"_{name}_", ABSENT, []
     if held is None or (by_class is not ABSENT and hasattr(type(by_class), "__set__")):
         return found  # a property: its own code is what reads
-    if name not in held:
-        if isinstance(owner, torch.Tensor):
-            return found
-        if by_class is not ABSENT:
-            return [Held(held, name, ABSENT), *found]
-        if isinstance(owner, torch.nn.Module):
-            kinds = (held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))
-            held = next((one for one in kinds if name in one), held)
-    return _in(held, name)
+    return _in(held, name) if name in held else _outside(owner, name, held, found)
+
+
+def _outside(owner: Any, name: str, held: dict[str, Any], found: list[Held]) -> list[Held]:
+    """Where an attribute lies that the object's own dict does not have: in its classes, in a module's other dicts."""
+    if isinstance(owner, torch.Tensor):
+        return found
+    if found and found[-1].value is not ABSENT:
+        return [Held(held, name, ABSENT), *found]
+    kinds: list[Any] = []
+    if isinstance(owner, torch.nn.Module):
+        kinds = [held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")]
+        if (has := next((one for one in kinds if name in one), None)) is not None:
+            return _in(has, name)
+    return [*found, *(Held(one, name, ABSENT) for one in kinds if isinstance(one, dict)), *_in(held, name)]
 
 
 _OF_ENUMS = (vars(enum.Enum)["value"], vars(enum.Enum)["name"])
@@ -95,7 +101,7 @@ def _in(held: dict[Any, Any], key: Any) -> list[Held]:
 
 
 def _in_classes(order: Sequence[type], name: str) -> Iterator[Held]:
-    """The places in the order of classes, up to the first that has the name; nothing where no class has it."""
+    """The places in the order of classes, up to the first that has the name; all of them where none has it."""
     before: list[Held] = []
     for one in order:
         found = vars(one).get(name, ABSENT)
@@ -105,8 +111,8 @@ def _in_classes(order: Sequence[type], name: str) -> Iterator[Held]:
         if found is not ABSENT:
             if held is None:
                 before.append(Held(None, name, found))
-            yield from before
-            return
+            break
+    yield from before
 
 
 @functools.lru_cache(maxsize=4096)

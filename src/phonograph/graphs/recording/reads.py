@@ -22,8 +22,9 @@ from torch.nn.modules.container import ModuleDict, ModuleList, Sequential
 from phonograph.errors import Frame
 from phonograph.graphs.recording.bytecode import Read, reads_of
 from phonograph.graphs.recording.contents import InThread
-from phonograph.graphs.recording.evaluation import UNKNOWN, Scene, attribute_of, callee_of, keys_of, value_of
+from phonograph.graphs.recording.evaluation import UNKNOWN, Callee, Scene, attribute_of, call_of, keys_of, value_of
 from phonograph.graphs.recording.fact import (
+    FUNCTION_PARTS,
     TENSOR_PARTS,
     AllItems,
     ClassOf,
@@ -34,9 +35,11 @@ from phonograph.graphs.recording.fact import (
     InDict,
     InList,
     InSlot,
+    OfFunction,
     OfTensor,
     Source,
 )
+from phonograph.graphs.recording.frame_memory import memory_of
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.library_objects import library_reads
 from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
@@ -46,6 +49,9 @@ from phonograph.graphs.recording.uses import uses_of
 
 _NOTHING: dict[int, tuple[CodeType, Any]] = {}
 CONTAINERS_OF_MODULES = (ModuleList, Sequential, ModuleDict)
+_MAX_ENTRIES = 128
+_OF_ONE_CLASS = (*PLAIN, torch.Tensor, torch.nn.Module, type, types.ModuleType, types.FunctionType)
+"""Values whose class can't be exchanged; those of modules are looked at anyway."""
 _BY_NAME = ("__getattribute__", "__getattr__")
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -65,6 +71,8 @@ class Reads:
         self._entered: dict[int, CodeType] = {}
         self._known: set[int] = set()
         """Identities of the objects that were read: a function that returns one has read it from somewhere."""
+        self._inside: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        """By identity of a fact that only a container tells, that container's fact."""
         self._returned: dict[int, dict[int, tuple[CodeType, Any]]] = {}
         """By frame and offset, what functions returned there."""
 
@@ -84,8 +92,9 @@ class Reads:
             self._paused -= 1
 
     def keep_what_is_in(self, other: Reads) -> None:
-        """Forget temporaries of this run: what the other run did not have."""
-        self.facts = {one: fact for one, fact in self.facts.items() if one in other.facts}
+        """Forget temporaries of this run: what the other run did not have; and what another fact tells too."""
+        kept = {one: fact for one, fact in self.facts.items() if one in other.facts}
+        self.facts = {one: fact for one, fact in kept.items() if self._inside.get(one) not in kept}
         self.modules = {one: met for one, met in self.modules.items() if one in other.modules}
         self.called = {one: met for one, met in self.called.items() if one in other.called}
 
@@ -101,10 +110,28 @@ class Reads:
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, torch.nn.Module):
                 self._meet(owner, frame)
-        if id(code) not in self._entered:
-            self._entered[id(code)] = code
+        memory = memory_of(frame)
+        function: Any = memory.function if memory is not None else None
+        if function is not None:
+            self._functions.learn(function)
+            self.called.setdefault(id(function), (function, _line(frame)))
+        elif id(code) not in self._entered:
             for function in self._functions.of(frame):
                 self.called[id(function)] = function, _line(frame)
+        if id(code) not in self._entered:
+            self._entered[id(code)] = code
+            self._note_method(frame)
+
+    def _note_method(self, frame: FrameType) -> None:
+        """That a class gives this method: operators, `with`, `for` and calls of classes find theirs without a name."""
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0], UNKNOWN) if code.co_argcount else UNKNOWN
+        if owner is UNKNOWN or isinstance(owner, PLAIN) or is_of_library(owner) or is_ours(owner):
+            return
+        found = lookup(owner, code.co_name)
+        method = found[-1].value if found else None
+        if getattr(getattr(method, "__func__", method), "__code__", None) is code:
+            self._note_attribute(Read("attribute", code.co_name, Read("local", "self")), owner, frame)
 
     def _leave(self, frame: FrameType, value: Any) -> None:
         """A function returns."""
@@ -128,74 +155,118 @@ class Reads:
         """An instruction is about to read."""
         if self._paused or _is_our_own(frame):
             return
-        scene = Scene(frame, self._returned.get(id(frame), _NOTHING))
+        memory = memory_of(frame)
+        scene = Scene(frame, self._returned.get(id(frame), _NOTHING), memory)
         if read.kind == "global":
-            if read.key in frame.f_globals:
-                module = str(frame.f_globals.get("__name__", "")).rpartition(".")[2]
-                self._note("global", f"{module}.{read.key}", InDict(frame.f_globals, read.key), read, frame)
+            self._note_global(read, frame)
         elif read.kind == "cell":
-            for cell in self._functions.cells(frame, read.key):
+            for cell in self._functions.cells(frame, read.key) if memory is None else memory.cells(read.key):
                 self._note("closure", read.key, InCell(cell), read, frame)
         elif read.kind == "attribute":
-            self._note_inside(read, value_of(read.base, scene), read.key, frame)
-        elif read.kind == "items" and isinstance(base := value_of(read.base, scene), list):
-            self._note("items", f"{read.base}[…]", AllItems(base), read, frame)
+            is_in_passing = scene.is_in_passing(read.base)
+            self._note_inside(read, value_of(read.base, scene), read.key, frame, is_in_passing=is_in_passing)
+        elif read.kind == "items" and isinstance(value_of(read.base, scene), list):
+            if not scene.is_in_passing(read.base):
+                self._note("items", f"{read.base}[…]", AllItems(value_of(read.base, scene)), read, frame)
+        elif read.kind == "match class":
+            self._note_pattern(read, scene)
         else:
             if read.kind == "call":
-                self._note_called(callee_of(read.base, scene).function, frame)
-            if read.kind == "call" and read.parts:
-                self._note_by_name(read, scene)
-            for name, source in uses_of(read, scene, self._looks_into):
-                self._note(_kind_of(source), name, source, read, frame)
+                self._note_call(read, scene)
+            for use in uses_of(read, scene, self._looks_into):
+                self._note(_kind_of(use.source), use.name, use.source, read, frame, use.inside)
+
+    def _note_global(self, read: Read, frame: FrameType) -> None:
+        """A name that is not there may come, and hide a builtin."""
+        if frame.f_locals.get(read.key, UNKNOWN) is UNKNOWN or frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            module = str(frame.f_globals.get("__name__", "")).rpartition(".")[2]
+            self._note("global", f"{module}.{read.key}", InDict(frame.f_globals, read.key), read, frame)
+
+    def _note_pattern(self, read: Read, scene: Scene) -> None:
+        """`case Kind(one, two=…)` asks for the class of a value, and for attributes: by place, and by name."""
+        subject, (kind, names) = value_of(read.base, scene), (value_of(part, scene) for part in read.parts)
+        if subject is UNKNOWN or not isinstance(kind, type) or not isinstance(names, tuple):
+            return
+        self._note_class(subject, read, scene.frame)
+        if not isinstance(subject, kind):
+            return
+        by_place = attribute_of(kind, "__match_args__") if read.key else ()
+        if read.key:
+            self._note_inside(Read("attribute", "__match_args__", read.parts[0]), kind, "__match_args__", scene.frame)
+        for name in (*(by_place if isinstance(by_place, tuple) else ())[: read.key], *names):
+            self._note_inside(Read("attribute", name, read.base), subject, name, scene.frame)
+
+    def _note_class(self, owner: Any, read: Read, frame: FrameType) -> None:
+        """That an object is still of its class, where that can be exchanged."""
+        if instance_dict(owner) is not None and not isinstance(owner, _OF_ONE_CLASS) and not is_ours(owner):
+            self._note("class", f"the class of {_called(owner)}", ClassOf(owner), read, frame)
+
+    def _note_call(self, read: Read, scene: Scene) -> None:
+        callee, arguments = call_of(read, scene)
+        values = [one.value for one in arguments]
+        self._note_called(callee.function, scene.frame)
+        if any(callee.function is one for one in (isinstance, type)) and values and values[0] is not UNKNOWN:
+            self._note_class(values[0], read, scene.frame)
+        self._note_by_name(read, callee, values, scene.frame)
 
     def _note_called(self, function: Any, frame: FrameType) -> None:
         """Functions of one code may have defaults of their own."""
         if isinstance(function, types.FunctionType) and self._looks_into(function.__code__.co_filename):
             self.called.setdefault(id(function), (function, _line(frame)))
 
-    def _note_by_name(self, read: Read, scene: Scene) -> None:
-        """`getattr(x, name)`, `hasattr(x, name)` and `super().__getattribute__(name)` read as `x.name` does."""
-        callee, parts = callee_of(read.base, scene), read.parts
+    def _note_by_name(self, read: Read, callee: Callee, values: Sequence[Any], frame: FrameType) -> None:
+        """`getattr(x, name)`, `hasattr(x, name)` and `x.__getattribute__(name)` read as `x.name` does."""
+        first = read.parts[0] if read.parts else read
         if type(callee.function) is operator.attrgetter:
-            self._note_paths(parts[0], keys_of(callee.function), scene)
+            for owner in values[:1]:
+                self._note_paths(first, owner, keys_of(callee.function), frame)
             return
-        owner, asked = value_of(parts[0], scene), parts[1] if len(parts) > 1 else None
-        if isinstance(callee.owner, super) and callee.name in _BY_NAME:
-            owner, asked = getattr(callee.owner, "__self__"), parts[0]  # noqa: B009
+        for getter in (one for one in values if type(one) is operator.attrgetter):
+            for owner in (held for one in values if isinstance(one, list | tuple) for held in one[:_MAX_ENTRIES]):
+                self._note_paths(first, owner, keys_of(getter), frame)
+        owner, name = [*values, UNKNOWN, UNKNOWN][:2]
+        if callee.owner is not UNKNOWN and callee.name in _BY_NAME:
+            name = owner
+            owner = getattr(callee.owner, "__self__") if isinstance(callee.owner, super) else callee.owner  # noqa: B009
         elif not any(callee.function is one for one in (getattr, hasattr, object.__getattribute__)):
             return
-        name = value_of(asked, scene)
         if isinstance(name, str):
-            self._note_inside(Read("attribute", name, parts[0]), owner, name, scene.frame)
+            self._note_inside(Read("attribute", name, first), owner, name, frame)
 
-    def _note_paths(self, owner: Read | None, paths: Sequence[str], scene: Scene) -> None:
+    def _note_paths(self, read: Read, value: Any, paths: Sequence[str], frame: FrameType) -> None:
         """`operator.attrgetter("a.b")(x)` reads as `x.a.b` does."""
         for path in paths:
-            read, value = owner, value_of(owner, scene)
+            base, owner = read, value
             for name in path.split("."):
-                read = Read("attribute", name, read)
-                self._note_inside(read, value, name, scene.frame)
-                value = attribute_of(value, name) if value is not UNKNOWN else UNKNOWN
+                base = Read("attribute", name, base)
+                self._note_inside(base, owner, name, frame)
+                owner = attribute_of(owner, name) if owner is not UNKNOWN else UNKNOWN
 
-    def _note_inside(self, read: Read, owner: Any, name: str, frame: FrameType) -> None:
+    def _note_inside(self, read: Read, owner: Any, name: str, frame: FrameType, *, is_in_passing: bool = False) -> None:
+        if isinstance(owner, types.MethodType) and not hasattr(types.MethodType, name):
+            owner, is_in_passing = owner.__func__, False
         if isinstance(owner, threading.local):
             self._note("attribute", f"local.{name}", InThread(owner, name), read, frame)
         elif type(owner) in (torch.Tensor, torch.nn.Parameter) and name in TENSOR_PARTS:
             self._note("attribute", f"{read.base}.{name}", OfTensor(owner, name), read, frame)
+        elif isinstance(owner, types.CellType) and name == "cell_contents":
+            self._note("closure", str(read), InCell(owner), read, frame)
+        elif isinstance(owner, types.FunctionType) and name in FUNCTION_PARTS:
+            self._note("default", f"{owner.__qualname__}.{name}", OfFunction(owner, name), read, frame)
         elif is_of_library(owner):
             for told, source in library_reads(owner, name):
                 self._note("attribute", f"{read.base}.{told}", source, read, frame)
         elif owner is not UNKNOWN and not is_ours(owner):
-            self._note_attribute(read, owner, frame)
+            self._note_attribute(read, owner, frame, is_in_passing=is_in_passing)
             if isinstance(owner, dict) and dict.__contains__(owner, name):
                 self._note("item", f"{read.base}[{name!r}]", InDict(owner, name), read, frame)
 
-    def _note_attribute(self, read: Read, owner: Any, frame: FrameType) -> None:
+    def _note_attribute(self, read: Read, owner: Any, frame: FrameType, *, is_in_passing: bool = False) -> None:
         found = lookup(owner, read.key)
-        base = _called(owner)
+        base, own = _called(owner), instance_dict(owner) if is_in_passing else None
         for held in found:
             source = _source(held)
-            if source is not None:
+            if source is not None and not (is_in_passing and (held.is_slot or held.holder is own)):
                 kind: FactKind = "global" if isinstance(owner, types.ModuleType) else "attribute"
                 self._note(kind, f"{base}.{read.key}", source, read, frame)
         if found:
@@ -203,8 +274,14 @@ class Reads:
             if _is_of_class(owner, found[-1]) and isinstance(found[-1].value, types.FunctionType):
                 self._note("class", f"the class of {base}", ClassOf(owner), read, frame)
 
-    def _note(self, kind: FactKind, name: str, source: Source, read: Read, frame: FrameType) -> None:
+    def _note(
+        self, kind: FactKind, name: str, source: Source, read: Read, frame: FrameType, inside: Source | None = None
+    ) -> None:
         identity = source.identity
+        if inside is None:
+            self._inside.pop(identity, None)
+        elif identity not in self.facts:
+            self._inside[identity] = inside.identity
         if identity not in self.facts:
             value = source.get()
             self.facts[identity] = Fact(kind, name, source, value, str(read), _line(frame))

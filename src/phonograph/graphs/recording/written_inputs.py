@@ -21,12 +21,12 @@ _REMEDY = "Write to a copy (x = x.clone()) and return what the caller needs; kee
 @contextmanager
 def refusing_input_writes(inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Raise where an op writes to one of these; at the end, where a kernel that torch does not dispatch did."""
-    spans = {name: _span(tensor) for name, tensor in inputs.items() if tensor.numel()}
+    spans = {name: span(tensor) for name, tensor in inputs.items() if tensor.numel()}
     before = {name: _bits(inputs[name]).clone() for name in spans}
 
     def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         for tensor in written_tensors(func, args, kwargs):
-            name = _overlapped(tensor, spans)
+            name = overlapped(tensor, spans)
             if name is not None:
                 op = str(func).removesuffix(".default")
                 raise InputWriteError(_problem(name, f"{op} writes"), _REMEDY, op=op, frame=user_frame())
@@ -79,17 +79,18 @@ class EagerWrites:
                 )
 
 
-def _overlapped(tensor: torch.Tensor, spans: Mapping[str, tuple[int, int]]) -> str | None:
+def overlapped(tensor: torch.Tensor, spans: Mapping[str, tuple[int, int]]) -> str | None:
+    """The input over whose memory a tensor reaches, or None."""
     if not tensor.numel():
         return None
     try:
-        start, end = _span(tensor)
+        start, end = span(tensor)
     except RuntimeError:
         return None  # a wrapper without memory; what it wraps is written by ops of its own
     return next((name for name, (low, high) in spans.items() if start < high and low < end), None)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses that a tensor reaches over."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

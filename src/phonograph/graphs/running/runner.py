@@ -273,7 +273,7 @@ class Runner:
             if sizes[name] > limit:
                 return RunEagerly(Reason.TOO_LARGE, f"{sizes[name]} {name}, graphs hold {limit}")
         entry = self._entries[key]
-        if entry.carried and (changed := self.stale.of_fields(key, entry.carried, batch, kwargs)) is not None:
+        if (changed := self.stale.of_batch(key, entry.carried, batch, kwargs)) is not None:
             return changed
         if unfilled := entry.unfilled(sizes):
             detail = f"{sizes[unfilled]} {unfilled}: the body could be tried with {self._limits[unfilled]} only"

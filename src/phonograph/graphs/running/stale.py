@@ -7,12 +7,16 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from phonograph.graphs.inputs.fields import Path, fetch
 from phonograph.graphs.phases.decisions import Reason, RunEagerly, ShapeKey
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.phases.selection import Selection
 from phonograph.graphs.recording.carried import changed_field, fields_by_name, left_out_of
 from phonograph.graphs.recording.fact import Fact
 from phonograph.graphs.recording.facts import FactRecorder, Settlement, WatchedFacts
+from phonograph.graphs.recording.late_reads import WrittenMemory
 from phonograph.graphs.running.runner_options import RunnerOptions
 
 log = logging.getLogger("phonograph")
@@ -30,6 +34,8 @@ class StaleWatch:
         self._refusal: RunEagerly | None = None
         self._warned: set[str] = set()
         self._left_out = left_out_of(phase)
+        self._late: list[tuple[Path, Mapping[int, WrittenMemory]]] = []
+        """Inputs that are read after memory was written, and that memory."""
         self.is_on = False
         """Whether every call asks `refusal`."""
 
@@ -47,6 +53,8 @@ class StaleWatch:
         """Watch what a capture found, or nothing any more."""
         self._settled, self._fact = settled, None
         self.is_on = settled is not None and self._options.facts == "check"
+        late = settled.late_reads.by_input if settled is not None and self.is_on else {}
+        self._late = [(slot.path, late[slot.name]) for slot in self._phase.slots if slot.name in late]
         if settled is not None and self.is_on:
             settled.check.look()
 
@@ -58,10 +66,40 @@ class StaleWatch:
         """A fact that does not hold, by a look at all of them."""
         return self._settled.check.find() if self._settled is not None else None
 
-    def of_fields(
+    def of_batch(
         self, key: ShapeKey, carried: Mapping[str, Any], batch: Any, kwargs: Mapping[str, Any]
     ) -> RunEagerly | None:
-        """Why a recording can't serve a batch: a field that it reads, and that is no slot, has another value."""
+        """Why a recording can't serve a batch: by a field that is no slot, or by whose memory an input is."""
+        return (self._of_fields(key, carried, batch, kwargs) if carried else None) or (
+            self._of_memory(batch, kwargs) if self._late else None
+        )
+
+    def _of_memory(self, batch: Any, kwargs: Mapping[str, Any]) -> RunEagerly | None:
+        """An input is memory that the body writes, and then reads as its input."""
+        for path, memory in self._late:
+            value = fetch(batch, kwargs, path)
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                found = memory.get(value.untyped_storage()._cdata)
+                if found is not None and found.is_there:
+                    name, state = ".".join(map(str, path)), found.name or "its own state"
+                    detail = (
+                        f"{name!r} was given the memory of {state}, which the body writes before it reads {name!r}: a "
+                        f"replay would read what was there when the call began. Pass a copy ({state}.clone()), or "
+                        "read the input before the write"
+                    )
+                    self._warn_once(f"memory of {name}", detail)
+                    return RunEagerly(Reason.STALE, detail)
+        return None
+
+    def _warn_once(self, name: str, detail: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning("%s runs eagerly: %s", self._phase.name, detail)
+
+    def _of_fields(
+        self, key: ShapeKey, carried: Mapping[str, Any], batch: Any, kwargs: Mapping[str, Any]
+    ) -> RunEagerly | None:
+        """A field that the recording reads, and that is no slot, has another value."""
         name = None if self._phase.compares_others else changed_field(carried, batch, kwargs, self._left_out)
         if name is None:
             return None
@@ -70,9 +108,7 @@ class StaleWatch:
             f"the batch's {name!r} is {reprlib.repr(found)}, and {key} was captured with another value, which it has "
             f"for good. Make it a slot or an axis, or name it in Phase(free=) if what the sample has serves every batch"
         )
-        if name not in self._warned:
-            self._warned.add(name)
-            log.warning("%s runs eagerly: %s", self._phase.name, detail)
+        self._warn_once(name, detail)
         return RunEagerly(Reason.STALE, detail)
 
     def refusal(self) -> RunEagerly | None:
@@ -88,7 +124,5 @@ class StaleWatch:
             named = ", ".join(others[:_MAX_OTHERS]) + (", …" if len(others) > _MAX_OTHERS else "")
             change += f"; also changed: {named}" if others else ""
             self._refusal = RunEagerly(Reason.STALE, f"{change}. Put it back, or call refresh() to record again")
-            if fact.name not in self._warned:
-                self._warned.add(fact.name)
-                log.warning("%s runs eagerly: %s", self._phase.name, self._refusal.detail)
+            self._warn_once(fact.name, self._refusal.detail)
         return self._refusal

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import BaseTorchFunctionMode
 
 from phonograph.errors import InputWriteError, VerifyError
 from phonograph.graphs.inputs.extent import Extent
@@ -266,7 +267,8 @@ class Trial:
         now = Current(phase.name, runner.plan.backend, Stage.EAGER, live)
         if isinstance(watching, _Watching):
             now = watching.prepared(now, view.batch, view.kwargs, without)
-        with entering(now), weights_uncached(), watching:
+        in_mode = way.padded and runner.device.capabilities.captures_in_function_mode
+        with entering(now), weights_uncached(), watching, BaseTorchFunctionMode() if in_mode else nullcontext():
             outputs = phase.forward(view.batch, view.kwargs)
         if way.padded:
             outputs = runner.trim(self.key, outputs, extent.used)

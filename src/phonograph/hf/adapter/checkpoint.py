@@ -12,7 +12,7 @@ import torch
 
 from phonograph.engine.checkpoints import generation_config as sampling
 from phonograph.engine.checkpoints.base import TensorInfo
-from phonograph.engine.checkpoints.safetensors import stored_floats, weight_files
+from phonograph.engine.checkpoints.safetensors import described_tensor, stored_floats, weight_files
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Model, ModelParts
@@ -42,8 +42,18 @@ class HfCheckpoint:
     """The name of the module that has the layers; None to ask the model."""
 
     @classmethod
-    def open(cls, folder: Path, *, trust_remote_code: bool = False, layers: str | None = None) -> HfCheckpoint:
-        """Read and check the small files; nothing of the folder is run, and no weight is read."""
+    def open(
+        cls,
+        folder: Path,
+        *,
+        trust_remote_code: bool = False,
+        layers: str | None = None,
+        needs_weights: bool = True,
+    ) -> HfCheckpoint:
+        """Read and check the small files; nothing of the folder is run, and no weight is read.
+
+        Unless it `needs_weights`, a folder may have its configuration alone.
+        """
         if find_spec("transformers") is None:
             raise CheckpointError(
                 f"opening {folder}: its architecture is not one of ours, and transformers, which could run it, is not "
@@ -56,7 +66,7 @@ class HfCheckpoint:
             )
         fields = Fields.from_json(path)
         refuse_strange(str(folder), fields, trust_remote_code=trust_remote_code)
-        weight_files(folder)
+        weight_files(folder, needed=needs_weights)
         path = folder / "generation_config.json"
         generation = Fields.from_json(path) if path.is_file() else Fields(str(path), {})
         return cls(folder, fields, generation, trust_remote_code, layers)
@@ -107,7 +117,10 @@ class HfCheckpoint:
     @cached_property
     def names(self) -> dict[str, TensorInfo]:
         """As they are stored; transformers knows which part of the model each is."""
-        return {name: info for path in weight_files(self.folder) for name, info in stored_floats(path).items()}
+        files = weight_files(self.folder, needed=False)
+        if not files:
+            return {"all weights": described_tensor((1,), self.config)}
+        return {name: info for path in files for name, info in stored_floats(path).items()}
 
     def tensors(self, device: torch.device | str = "cpu") -> Any:
         raise CheckpointError(f"reading {self.folder}: transformers loads its weights. Ask it for its model.")
@@ -128,6 +141,7 @@ class HfCheckpoint:
         return described(self.outline, routing_of(self.outline, dtype, device))
 
     def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
+        weight_files(self.folder)  # refuses a folder without them
         self.check(parts.max_len)
         progress("loading weights", 0, 1)
         routing = routing_of(self.outline, dtype, device)

@@ -30,6 +30,7 @@ class CpuKernels:
     """
 
     name = "cpu"
+    rounds = _REFERENCE.rounds
 
     def __init__(self, library: Library, *, most_bytes: int = MOST_BYTES) -> None:
         self._library = library
@@ -87,11 +88,10 @@ class CpuKernels:
         self,
         queries: Queries,
         tokens: torch.Tensor,
-        counts: torch.Tensor | None,
         last_token: torch.Tensor,
         length: torch.Tensor,
     ) -> None:
-        _REFERENCE.write_next_token(queries, tokens, counts, last_token, length)
+        _REFERENCE.write_next_token(queries, tokens, last_token, length)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         if norm.weight.dtype != torch.float32:

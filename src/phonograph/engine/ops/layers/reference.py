@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from phonograph.engine.cache.groups import PagedCache
 from phonograph.engine.ops.kernels import Angles, Heads, Norm, Op, Places
+from phonograph.engine.ops.layers.rounds import ReferenceRounds
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Queries
 from phonograph.graphs.phases.opaque import opaque
@@ -16,6 +17,7 @@ class ReferenceKernels:
     """Every step of the arithmetic as torch does it."""
 
     name = "reference"
+    rounds = ReferenceRounds()
 
     def __init__(self, notes: tuple[str, ...] = ()) -> None:
         self.notes = notes
@@ -47,20 +49,13 @@ class ReferenceKernels:
         self,
         queries: Queries,
         tokens: torch.Tensor,
-        counts: torch.Tensor | None,
         last_token: torch.Tensor,
         length: torch.Tensor,
     ) -> None:
-        rows, starts = queries.rows, queries.token_positions
-        last, num_new = tokens, 1 if counts is None else counts
-        if counts is not None:
-            assert queries.tokens_per_row is not None
-            rows, starts = (column.view(-1, queries.tokens_per_row)[:, 0] for column in (rows, starts))
-            found = tokens.gather(1, (counts - 1).clamp_min(0)[:, None])[:, 0]
-            last = torch.where(counts > 0, found, last_token[rows])
+        rows = queries.rows
         real = rows > 0
-        last_token.index_put_((rows,), last.clamp_min(0) * real)
-        length.index_put_((rows,), (starts + num_new) * real)
+        last_token.index_put_((rows,), tokens.clamp_min(0) * real)
+        length.index_put_((rows,), (queries.token_positions + 1) * real)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         x = x if delta is None else x + delta

@@ -11,6 +11,7 @@ from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.ops.triton import rotate, rows, steps
 from phonograph.engine.ops.triton.products import Products
+from phonograph.engine.ops.triton.rounds import TritonRounds
 from phonograph.engine.ops.tuning import Choice, Overlap, Product, Tuning
 
 _REFERENCE = ReferenceKernels()
@@ -20,6 +21,7 @@ class TritonKernels:
     """The protocol `Kernels`. `overlap` is for the kernels that nothing is measured for; it needs sm_90 or later."""
 
     name = "triton"
+    rounds = TritonRounds()
 
     def __init__(self, device: torch.device, tuning: Tuning, *, overlap: Overlap = "none") -> None:
         self.tuning = tuning
@@ -56,14 +58,10 @@ class TritonKernels:
         self,
         queries: Queries,
         tokens: torch.Tensor,
-        counts: torch.Tensor | None,
         last_token: torch.Tensor,
         length: torch.Tensor,
     ) -> None:
-        if counts is None:
-            steps.write_next_token(queries, tokens, last_token, length)
-        else:
-            _REFERENCE.write_next_token(queries, tokens, counts, last_token, length)
+        steps.write_next_token(queries, tokens, last_token, length)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         return rows.add_norm(x, delta, norm, overlap=self._overlap)

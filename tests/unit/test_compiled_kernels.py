@@ -1,4 +1,4 @@
-"""The attention kernel compiles for an H200, which needs no GPU: what the interpreter takes, a compiler may refuse."""
+"""Kernels compile for an H200, which needs no GPU: what the interpreter takes, a compiler may refuse."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from phonograph.settings import environment
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")]
 
 SCRIPT = """
-import json, sys
+import importlib, json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from phonograph.engine.ops.attention.kernel import attend
 
-function = attend._function
+module, name, fixed, others, warps = json.loads(sys.argv[1])
+function = getattr(importlib.import_module(f"phonograph.engine.ops.{module}"), name)._function
 names = function.arg_names
-fixed = json.loads(sys.argv[1])
 types = {"table_ptr": "*i32", "rows_ptr": "*i64", "positions_ptr": "*i64", "slots_ptr": "*i64", "tiles_ptr": "*i32",
          "arrived_ptr": "*i32", "parts_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
 floats = {"q_eps", "k_eps", "scale", "bend", "softcap"}
 def type_of(name):
     if name in fixed: return "constexpr"
-    if name.endswith("_ptr"): return types.get(name, "*bf16")
+    if name.endswith("_ptr"): return others or types.get(name, "*bf16")
     return "fp32" if name in floats else "i32"
 source = ASTSource(
     function, signature={name: type_of(name) for name in names},
     constexprs={(names.index(name),): value for name, value in fixed.items()},
     attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name.endswith("_ptr")},
 )
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 2})
 print(json.dumps({"cubin": len(made.asm["cubin"]), "shared": made.metadata.shared}))
 """
 
@@ -58,15 +57,35 @@ TILES = {
 BENT = {"softcapped": True, "has_sinks": True, "rotating": False, "has_norm": False}
 
 
-@pytest.mark.parametrize(
-    "change", [{}, TILES, BENT, {**TILES, **BENT, "windowed": True}], ids=["decode", "tiles", "bent", "bent-tiles"]
-)
-def test_the_kernel_compiles_for_an_h200(change: dict[str, Any]) -> None:
-    command = [sys.executable, "-c", SCRIPT, json.dumps({**DECODE, **change})]
+def compiled(
+    module: str, name: str, fixed: dict[str, Any], others: str | None = None, warps: int = 4
+) -> dict[str, int]:
+    """Sizes of what comes out; pointers are of the attention's types, or all of one."""
+    command = [sys.executable, "-c", SCRIPT, json.dumps([module, name, fixed, others, warps])]
     done = subprocess.run(
         command, env=environment({"TRITON_INTERPRET": "0"}), capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["cubin"] > 10_000
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     assert found["shared"] <= 227 << 10
+    return found
+
+
+@pytest.mark.parametrize(
+    "change", [{}, TILES, BENT, {**TILES, **BENT, "windowed": True}], ids=["decode", "tiles", "bent", "bent-tiles"]
+)
+def test_attention_compiles(change: dict[str, Any]) -> None:
+    assert compiled("attention.kernel", "attend", {**DECODE, **change})["cubin"] > 10_000
+
+
+@pytest.mark.parametrize("depth", [0, 3, 7])
+def test_the_search_for_what_came_before_compiles(depth: int) -> None:
+    fixed = {"width": depth + 1, "columns": depth + 1, "depth": depth, "depths": 8, "places": 2048 if depth else 1}
+    found = compiled("triton.rounds", "_keep_and_continue", fixed, "*i64", warps=8 if depth else 1)
+    assert found["cubin"] > 1000
+
+
+@pytest.mark.parametrize("width", [1, 4, 5])
+def test_acceptance_compiles(width: int) -> None:
+    fixed = {"none": -3, "width": width, "columns": 8, "block": 32}
+    assert compiled("triton.rounds", "_accept", fixed, "*i64", warps=1)["cubin"] > 1000

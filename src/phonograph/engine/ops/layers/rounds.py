@@ -1,0 +1,84 @@
+"""ReferenceRounds: what stays of rounds of drafts, and how rows went on before; torch ops, for any device."""
+
+from __future__ import annotations
+
+import torch
+
+from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.requests.step import NO_TOKEN
+
+SUFFIXES = (3, 2)
+"""Lengths of what is looked for: a longer match is believed before a shorter one."""
+
+
+class ReferenceRounds:
+    """The protocol `RoundKernels`."""
+
+    def accept(
+        self,
+        queries: Queries,
+        tokens: torch.Tensor,
+        picked: torch.Tensor,
+        bounds: tuple[torch.Tensor, torch.Tensor],
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> AcceptedTokens:
+        width = picked.shape[1]
+        depth, limit = bounds
+        rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.token_positions))
+        real, right = rows > 0, torch.ones_like(rows)
+        if width > 1:
+            right = right + (picked[:, :-1] == tokens.view(-1, width)[:, 1:]).long().cumprod(1).sum(1)
+        most = torch.minimum(depth[rows] + 1, limit[rows] - starts)
+        counts = torch.minimum(right, most).clamp_min(0) * real
+        said = picked.clamp_min(0)
+        found = said.gather(1, (counts - 1).clamp_min(0)[:, None])[:, 0]
+        last_token.index_put_((rows,), torch.where(counts > 0, found, last_token[rows]) * real)
+        length.index_put_((rows,), (starts + counts) * real)
+        return AcceptedTokens(counts, as_block(picked, counts), said)
+
+    def keep(self, history: torch.Tensor, new: NewTokens) -> None:
+        offsets = torch.arange(new.tokens.shape[1], device=history.device)
+        places = new.starts[:, None] + 1 + offsets
+        stays = (offsets < new.counts[:, None]) & (places < history.shape[1]) & (new.rows > 0)[:, None]
+        # What does not stay goes to the null row, which nobody reads.
+        rows, tokens = new.rows[:, None] * stays, (new.tokens * stays).to(history.dtype)
+        history.index_put_((rows, places * stays), tokens)
+
+    def keep_and_continue(self, history: torch.Tensor, new: NewTokens, depth: int) -> torch.Tensor:
+        self.keep(history, new)
+        lasts = (new.starts + new.counts).clamp_max(history.shape[1] - 1)
+        return torch.where((new.rows > 0)[:, None], continued(history[new.rows], lasts, depth), -1)
+
+
+def as_block(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """[num_rows, tokens_per_row]: of each row's tokens the first `counts`, then none."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(places < counts[:, None], tokens, NO_TOKEN)
+
+
+def continued(history: torch.Tensor, lasts: torch.Tensor, depth: int) -> torch.Tensor:
+    """[num_rows, depth]: what followed the latest place of the longest suffix, -1 for all where there is none.
+
+    The last token of a row of `history` ([num_rows, num_positions]) is at `lasts` ([num_rows]). Where the end of the
+    row is reached, the tokens since that place repeat themselves.
+    """
+    places = torch.arange(history.shape[1], device=history.device)
+    before = places < lasts[:, None]
+    matches = torch.ones_like(before)
+    found = torch.full_like(lasts, -1)
+    for offset in range(max(SUFFIXES)):
+        tokens = history.gather(1, (lasts - offset).clamp_min(0)[:, None])
+        equal = history == tokens
+        if offset:  # places whose predecessor so far back is that of the last token
+            equal = torch.nn.functional.pad(equal[:, :-offset], (offset, 0))
+        # A suffix that reaches beyond the row's first token is none.
+        matches = matches & equal & (lasts[:, None] >= offset)
+        if offset + 1 in SUFFIXES:
+            latest = torch.where(matches & before, places, -1).amax(1)
+            found = torch.where(latest >= 0, latest, found)
+    period = (lasts - found).clamp_min(1)[:, None]
+    ahead = torch.arange(depth, device=history.device) % period
+    drafted = history.gather(1, (found[:, None] + 1 + ahead).clamp_max(history.shape[1] - 1))
+    return torch.where(found[:, None] >= 0, drafted, -1).long()

@@ -1,0 +1,131 @@
+"""TritonRounds: what stays of rounds of drafts, and how rows went on before; one launch each."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.ops.triton.kernel import kernel
+from phonograph.engine.requests.step import NO_TOKEN
+from phonograph.sizes import ceil_div, next_power_of_two
+
+_ROWS = 32
+"""Rows of a program that accepts."""
+_PLACES = 2048
+"""Places that a program compares at a time."""
+
+
+@kernel(unspecialised=["num_rows"])
+def _accept(
+    rows_ptr, positions_ptr, tokens_ptr, picked_ptr, depth_ptr, limit_ptr, last_token_ptr, length_ptr,
+    counts_ptr, block_ptr, said_ptr, num_rows,
+    none: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Some rows, each with all places of its round."""
+    number = tl.program_id(0) * block + tl.arange(0, block)
+    place = tl.arange(0, columns)[None, :]
+    row = tl.load(rows_ptr + number * width, mask=number < num_rows, other=0)
+    real = row > 0
+    start = tl.load(positions_ptr + number * width, mask=real, other=0)
+    at = number[:, None] * width + place
+    inside = (number < num_rows)[:, None] & (place < width)
+    picked = tl.load(picked_ptr + at, mask=inside, other=0)
+    has_draft = inside & (place < width - 1)
+    drafted = tl.load(tokens_ptr + at + 1, mask=has_draft, other=0)
+    # The first place after which a draft is not what was picked; after the last there is none.
+    right = tl.min(tl.where(has_draft & (picked == drafted), columns, place), 1) + 1
+    depth, limit = tl.load(depth_ptr + row, mask=real, other=0), tl.load(limit_ptr + row, mask=real, other=0)
+    most = tl.minimum(depth + 1, limit - start)
+    count = tl.where(real, tl.maximum(tl.minimum(right, most), 0), 0)
+    said = tl.maximum(picked, 0)
+    last = tl.sum(tl.where(place == count[:, None] - 1, said, 0), 1)
+    tl.store(last_token_ptr + row, last, mask=real & (count > 0))
+    tl.store(length_ptr + row, start + count, mask=real)
+    tl.store(counts_ptr + number, count, mask=number < num_rows)
+    tl.store(block_ptr + at, tl.where(place < count[:, None], picked, none), mask=inside)
+    tl.store(said_ptr + at, said, mask=inside)
+
+
+@kernel(unspecialised=["num_positions"])
+def _keep_and_continue(
+    history_ptr, rows_ptr, starts_ptr, tokens_ptr, counts_ptr, drafts_ptr,
+    history_row, num_positions, rows_step, starts_step, tokens_row,
+    width: tl.constexpr, columns: tl.constexpr, depth: tl.constexpr, depths: tl.constexpr, places: tl.constexpr,
+):  # fmt: skip
+    """One row: its new tokens into its history, then a search from the end, for three tokens or else two."""
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + number * rows_step).to(tl.int64)
+    start = tl.load(starts_ptr + number * starts_step).to(tl.int64)
+    count = tl.load(counts_ptr + number).to(tl.int64)
+    line = history_ptr + row * history_row
+    offset = tl.arange(0, columns)
+    place = start + 1 + offset
+    stays = (offset < tl.where(row > 0, tl.minimum(count, width), 0)) & (place < num_positions)
+    new = tl.load(tokens_ptr + number * tokens_row + offset, mask=stays, other=0)
+    tl.store(line + place, new.to(history_ptr.dtype.element_ty), mask=stays)
+    if depth > 0:
+        tl.debug_barrier()  # what one thread wrote, others read
+        last = tl.minimum(start + count, num_positions - 1)
+        one = tl.load(line + last)
+        two = tl.load(line + tl.maximum(last - 1, 0))
+        three = tl.load(line + tl.maximum(last - 2, 0))
+        longest, shorter = last * 0 - 1, last * 0 - 1
+        end = tl.where(row > 0, last, 0)
+        while (end > 0) & (longest < 0):
+            at = end - 1 - tl.arange(0, places)
+            matches = tl.load(line + at, mask=at >= 1, other=0) == one
+            matches = matches & (at >= 1) & (tl.load(line + at - 1, mask=at >= 1, other=0) == two)
+            shorter = tl.maximum(shorter, tl.max(tl.where(matches, at, -1), 0))
+            matches = matches & (at >= 2) & (tl.load(line + at - 2, mask=at >= 2, other=0) == three)
+            longest = tl.max(tl.where(matches, at, -1), 0)
+            end -= places
+        found = tl.where(longest >= 0, longest, shorter)
+        ahead = tl.arange(0, depths)
+        next_place = found + 1 + ahead % tl.maximum(last - found, 1)
+        drafted = tl.load(line + next_place, mask=ahead < tl.where(found >= 0, depth, 0), other=-1)
+        tl.store(drafts_ptr + number * depth + ahead, drafted.to(tl.int64), mask=ahead < depth)
+
+
+class TritonRounds:
+    """The protocol `RoundKernels`; the same integers as the reference."""
+
+    def accept(
+        self,
+        queries: Queries,
+        tokens: torch.Tensor,
+        picked: torch.Tensor,
+        bounds: tuple[torch.Tensor, torch.Tensor],
+        last_token: torch.Tensor,
+        length: torch.Tensor,
+    ) -> AcceptedTokens:
+        picked = picked.contiguous()
+        (num_rows, width), (depth, limit) = picked.shape, bounds
+        found = AcceptedTokens(picked.new_empty(num_rows), torch.empty_like(picked), torch.empty_like(picked))
+        if num_rows:
+            _accept[(ceil_div(num_rows, _ROWS),)](
+                queries.rows.contiguous(), queries.token_positions.contiguous(), tokens.contiguous(), picked,
+                depth, limit, last_token, length, found.counts, found.block, found.tokens, num_rows,
+                none=NO_TOKEN, width=width, columns=next_power_of_two(width), block=_ROWS, num_warps=1,
+            )  # fmt: skip
+        return found
+
+    def keep(self, history: torch.Tensor, new: NewTokens) -> None:
+        self._run(history, new, 0, new.counts)
+
+    def keep_and_continue(self, history: torch.Tensor, new: NewTokens, depth: int) -> torch.Tensor:
+        drafts = torch.empty((new.rows.shape[0], depth), dtype=torch.int64, device=history.device)
+        self._run(history, new, depth, drafts)
+        return drafts
+
+    def _run(self, history: torch.Tensor, new: NewTokens, depth: int, drafts: torch.Tensor) -> None:
+        """`drafts` is written where there is a depth."""
+        num_rows, width = new.tokens.shape
+        if num_rows:
+            _keep_and_continue[(num_rows,)](
+                history, new.rows, new.starts, new.tokens, new.counts.contiguous(), drafts,
+                history.stride(0), history.shape[1], new.rows.stride(0), new.starts.stride(0), new.tokens.stride(0),
+                width=width, columns=next_power_of_two(width), depth=depth, depths=next_power_of_two(max(1, depth)),
+                places=_PLACES if depth else 1, num_warps=8 if depth else 1,
+            )  # fmt: skip
