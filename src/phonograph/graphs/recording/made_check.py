@@ -30,7 +30,7 @@ class Outcome:
 
 
 def refuse_another_result(made: Outcome, body: Outcome, again: Callable[[], Outcome] | None, *, is_exact: bool) -> None:
-    """Refuse what gives otherwise than the body; but not where the body does `again`, as one whose gaps read a clock."""
+    """Refuse what gives otherwise than the body; not where the body itself does `again`, as when gaps read a clock."""
     error = _other_result(made, body, is_exact=is_exact)
     if error is not None and (again is None or _other_result(again(), body, is_exact=True) is None):
         raise error
