@@ -44,7 +44,8 @@ class EngineOptions:
     max_seqs: int | None = None
     """Sequences that run at the same time; default: by the device's memory, 16 on the CPU, 4 emulated."""
     max_tokens: int | None = None
-    """Tokens of one step; default: by the device's memory, 512 on the CPU, 64 emulated."""
+    """Tokens of one step (those of an answer are `SamplingParams.max_tokens`); default: by the device's memory, 512 on
+    the CPU, 64 emulated."""
     max_len: int | None = None
     """The longest sequence; default: the model's context, at most 8192."""
     page_size: int = 16

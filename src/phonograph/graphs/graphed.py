@@ -214,12 +214,14 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
             whether a live argument is None outside of a gap.
         phase: picks the defaults of the plan: `full` for decode, `breakable` for prefill.
         backend: `full`, `breakable`, `tc_piecewise` or `disabled`.
-        tc_compiler: what compiles the pieces of `tc_piecewise`: `inductor` or `eager`.
+        tc_compiler: what compiles the pieces of `tc_piecewise`: `inductor`, the default where the device takes it, or
+            `eager`.
         tc_fallback: record shapes that torch.compile can't trace as `breakable` does.
         break_ops: ops that `tc_piecewise` breaks at too, by name.
         device: where it runs; default: that of the function's parameters, else the accelerator present.
         outputs: `own` returns tensors of the call's own; `view` the graph's, valid until the next call.
-        sample: makes a random valid batch of an extent; default: made from the slots.
+        sample: takes an extent and a seed, makes a valid batch, of your own data if you like: trial runs and `verify`
+            run on these. Default: random, made from the slots.
         tail: takes the used rows of the function's outputs and the live arguments; runs after a replay.
         host_plan: host work between load and replay, outside the graph.
         tail_captured: record the tail too; it then gets padded rows.

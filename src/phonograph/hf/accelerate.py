@@ -33,7 +33,7 @@ _PATCHED = (
     "generate", "_prepare_cache_for_generation", "prepare_inputs_for_generation", "_valid_auto_compile_criteria",
     "get_compiled_call",
 )  # fmt: skip
-"""What of a model is replaced: `generate` asks the others for a cache, for the inputs of a step, and what runs it."""
+"""Methods of a model that are replaced: those by which `generate` gets its cache, a step's inputs, and its runner."""
 _PREVIOUS = "_previous_max_cache_length"
 _FIRST = "the first step of a kind is taken to see whether the second is like it"
 _COMPARED = "what is recorded is compared with a step that is not"
@@ -55,7 +55,7 @@ class _Call:
     last_form: StepForm | None = None
     """That of the step before; None before the first."""
     is_asked: bool = False
-    """Whether the next question of what runs a step is about this generation's."""
+    """Whether the next lookup of a step's runner is this generation's."""
     has_step: bool = False
     """Whether the generation's loop runs its steps by way of here."""
     is_step: bool | None = None
@@ -146,7 +146,7 @@ class Accelerated:
             one.install()
 
     def undo(self) -> None:
-        """Make the model what it was, and give caches and recordings back.
+        """Restore the model, and free caches and recordings.
 
         What others have put over `generate` since stays, and calls what was there before. A generation that is under
         way ends with plain steps, and then gives its cache back.

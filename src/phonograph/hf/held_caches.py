@@ -41,7 +41,7 @@ class HeldCaches:
         self._model, self._max_len, self._max_caches = model, max_len, max_caches
         self._held: dict[tuple[Any, ...], HeldCache] = {}
         self._given_back: Counter[str] = Counter()
-        """Steps of recordings that are gone."""
+        """Steps of recordings that were released."""
         self._pool: BufferPool | None = None
 
     @property
@@ -78,7 +78,7 @@ class HeldCaches:
             while len(self._held) >= self._max_caches:
                 self._give_back(next(iter(self._held)))
             held = HeldCache(GenerationCache(config, length), num_seqs, self._pool)
-        self._held[key] = held  # the latest is the last to go
+        self._held[key] = held  # least recently used first
         return held
 
     def release_all(self) -> None:
