@@ -12,7 +12,7 @@ import torch
 from phonograph.devices import Device, Fence
 from phonograph.engine.passes.prompt_scores import PromptScores
 from phonograph.engine.requests.request import MAX_LOGPROBS
-from phonograph.engine.requests.step import NO_TOKEN, PromptDetails, Sampled, TokenDetails
+from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN, PromptDetails, Sampled, TokenDetails
 from phonograph.engine.sampling.sampler import TopLogprobs
 from phonograph.errors import StepOrderError
 
@@ -20,8 +20,8 @@ from phonograph.errors import StepOrderError
 class Picked(NamedTuple):
     """What a pass picked, on the device.
 
-    Where rows may have several tokens or none, they lie in one block with `NO_TOKEN` after the last of each row, and
-    there are logprobs of each place of the block.
+    Where rows may have several tokens or none, they lie in one block, with `NO_TOKEN` or `NO_DRAFT` after the last of
+    each row, and there are logprobs of each place of the block.
     """
 
     tokens: torch.Tensor  # [num_rows] or [num_rows, tokens_per_row]; below 0 where logits were none (see `step`)
@@ -127,13 +127,16 @@ def _counted(
     tokens: list[int], width: int, logprobs: list[TokenDetails] | None, scores: list[PromptDetails] | None
 ) -> Sampled:
     """Of blocks of so many places, what comes before the first place without a token."""
-    counts, kept = list[int](), list[int]()
+    counts, kept, drafted = list[int](), list[int](), list[int]()
     for first in range(0, len(tokens), width):
         row = tokens[first : first + width]
-        counts.append(row.index(NO_TOKEN) if NO_TOKEN in row else width)
+        drafted.append(width - 1 - row.count(NO_DRAFT))
+        counts.append(next((place for place, token in enumerate(row) if token in (NO_TOKEN, NO_DRAFT)), width))
         kept += range(first, first + counts[-1])
     found = [tokens[place] for place in kept]
-    return Sampled(found, counts, None if logprobs is None else [logprobs[place] for place in kept], scores)
+    return Sampled(
+        found, counts, None if logprobs is None else [logprobs[place] for place in kept], scores, drafted=drafted
+    )
 
 
 class Readback:

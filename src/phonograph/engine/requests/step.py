@@ -20,6 +20,8 @@ NOTHING_ALLOWED = -2
 """In place of a token: all logits are -inf, as under a mask that allows nothing."""
 NO_TOKEN = -3
 """In place of a token, and of all that follow in its row: the step brought the row no more."""
+NO_DRAFT = -4
+"""The same, of a place for which nothing was drafted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +124,8 @@ class Sampled:
     """For each of the targets of all prefills, in their order, where there are some."""
     pooled: npt.NDArray[np.float32] | None = None
     """[num_pooled, hidden]: the sums of `step.pooling`, where there are some; None too where all of these failed."""
+    drafted: list[int] | None = None
+    """For how many places of each row something was drafted; None where rows have one token each."""
 
     def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""
