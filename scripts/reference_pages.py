@@ -91,7 +91,8 @@ def _options(kind: Any, by_flag: Mapping[str, str] | None = None) -> str:
         default = "" if field.default is dataclasses.MISSING else f"`{_value(field.default)}`"
         if field.default_factory is not dataclasses.MISSING:
             default = f"`{_value(field.default_factory())}`"
-        row = [f"`{field.name}`", f"`{field.type}`", default]
+        kinds = " or ".join(f"`{one}`" for one in str(field.type).split(" | "))
+        row = [f"`{field.name}`", kinds, default]
         if by_flag is not None:
             flag = by_flag.get(field.name, "")
             row.append(f"`{flag}`" if flag else "")
@@ -111,10 +112,17 @@ def _flags_read_by(function: Callable[..., object]) -> dict[str, str]:
     found = {}
     for node in ast.walk(ast.parse(inspect.getsource(function))):
         if isinstance(node, ast.keyword) and node.arg is not None:
-            read = re.search(r"\bargs\.(\w+)", ast.unparse(node.value))
+            read = re.search(r"\bargs(?:\.|, ')(\w+)", ast.unparse(node.value))
             if read is not None:
                 found[node.arg] = f"--{read[1].replace('_', '-')}"
     return found
+
+
+def _engine_flags() -> dict[str, str]:
+    """The flag of each engine option: the one that it is read from, or the one of its name (`--speculate-depth`)."""
+    known = {name for action in dict(_commands(command_line()))["serve"]._actions for name in action.option_strings}
+    by_name = {one.name: f"--{one.name.replace('_', '-')}" for one in dataclasses.fields(EngineOptions)}
+    return {name: flag for name, flag in by_name.items() if flag in known} | _flags_read_by(cli_flags.arguments_from)
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -163,7 +171,10 @@ def _is_alias(row: Row) -> bool:
 def _instead(text: str) -> str:
     """What to write, from the warning of an alias."""
     _, found, instead = text.partition(" is deprecated; use ")
-    return f"`{instead}`" if found else f"nothing: {text.partition('changes nothing: ')[2]}"
+    if not found:
+        return f"nothing: {text.partition('changes nothing: ')[2]}"
+    flag, space, note = instead.partition(" (")
+    return f"`{flag}`{space}{note}"
 
 
 def commands_page() -> str:
@@ -227,7 +238,7 @@ def options_page() -> str:
         "Options",
         "## The engine: `EngineOptions`\n",
         "`LLM(model, options=EngineOptions(max_len=4096))`. None leaves it to model and memory.\n",
-        _options(EngineOptions, _flags_read_by(cli_flags.arguments_from)),
+        _options(EngineOptions, _engine_flags()),
         "## The graph plan\n",
         "By name in `--graph-backend '{…}'`, by flag, or by `ask(name, value)` for `LLM(asked=…)`.\n",
         _settings_table(),

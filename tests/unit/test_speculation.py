@@ -359,7 +359,7 @@ def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
     assert (found.rounds, found.tokens, found.drafted, found.accepted) == (6, 24, 18, (6, 6, 6))
     assert found.plain == {"grammar": 3, "request": 4, "cost": 0, "no_draft": 0}
     assert found.tokens_per_round == 4.0
-    assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by place: 100%, 100%, 100%; decoded")
+    assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by position: 100%, 100%, 100%; decoded")
 
 
 def test_rounds_that_end_bring_what_is_taken_of_them() -> None:

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         breaks=breaks_of(checkpoint),
     )
     refuse_unsupported(device, precision.applied_to(arguments.options), plan)
-    # All that loading refuses is refused here too, but for the values of the weights, which are not read.
+    # Refuses whatever loading would refuse, except for the values of the weights, which are not read.
     eos_ids = config.eos_ids
     missing = _not_there_yet(arguments) if arguments.shape is None else []
     if arguments.shape is None and "tokenizer.json" not in missing:

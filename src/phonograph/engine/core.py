@@ -39,11 +39,11 @@ class StepExecutor(Protocol):
     def step_tables(self) -> StepTables: ...
 
     def launch(self, step: Step) -> Any:
-        """Start a step; returns what `collect` takes. Each is taken once, in the order in which they were built."""
+        """Start a step; returns a handle for `collect`. Each is launched once, in the order of building."""
         ...
 
     def collect(self, launched: Any) -> Sampled:
-        """What a step sampled; waits for it. Each is given once, in launch order."""
+        """The sampled tokens of a step; waits for it. Each step is collected once, in launch order."""
         ...
 
     def put_back(self, undone: Undone) -> None:
@@ -70,13 +70,13 @@ class EngineCore(Generic[E]):
         self._grammars = grammars
         self.speculation = SpeculationTally(scheduler.limits.tokens_per_row - 1)
         self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
-        """Steps with what the executor gave for them, or with what they sampled."""
+        """Steps in flight with their handles, or with their sampled tokens."""
         self._news: list[Update] = []
         self.on_prompts: Callable[[ScheduledStep, float], None] | None = None
         """Told of each step that computes parts of prompts, once it is launched, and when that began."""
 
     def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
-        """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
+        """Add a request; refused with the reason if it can't be served. Its constraints may be compiled already."""
         refuse_unknown_tokens(request, self.executor.vocab)
         self._steps.honoured.refuse_others(request)
         refuse_pooling(request, embeddings=self.scheduler.passes.embeds is not None)
@@ -93,7 +93,7 @@ class EngineCore(Generic[E]):
         return sequences
 
     def constraints(self, request: Request) -> Many[Constraint]:
-        """One for each sequence of a request that has a grammar. Takes a while; any thread may do it."""
+        """One for each sequence of a request with a grammar. Slow; may run on any thread."""
         grammar = request.params.grammar
         if grammar is None:
             return []
@@ -104,18 +104,20 @@ class EngineCore(Generic[E]):
             return self._grammars.start(grammar, request.params.n)
         except RequestError:
             raise
-        except BaseException as error:  # a library's panic is none of Exception's, and must not end all others
+        except (
+            BaseException
+        ) as error:  # a panic of the Rust library is a BaseException, and must not end all other requests
             log.warning("compiling a %s grammar failed: %s: %s", grammar.kind, type(error).__name__, error)
             problem = f"the {grammar.kind} grammar can't be compiled: it is too complex. Change it."
             raise RequestError(problem, field=grammar.field) from error
 
     def prepare_grammars(self) -> None:
-        """What all grammars share, so that the first request with one need not wait for it."""
+        """Build what all grammars share, so that the first request with one need not wait for it."""
         if self._grammars is not None:
             self._grammars.prepare()
 
     def cancel(self, request_id: str) -> None:
-        """Give a request up; its pages are free once its last launched step is committed."""
+        """Cancel a request; its pages are free once its last launched step is committed."""
         self._news += self.scheduler.cancel(request_id)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -177,7 +179,7 @@ class EngineCore(Generic[E]):
         self._news += updates
 
     def _follow(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], list[Update]]:
-        """Go on in the grammar of a sequence; it fails where that can't be, and has no token after that."""
+        """Advance the grammar of a sequence; a sequence whose grammar allows no token fails."""
         assert sequence.constraint is not None
         for place, token in enumerate(tokens, 1):
             try:
@@ -189,11 +191,11 @@ class EngineCore(Generic[E]):
         return tokens, []
 
     def _execute(self, step: ScheduledStep) -> Any:
-        """What the executor gives for a step, or what it sampled; None for one that is not to be believed."""
+        """The handle of a step, or its sampled tokens; None where its replay was found wrong."""
         try:
             return self._launched(step)
         except BaseException:
-            # A Ctrl-C: how far the step is, is unknown. It is over, and so are its sequences; the engine goes on.
+            # A Ctrl-C: how far the step got is unknown. It and its sequences end; the engine goes on.
             self.scheduler.rows.tell_again(step.page_updates)
             for sequence in step.sequences:
                 self._news += self.scheduler.fail(sequence, "interrupted")
@@ -209,7 +211,7 @@ class EngineCore(Generic[E]):
             return None
 
     def _launched_somehow(self, step: ScheduledStep) -> Any:
-        """As a whole, or one by one where that raises; a replay that is not to be believed is raised from either."""
+        """The whole step, or sequence by sequence where that raises; a wrong replay is raised from either."""
         try:
             return self._launch(step)
         except MistrustedStepError:
@@ -220,15 +222,15 @@ class EngineCore(Generic[E]):
             log.warning(
                 "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
             )
-        # Among them are pages of sequences that take no part, and whose turn may come when all of these have failed.
+        # These include pages of sequences that are not in the step, and that may run after all of these have failed.
         self.scheduler.rows.tell_again(step.page_updates)
         return self._execute_singly(step)
 
     def _refused(self, step: ScheduledStep, error: CoverageError) -> Sampled:
         """Fail all sequences of a step whose recording was found wrong, where no step may be eager.
 
-        One by one they might fit other recordings: as many passes as there are sequences, at every step from here on,
-        which whoever asks for graphs alone would not hear of.
+        One by one they might fit other recordings: a pass per sequence at every step from here on, silently, for users
+        who asked for strict graphs.
         """
         log.error("step %d fails: %s", step.number, error)
         self.scheduler.rows.tell_again(step.page_updates)
@@ -240,7 +242,7 @@ class EngineCore(Generic[E]):
         return _joined([None] * len(step.sampling))
 
     def _launch(self, step: ScheduledStep, *, collects: bool = False) -> Any:
-        """What the executor gives for a step, or with `collects` what it sampled; one that raises is given up."""
+        """The handle of a step, or with `collects` its sampled tokens; a step that raises is abandoned."""
         last = self._steps.last
         try:
             launched = self.executor.launch(self._steps.build(step))
@@ -250,7 +252,7 @@ class EngineCore(Generic[E]):
             raise
 
     def _drop(self, step: ScheduledStep) -> None:
-        """Nobody sees what the step gave; its sequences are computed again from the tokens that are committed."""
+        """Discard the results of a step; its sequences are computed again from their committed tokens."""
         self.scheduler.rows.tell_again(step.page_updates)
         while self._in_flight:
             self._commit(*self._in_flight[0])
@@ -260,8 +262,8 @@ class EngineCore(Generic[E]):
     def _execute_singly(self, step: ScheduledStep) -> Sampled:
         """One pass per sequence: one that raises is failed, the others go on.
 
-        Steps in flight are committed first: so many passes would take the host memory that their results wait in. And
-        the host must know all tokens up to here, since wherever the step raised, its rows are put back first.
+        Steps in flight are committed first: so many passes would use up the host memory for results. And the host must
+        know all tokens up to here, since the rows of the failed step are restored first.
         """
         while self._in_flight:
             self._commit(*self._in_flight[0])
@@ -272,7 +274,7 @@ class EngineCore(Generic[E]):
                 self.executor.put_back(self._steps.undone(part))
                 sampled = self._launch(part, collects=True)
             except MistrustedStepError:
-                raise  # the recording is at fault, and no request
+                raise  # the recording is at fault, not a request
             except Exception as error:
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")
                 continue
@@ -309,6 +311,6 @@ def _note_logprobs(step: ScheduledStep, sampled: Sampled, committed: dict[Sequen
 
 
 def _parts(step: ScheduledStep) -> list[ScheduledStep]:
-    """The step's sequences, each in a step of its own; who knows whether the page updates were written."""
+    """The step's sequences, each in a step of its own; whether the page updates were written is unknown."""
     parts = [replace(step, decodes=(sequence,), prefills=()) for sequence in step.decodes]
     return parts + [replace(step, decodes=(), prefills=(chunk,)) for chunk in step.prefills]

@@ -59,7 +59,7 @@ Message = Mapping[str, object]
 
 @dataclass
 class Completion:
-    """What became of one sequence."""
+    """The result of one sequence."""
 
     prompt: tuple[int, ...]
     index: int = 0
@@ -74,7 +74,7 @@ class Completion:
 
 
 class _Reader:
-    """Follows one sequence: what became of it so far."""
+    """Follows one sequence: its result so far."""
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, continues: bool) -> None:
         self.sequence = sequence
@@ -119,7 +119,7 @@ class LLM:
         self.precision = precision_for(self.checkpoint, options, self.device.torch_device)
         options = self.options = self.precision.applied_to(options)
         self.sampling = self.checkpoint.sampling if options.sampling == "model" else SamplingParams()
-        """What holds for a value that a request leaves open."""
+        """Defaults for values that a request leaves out."""
         self.plan = self._planned(asked, on_cpu_by_default=device in (None, "cpu"))
         shadowing = shadowing_for(options)
         attention = select_attention(self.device, options, self.plan, progress)
@@ -132,7 +132,7 @@ class LLM:
         loaded = self._loaded(attention, limits.num_positions, progress)
         sampler = select_sampler(self.device, options, self.plan)
         self.drafting = drafting_for(options, draft, loaded, limits.num_positions)
-        """Who drafts tokens, if somebody does."""
+        """The drafter, if there is one."""
         passes = passes_with(self.drafting, options)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress, passes)
         self.limits = with_pages(limits, self.cache_size.num_pages)
@@ -159,7 +159,7 @@ class LLM:
         self._numbers = itertools.count()
         self._turn = threading.Lock()
         self._submitted: list[str] = []
-        """Requests of the caller whose turn it is, each noted before the core knows it."""
+        """Requests of the current caller, each noted before the core gets it."""
 
     def _new_core(self, options: EngineOptions) -> EngineCore[Executor]:
         steps = step_passes_for(embeddings=options.embeddings, speculates=options.speculates)
@@ -210,11 +210,11 @@ class LLM:
         return self._generated([self._rendered(messages)], params, continues=False)[0]
 
     def stream(self, prompt: str | Many[int], params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one completion, as it comes."""
+        """Stream the text of one completion."""
         return self._streamed(self._encoded(prompt), params, continues=True)
 
     def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
-        """The next message of a conversation, as it comes."""
+        """Stream the next message of a conversation."""
         return self._streamed(self._rendered(messages), params, continues=False)
 
     def embed(
@@ -242,7 +242,7 @@ class LLM:
 
     @property
     def implementation(self) -> str:
-        """Whose layers the model has, and what start-up found of them."""
+        """The model implementation, and findings of start-up."""
         said = implementation_of(self.checkpoint, self.precision.dtype, self.device.torch_device)
         model = self.executor.model
         return "; ".join([said, *(model.notes if isinstance(model, Noted) else ())])
@@ -284,8 +284,8 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One caller at a time: what a second one's steps bring would be lost for the first. It leaves nothing behind,
-        however it ends, by a Ctrl-C too."""
+        """One caller at a time: a second caller's steps would consume outputs of the first. Cleans up however it ends,
+        by a Ctrl-C too."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is generating already: a stream is open, or another thread is at it. Finish or close that "
@@ -362,7 +362,7 @@ class LLM:
         return self.core.add(request)
 
     def _run(self, readers: dict[Sequence, _Reader]) -> Generator[tuple[Sequence, str], None, None]:
-        """Step until all are done; a caller that stops listening cancels what is left."""
+        """Step until all are done; a caller that stops iterating cancels the rest."""
         left = set(readers)
         try:
             while left:

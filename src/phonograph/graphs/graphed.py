@@ -116,7 +116,7 @@ class Graphed:
         return self.runner.stats
 
     def facts(self) -> WatchedFacts:
-        """What the recordings took for granted besides their slots, as far as the bytecode of what ran shows."""
+        """What the recordings assume besides their slots, as far as the bytecode that ran shows it."""
         return self.runner.facts
 
     def refresh(self, progress: Progress | None = None) -> CaptureReport:
@@ -124,7 +124,7 @@ class Graphed:
         return self.runner.refresh(progress)
 
     def release(self) -> None:
-        """Give the graphs back; calls run eagerly from then on."""
+        """Free the graphs; calls run eagerly from then on."""
         self.runner.release()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -288,7 +288,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
 
 
 def _asks(phase: str, buckets: Buckets, asked: Mapping[str, tuple[str, Any]]) -> list[Ask]:
-    """What the arguments of `graphed` ask of the plan, by setting: the argument's name, and a value if one is given."""
+    """The plan settings that arguments of `graphed` set: the argument's name, and its value if one is given."""
     if phase not in KNOWN_PHASES:
         raise unknown("phase", phase, tuple(KNOWN_PHASES), "graphed(phase=)")
     given = {f"{phase}.buckets": ("buckets", buckets.sizes), f"{phase}.exact": ("buckets", buckets.exact), **asked}
@@ -308,7 +308,7 @@ T = TypeVar("T")
 
 
 def _all_of(kind: type[T], given: Collection[T], argument: str) -> tuple[T, ...]:
-    """Several things of a kind, as `graphed` takes them."""
+    """A sequence argument of `graphed` as a tuple, its items' type checked."""
     if isinstance(given, kind):
         raise DeclarationError(f"graphed({argument}=): expected a list, found {given!r} alone. Write [{given!r}].")
     several = tuple(given)
@@ -385,7 +385,7 @@ def _warn_emulated() -> None:
 
 
 def _opened(device: str | torch.device | Device | None, function: Callable[..., Any]) -> Device:
-    """The device that is named, or the function's own; says once if graphs are emulated and nobody asked for it."""
+    """The named device, or the function's own; warns once if graphs are emulated without having been asked for."""
     found = open_device(device if device is not None else _device_of(function))
     if found.name == "emulated" and device is None:
         _warn_emulated()

@@ -83,7 +83,7 @@ def open_for(path: str | Path | None, options: EngineOptions, *, needs_weights: 
 
 
 def random_checkpoint(shape: str, model_impl: ModelImplementation = "auto") -> RandomCheckpoint:
-    """Random weights of a shape, in layers of ours or in those of transformers, which has shapes of its own besides."""
+    """Random weights of a shape, in native layers or in those of transformers, which has further shapes."""
     if model_impl == "native" and shape not in SHAPES:
         raise PlanError(f"shape {shape!r} is unknown (known: {', '.join(SHAPES)}).")
     if model_impl != "hf" and shape in SHAPES:
@@ -94,13 +94,13 @@ def random_checkpoint(shape: str, model_impl: ModelImplementation = "auto") -> R
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder's configuration names an architecture of ours; one that can't be read is ours to refuse."""
+    """Whether a folder's configuration names a native architecture; an unreadable one counts, and is refused there."""
     path = folder / "config.json"
     return not path.is_file() or names_known_architecture(Fields.from_json(path))
 
 
 def default_model() -> Path:
-    """Where the file is; the package that carries it is not imported, for its own dependencies may be missing."""
+    """The path of the file; the package that ships it is not imported, since its dependencies may be missing."""
     spec = find_spec(_PACKAGE)
     if spec is None:
         raise CheckpointError(

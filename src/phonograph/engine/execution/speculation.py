@@ -1,4 +1,4 @@
-"""Speculation: who drafts for a model, by the options; a head's weights are loaded beside the model's."""
+"""Speculation: the drafter that the options name, with its weights."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ log = logging.getLogger("phonograph")
 
 
 def open_draft(options: EngineOptions, target: ModelConfig) -> DraftCheckpoint | None:
-    """The head that drafts, if one does; refused where it does not fit, before weights are read."""
+    """The EAGLE head, if there is one; refused where it does not fit, before weights are read."""
     return None if options.draft is None else DraftCheckpoint.open(options.draft, target)
 
 
 def drafting_for(
     options: EngineOptions, draft: DraftCheckpoint | None, model: Model, num_positions: int
 ) -> Drafting | None:
-    """Whoever drafts for the model, with weights if it has some."""
+    """The drafter for the model, with its weights if it has some."""
     if draft is not None:
         return eagle(draft.load(drafted_for(model), num_positions), options.draft_depth)
     return ngram(options.draft_depth) if options.speculates else None
 
 
 def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[PassDeclaration]:
-    """The passes of an engine for which somebody drafts, or nobody."""
+    """The passes of an engine with this drafter, or without one."""
     if drafting is None:
         return passes_for(embeddings=options.embeddings)
     return speculating_passes(drafting)
 
 
 def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
-    """What rounds cost, measured; None where they are launched whatever they cost."""
+    """The measured cost of rounds; None where they are launched whatever they cost."""
     where = options.speculate_when or ("always" if executor.device.torch_device.type == "cpu" else "pays")
     if not options.speculates or where == "always":
         return None
     try:
         costs = measured_costs(executor.runners[TARGET_VERIFY.name])
-    except Exception as error:  # no request needs to know what a step costs
+    except Exception as error:  # no request depends on the measurement
         log.warning("what rounds cost could not be measured (%s: %s)", type(error).__name__, error)
         costs = None
     if costs is None:
-        log.warning("nothing tells what rounds cost, so they are launched wherever something is drafted")
+        log.warning("the cost of rounds is unknown, so they are launched wherever something is drafted")
     return costs
 
 

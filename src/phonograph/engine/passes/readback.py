@@ -1,4 +1,4 @@
-"""Readback: sampled tokens on their way to the host, without waiting: pinned memory, and a fence after each copy."""
+"""Readback: asynchronous copies of sampled tokens to the host: pinned memory, and a fence after each copy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Details:
         self.top_logprobs = _pinned(device, torch.float32, max_tokens, MAX_LOGPROBS)
 
     def start(self, found: TopLogprobs) -> Callable[[], list[TokenDetails]]:
-        """Copy behind the work launched so far; returns what reads them, once they are there."""
+        """Copy after the work launched so far; returns a function that reads the results once they have arrived."""
         num_top = found.top_ids.shape[-1]  # fewer where the vocabulary is small
         count = found.top_ids.numel() // num_top
         columns = (self.token_logprob[:count], self.top_ids[:count, :num_top], self.top_logprobs[:count, :num_top])
@@ -81,7 +81,7 @@ def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 class Pending:
-    """Results on their way; the memory is used again after as many further steps as the ring is long."""
+    """Results being copied; the memory is reused after as many further steps as the ring is long."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Readback:
         self._next = 0
 
     def start(self, picked: Picked) -> Pending:
-        """Copy behind the work launched so far."""
+        """Copy after the work launched so far."""
         block = self._blocks[self._next]
         self._next = (self._next + 1) % len(self._blocks)
         block.num_uses += 1

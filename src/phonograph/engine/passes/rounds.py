@@ -1,4 +1,4 @@
-"""Rounds: rows that decode several tokens in a step, of which any number stays; as a speculative decoder has them."""
+"""Rounds: rows that decode several tokens in a step, any number of which is accepted, as in speculative decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rounds(Protocol):
 
     @property
     def ahead(self) -> int:
-        """How many positions past the end of a round it looks at."""
+        """How many positions past the end of a round it reads."""
         ...
 
     def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

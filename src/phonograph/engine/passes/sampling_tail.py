@@ -83,7 +83,7 @@ class SamplingTail:
         return picked
 
     def _traced(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
-        """As one call that a compiler does not look into: it writes the tables, and picks by kernels of our own."""
+        """As one opaque call: it writes the tables, and picks by custom kernels."""
         tables, places = self._tables, (queries.rows, queries.positions, queries.table)
         found = self._opaque(
             *(logits, places, queries.tokens_per_row, queries.by_row),

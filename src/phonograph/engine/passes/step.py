@@ -62,12 +62,12 @@ class Step:
     serial: int = 0
     """Which of its builder's steps it is: an executor takes each once, in this order (see `StepOrder`)."""
     follows: int = 0
-    """The serial of the step before it. Those between the two were given up: nobody knows whether they ran."""
+    """The serial of the step before it. Those between the two were abandoned: whether they ran is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """What puts back the rows of a step that was given up."""
+    """Updates that restore the rows of an abandoned step."""
 
     updates: TableUpdates
     follows: int

@@ -129,7 +129,7 @@ class DraftedRounds:
         return self._parts.tables["draft"].view(-1, self.width - 1)
 
     def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        # Whatever a drafter says, what is embedded is a token.
+        # Whatever a drafter returns, only valid tokens are embedded.
         drafted = self._drafts[rows, (offsets - 1).clamp_min(0)].clamp(0, self._vocab - 1)
         return torch.where(offsets == 0, self._parts.tables.last_token[rows], drafted)
 
@@ -185,7 +185,7 @@ class DraftedRounds:
         return (*found, *(part.view(-1, width, *part.shape[1:]) for part in parts))
 
     def draft(self, accepted: Accepted, *, drafts: bool) -> None:
-        """Ask the drafter, and keep what it says for the next round; or let it take in what there is."""
+        """Draft, and keep the drafts for the next round; or only let the drafter take in the new tokens."""
         run = self._opaque_draft if current().stage is Stage.COMPILING else self._draft
         table, features = accepted.table, accepted.features
         places = (accepted.rows, accepted.starts, accepted.tokens, accepted.counts, table)
@@ -208,7 +208,7 @@ class DraftedRounds:
                 drafts.index_put_((rows,), found.to(drafts.dtype) * (rows > 0)[:, None])
             else:
                 self._drafter.keep_up(accepted)
-        except Exception as error:  # no request needs what it would have said
+        except Exception as error:  # no output depends on drafts
             log.warning("the drafter failed, and nothing is drafted: %s: %s", type(error).__name__, error)
             drafts.index_fill_(0, rows, -1)
 

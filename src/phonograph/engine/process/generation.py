@@ -33,7 +33,7 @@ class Delta:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """Of further tokens of the prompt, from the second on."""
     embedding: bytes = b""
-    """Of a prompt that is pooled, its vector: numbers of float32."""
+    """Of an embedded prompt, its vector in float32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +161,7 @@ class Generation:
         await self._waiter
 
     def close(self) -> None:
-        """Give up what has not ended; a waiting reader gets nothing more."""
+        """Cancel choices that have not ended; a waiting reader gets nothing more."""
         num_left = self._left
         if num_left:
             for choice in self._choices:

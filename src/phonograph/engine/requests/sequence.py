@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     """For a row and pages; also after a preemption."""
@@ -115,7 +115,7 @@ class Sequence:
 
     @property
     def max_computed(self) -> int:
-        """Tokens whose KV it can ever need: the last output is never read."""
+        """Tokens whose keys and values it can ever need: those of the last output are never read."""
         return len(self.request.prompt) + max(self.max_outputs, 1) - 1
 
     @property
@@ -160,8 +160,8 @@ class Sequence:
     def noise_seed(self) -> int:
         """What its noise is made from, in 64 bits: the request's seed for the first of n.
 
-        Those of the others, and of a request that has none, are below 0, and a request's own seed below 0 becomes one
-        that is not: what one user draws second, no other draws first.
+        Seeds of the others, and of requests without one, are negative, and a request's own negative seed is mapped to a
+        non-negative one: so no request can ask for the draws of another's second sequence.
         """
         given = self.request.params.seed
         if given is None:

@@ -74,7 +74,7 @@ class ScheduledStep:
     pass_name: str = field(kw_only=True)
     """The forward pass that runs it."""
     sampling: tuple[Sequence, ...] = field(init=False)
-    """Whose token the step samples, in the order of the batch: decodes, then prefills that reach their end."""
+    """Sequences that the step samples a token for, in batch order: decodes, then prefills that reach their end."""
 
     def __post_init__(self) -> None:
         sampled = tuple(chunk.sequence for chunk in self.prefills if chunk.samples)
@@ -208,6 +208,6 @@ def _no_token(found: int, sequence: Sequence, vocab: int | None = None) -> str:
     position = sequence.num_prompt + len(sequence.outputs)
     among = f"in the vocabulary of {vocab}" if vocab is not None else "a token, nor a problem that is known"
     return (
-        f"at position {position} the step brought {found}, which is not {among}. Look at what picks tokens "
+        f"at position {position} the step returned {found}, which is not {among}. Check what picks tokens "
         "(Sampler.pick, Rounds.accept) and at what brings them to the host (StepExecutor.collect)"
     )

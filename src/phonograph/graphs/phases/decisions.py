@@ -1,4 +1,4 @@
-"""Decisions: replay or run eagerly, as values with reasons, and each reason is counted."""
+"""Decisions: replay or run eagerly, as values with counted reasons."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Reason(Enum):
     CAPTURE_FAILED = "capture failed"
     """The recording of this bucket could not be made: `explain` has the op, the line and the remedy."""
     FEATURE_NOT_CAPTURED = "feature not captured"
-    """The batch has what no recording has: another argument, a hook, a product of axes that was left
-    out, or what a rule of `admission` refuses."""
+    """The batch needs what no recording has: another argument, a hook, a product of axes that was left
+    out, or an `admission` rule refuses it."""
     NOT_TRIMMED = "not trimmed"
     """Batches that do not fill this dim could not be tried at capture, so none of them is replayed."""
     MISTRUSTED = "mistrusted"
-    """A check in service found this recording wrong, and gave it back: see `--shadow-verify`."""
+    """A check in service found this recording wrong, and released it: see `--shadow-verify`."""
     DEBUG = "debug"
     """The plan asks for `debug`: the body runs in the place of every replay."""
     STALE = "stale"
-    """Something that the recording took for granted has changed: put it back, or call `refresh()`."""
+    """Something that the recording assumes has changed: restore it, or call `refresh()`."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ShapeKey:
 
     @property
     def in_table_order(self) -> tuple[int, Values, list[str], int]:
-        """What tables sort recordings by: those of fewer features come first."""
+        """The sort key of tables: recordings of fewer features come first."""
         return len(self.values), self.values, sorted(self.absent), self.size
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class Stats:
         self.used_rows[key] += used
 
     def count_eager(self, decision: RunEagerly, phase: str) -> None:
-        """Count the call; the first for each reason is logged, but for stale facts, which are told one by one."""
+        """Count the call; the first for each reason is logged, except stale facts, which are logged one by one."""
         if decision.reason not in self.eager and decision.reason is not Reason.STALE:
             is_meant = decision.reason in (Reason.DISABLED, Reason.DEBUG)
             level = logging.INFO if is_meant else logging.WARNING

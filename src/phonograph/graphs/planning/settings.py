@@ -56,7 +56,7 @@ KNOWN_PHASES: Mapping[str, PhaseDefaults] = {
     "draft_extend": PhaseDefaults("draft_extend"),
     "idle": PhaseDefaults("idle"),
 }
-"""The usual names of an engine's forward passes. A plan has those that its owner names."""
+"""The usual names of an engine's forward passes. A plan has those that its caller names."""
 
 
 @dataclass(frozen=True)

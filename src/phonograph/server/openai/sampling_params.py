@@ -1,4 +1,4 @@
-"""Sampling fields: those of a request as the engine's SamplingParams; what can't be served is refused by name."""
+"""Sampling fields: a request's as the engine's SamplingParams; unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
     """For /v1/completions."""
-    _refuse(request.suffix, "suffix", "text is only continued, not filled in")
+    _refuse(request.suffix, "suffix", "infilling is not supported")
     if request.best_of not in (None, request.n or 1):
         raise _refusal("best_of", "as many choices are made as are returned: leave it out, or let it be `n`")
     max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -89,7 +89,7 @@ def _more(one: int | None, other: int | None) -> int | None:
 
 
 def grammar_of(request: SamplingFields) -> GrammarSpec | None:
-    """What the output must look like: OpenAI's `response_format`, or one of the `guided_` fields."""
+    """The grammar of the output: OpenAI's `response_format`, or one of the `guided_` fields."""
     found: dict[str, GrammarSpec] = {}
     _refuse_unknown(request.response_format, _FORMAT_FIELDS, "response_format.")
     kind = "text" if request.response_format is None else request.response_format.get("type")
