@@ -247,7 +247,7 @@ def options_page() -> str:
         "## One request: `SamplingParams`\n",
         _options(SamplingParams, _flags_read_by(cli_flags.params_from)),
         "## A runner: `RunnerOptions`\n",
-        "`graphed` has the same by keyword.\n",
+        "`graphed` has the same by keyword; it makes a plan, whose defaults (above) then hold where it names none.\n",
         _options(RunnerOptions),
     )
 
@@ -261,7 +261,8 @@ def reasons_page() -> str:
         "Reasons and rules",
         "## Why a call was eager\n",
         "`explain()` counts each, `RunEagerly.reason` has it, and `phonograph:eager_steps_total` is labelled with it. "
-        "[Find out why a step was eager](../tutorial/why-was-it-eager.md) shows how to look.\n",
+        "[Find out why a step was eager](../tutorial/why-was-it-eager.md) shows how to look. PHASE in a flag is "
+        "`decode`, `prefill` or another phase; what the flags mean is in [Options](options.md).\n",
         table(("reason", "in Python", "when, and what to do"), reasons),
         "## Rules of the plan\n",
         "A rule that changed a value is named in the plan with its sentence. `--ignore-rule NAME` goes past those that "
@@ -282,7 +283,10 @@ def exceptions_page() -> str:
     ]  # fmt: skip
     return _page(
         "Exceptions",
-        "All are importable from `phonograph`. On the command line, a `PhonographError` is printed, with status 2.\n",
+        "All are importable from `phonograph`. On the command line, a `PhonographError` is printed, with status 2. "
+        "`capture()` raises no `CaptureError`: a bucket that can't be recorded stays eager, and the exception is in "
+        "its report (`failures`) and in `explain()`; with `strict` a `CoverageError` has its sentence. "
+        "[When capture refuses](../how-to/refusals.md) has what to write instead.\n",
         f"```\n{tree}\n```\n",
         table(("exception", "is also", "when"), rows),
     )

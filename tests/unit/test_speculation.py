@@ -323,7 +323,7 @@ def test_flags_ask_for_options(flags: tuple[str, ...], wanted: tuple[str, int, P
         (("--speculate", "ngram", "--speculative-algorithm", "EAGLE"), "Keep --speculate alone"),
         (("--speculate", "ngram", "--speculate-depth", "3", "--speculative-num-steps", "4"), "Keep --speculate-depth"),
         (("--speculate-depth", "3"), "Give --speculate a drafter"),
-        (("--draft", "head"), "together, or neither"),
+        (("--draft", "head"), "or neither"),
         (("--speculate", "ngram", "--decode-graph-backend", "full"), "Use --target-verify-graph-"),
         (("--target-verify-graph-backend", "full"), "Use --decode-graph-"),
     ],

@@ -61,12 +61,23 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
     add_speculation_flags(parser)
+    _add_output_flags(parser)
+    graph_flags.add_flags(parser, ALL_PHASES)
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """What requests may ask for besides text."""
     parser.add_argument(
         "--embeddings",
         action="store_true",
         help="serve /v1/embeddings too: a pass of its own, with as many recordings as prefill has",
     )
-    graph_flags.add_flags(parser, ALL_PHASES)
+    parser.add_argument(
+        "--return-hidden-states",
+        "--enable-return-hidden-states",
+        action="store_true",
+        help="let requests ask for hidden states (return_hidden_states): decode steps have recordings with and without",
+    )
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +147,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         speculate_when=speculation.when,
         draft=speculation.draft,
         embeddings=args.embeddings,
+        return_hidden_states=args.return_hidden_states,
         eager_copies=args.eager_copies,
         verify=args.verify,
         shadow_verify=args.shadow_verify,

@@ -41,11 +41,14 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         SPECULATE,
-        choices=("off", "ngram", "eagle"),
+        choices=("off", "ngram", "eagle", "mtp", "auto"),
         help="the drafter: ngram looks up what followed the same tokens earlier in the sequence, eagle runs a head "
-        "trained for the model (--draft); default: off",
+        "trained for the model (--draft), mtp runs modules that predict further tokens (--draft), auto takes a head or "
+        "modules where there are some, else ngram; default: off",
     )
-    group.add_argument(DRAFT, metavar="PATH", help="the folder of an EAGLE-3 head, as SpecForge writes it")
+    group.add_argument(
+        DRAFT, metavar="PATH", help="the folder of an EAGLE-3 head, as SpecForge writes it, or of MTP modules"
+    )
     group.add_argument(DEPTH, type=int, metavar="N", help="tokens drafted for a sequence in each round; default: 3")
     group.add_argument(
         WHEN,

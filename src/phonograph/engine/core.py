@@ -14,13 +14,14 @@ from phonograph.engine.execution.shadow import MistrustedStepError
 from phonograph.engine.execution.step_builder import StepBuilder, StepTables
 from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
+from phonograph.engine.requests.hidden_states import joined_states, note_states, take_prompt_states
 from phonograph.engine.requests.prompt_scoring import joined_scores, take_scores
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
 from phonograph.engine.requests.step import Sampled, ScheduledStep, TokenDetails, Update
 from phonograph.engine.requests.token_masks import TokenMasks, constrained
 from phonograph.engine.requests.vectors import add_sums, joined_sums
-from phonograph.engine.scheduling.admission import refuse_pooling, refuse_unknown_tokens
+from phonograph.engine.scheduling.admission import refuse_hidden_states, refuse_pooling, refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.speculation_tally import SpeculationTally
 from phonograph.errors import CoverageError, RequestError
@@ -67,6 +68,7 @@ class EngineCore(Generic[E]):
         tables = executor.step_tables
         tables.check(scheduler.passes, shares_prompts=scheduler.shares_prompts)
         self._steps = StepBuilder(tables)
+        self._gives_states = any(one.gives_states for one in tables.passes)
         self._grammars = grammars
         self.speculation = SpeculationTally(scheduler.limits.tokens_per_row - 1)
         self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
@@ -80,6 +82,7 @@ class EngineCore(Generic[E]):
         refuse_unknown_tokens(request, self.executor.vocab)
         self._steps.honoured.refuse_others(request)
         refuse_pooling(request, embeddings=self.scheduler.passes.embeds is not None)
+        refuse_hidden_states(request, given=self._gives_states)
         if constraints is None:
             constraints = self.constraints(request)
         vocab = self.executor.vocab
@@ -157,11 +160,7 @@ class EngineCore(Generic[E]):
         if sampled.tokens and max(sampled.tokens) >= self.executor.vocab:
             for sequence, problem in sampled.outside(step, self.executor.vocab):
                 self._news += self.scheduler.fail(sequence, problem)
-        scored, failed = take_scores(step, sampled) if step.prefills else ((), ())
-        if sampled.pooled is not None:
-            failed = [*failed, *add_sums(step, sampled.pooled)]
-        for sequence, problem in failed:
-            self._news += self.scheduler.fail(sequence, problem)
+        scored = self._take_in(step, sampled) if step.prefills else ()
         updates = self.scheduler.commit(step, sampled)
         if self.scheduler.limits.tokens_per_row > 1:
             self.speculation.note(step, updates, sampled.drafted)
@@ -171,12 +170,23 @@ class EngineCore(Generic[E]):
                 followed, ended = self._follow(sequence, tokens)
                 updates[place] = sequence, followed, finish
                 updates += ended
-        if sampled.logprobs is not None:
-            _note_logprobs(step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
+        if sampled.logprobs is not None or sampled.states is not None:
+            _note_details(step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
         if scored:
             reported = {sequence for sequence, _, _ in updates}
             self._news += [(sequence, (), None) for sequence in scored if sequence not in reported]
         self._news += updates
+
+    def _take_in(self, step: ScheduledStep, sampled: Sampled) -> Many[Sequence]:
+        """Keep what a step brought of prompts; returns whose scores are among it."""
+        scored, failed = take_scores(step, sampled)
+        if sampled.pooled is not None:
+            failed += add_sums(step, sampled.pooled)
+        if self._gives_states:
+            failed += take_prompt_states(step, sampled)
+        for sequence, problem in failed:
+            self._news += self.scheduler.fail(sequence, problem)
+        return scored
 
     def _follow(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], list[Update]]:
         """Advance the grammar of a sequence; a sequence whose grammar allows no token fails."""
@@ -281,7 +291,11 @@ class EngineCore(Generic[E]):
             found[part.sequences[0]] = sampled
         scores = joined_scores(step, [found.get(chunk.sequence) for chunk in step.prefills])
         sums = joined_sums([found.get(chunk.sequence) for chunk in step.pooling])
-        return replace(_joined([found.get(sequence) for sequence in step.sampling]), scores=scores, pooled=sums)
+        picked = [found.get(sequence) for sequence in step.sampling]
+        states = joined_states([(1, None) if part is None else (len(part.tokens), part.states) for part in picked])
+        stated = [(chunk.num_stated, found.get(chunk.sequence)) for chunk in step.prefills if chunk.num_stated]
+        prompts = joined_states([(count, None if part is None else part.prompt_states) for count, part in stated])
+        return replace(_joined(picked), scores=scores, pooled=sums, states=states, prompt_states=prompts)
 
 
 def _joined(parts: list[Sampled | None]) -> Sampled:
@@ -295,6 +309,14 @@ def _joined(parts: list[Sampled | None]) -> Sampled:
     nothing: TokenDetails = (0.0, [], [])
     likely = [one for part in found for one in part.logprobs or [nothing] * len(part.tokens)]
     return Sampled(tokens, counts, likely, drafted=drafted)
+
+
+def _note_details(step: ScheduledStep, sampled: Sampled, committed: dict[Sequence, int]) -> None:
+    """Keep what else there is of tokens, of as many as each sequence took."""
+    if sampled.logprobs is not None:
+        _note_logprobs(step, sampled, committed)
+    if sampled.states is not None:
+        note_states(step, sampled, committed)
 
 
 def _note_logprobs(step: ScheduledStep, sampled: Sampled, committed: dict[Sequence, int]) -> None:

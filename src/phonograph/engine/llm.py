@@ -26,7 +26,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
-from phonograph.engine.execution.speculation import costs_for, drafting_for, open_draft, passes_with
+from phonograph.engine.execution.speculation import choose_drafter, costs_for, passes_with
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts, Noted
@@ -35,6 +35,7 @@ from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.registry import step_passes_for
 from phonograph.engine.precision import precision_for
+from phonograph.engine.requests.hidden_states import states_of
 from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
@@ -68,6 +69,9 @@ class Completion:
     """One for each token, where they were requested."""
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """One for each token of the prompt but the first, where they were requested."""
+    hidden_states: npt.NDArray[np.float32] | None = None
+    """[any, hidden], where they were requested, once it has ended: of each token what it was picked from; or of every
+    position of prompt and output but the last."""
     text: str = ""
     finish: FinishReason | None = None
     error: str = ""
@@ -76,8 +80,10 @@ class Completion:
 class _Reader:
     """Follows one sequence: its result so far."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, continues: bool) -> None:
-        self.sequence = sequence
+    def __init__(self, sequences: Many[Sequence], index: int, tokenizer: Tokenizer | None, *, continues: bool) -> None:
+        """Of the sequences of a request, the one with this index; what is known of their prompt, the first has."""
+        self.sequence = sequence = sequences[index]
+        self._prompt_states = sequences[0].prompt_states
         self.done = Completion(sequence.request.prompt, sequence.index)
         params, after = sequence.request.params, sequence.request.prompt if continues else ()
         stops, is_guided = StopStrings(params.stop), params.grammar is not None
@@ -99,6 +105,7 @@ class _Reader:
         if hit or finish is not None:
             self.done.finish = FinishReason.STOP if hit else finish
             self.done.error = self.sequence.error
+            self.done.hidden_states = states_of(self.sequence, self._prompt_states, len(self.done.tokens))
         return text, hit
 
 
@@ -127,11 +134,11 @@ class LLM:
         config = self.checkpoint.config
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
-        draft = open_draft(options, config)
+        chosen = choose_drafter(options, self.checkpoint)
         self.kernels = select_kernels(self.device, options, self.plan, progress)
         loaded = self._loaded(attention, limits.num_positions, progress)
         sampler = select_sampler(self.device, options, self.plan)
-        self.drafting = drafting_for(options, draft, loaded, limits.num_positions)
+        self.drafting = chosen.drafting(options.draft_depth, loaded, limits.num_positions) if chosen else None
         """The drafter, if there is one."""
         passes = passes_with(self.drafting, options)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress, passes)
@@ -349,8 +356,8 @@ class LLM:
         readers = dict[Sequence, _Reader]()
         for prompt in prompts:
             sequences = self._added(prompt, params)
-            for sequence in sequences:
-                readers[sequence] = reader = _Reader(sequence, self.tokenizer, continues=continues)
+            for index, sequence in enumerate(sequences):
+                readers[sequence] = reader = _Reader(sequences, index, self.tokenizer, continues=continues)
                 reader.done.prompt_logprobs = sequences[0].prompt_logprobs  # the first is scored, for all of them
         return readers
 

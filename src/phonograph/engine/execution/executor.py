@@ -73,6 +73,7 @@ class Executor:
     ) -> None:
         """Of the `options`, `eager_copies` and `facts` are used; the plan has the others. With `largest_only`, only the
         largest recording of each kind is made, to measure the memory they take."""
+        self._declared = tuple(passes)
         self.device = device
         self.limits = limits
         self.model = model
@@ -89,7 +90,9 @@ class Executor:
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
         plans = {one.name: _within(plan.phase(one.name), one.limit(limits)) for one in passes}
-        self.parts = PassParts(model, sampler, self.tables, self.cache, beside, limits)
+        self.parts = PassParts(
+            model, sampler, self.tables, self.cache, beside, limits, any(one.gives_states for one in passes)
+        )
         self.passes = {one.name: one.make(self.parts, plans[one.name].backend) for one in passes}
         for one in self.passes.values():
             _check(one, limits)
@@ -147,8 +150,7 @@ class Executor:
         of_model = {column.name for column in self.model.columns}
         states = [one for one in self.tables.columns if one.is_of_graph or one.name in of_model]
         prompt_state = tuple(column.name for column in states if column.from_prompt)
-        declared = tuple(one.declared for one in self.passes.values())
-        return StepTables(self.tables.columns, self.tables.sizes, prompt_state, declared)
+        return StepTables(self.tables.columns, self.tables.sizes, prompt_state, self._declared)
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> list[CaptureReport]:

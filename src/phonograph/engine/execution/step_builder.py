@@ -126,6 +126,6 @@ class StepBuilder:
 
 def _prompt_chunk(chunk: Chunk) -> PromptChunk:
     end = chunk.start + chunk.count
-    following = next(iter(chunk.sequence.tokens(end, end + 1)), 0)
+    following = next(iter(chunk.sequence.tokens(end, end + 1)), -1)
     asked = (chunk.samples, chunk.targets, chunk.pooled)
-    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, *asked, following)
+    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, *asked, following, chunk.num_stated)

@@ -37,6 +37,8 @@ class PassParts:
     beside: Mapping[str, CacheGroup]
     """The groups of passes that keep something of their own, by pass; they have the page numbers of `cache`."""
     limits: Limits
+    gives_states: bool = False
+    """Whether requests may ask for hidden states."""
 
     def model_for(self, backend: str) -> Model:
         """The model as a pass with this backend runs it.

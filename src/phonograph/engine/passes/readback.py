@@ -29,6 +29,9 @@ class Picked(NamedTuple):
     scores: PromptScores | None = None
     """Of tokens of prompts, where a request wants them."""
     pooled: torch.Tensor | None = None  # [num_pooled, hidden], float32
+    states: torch.Tensor | None = None
+    """What each token was picked from, where a request wants that: as tokens, [..., hidden], float32."""
+    prompt_states: torch.Tensor | None = None  # [any, hidden], float32: of prompts, where a request wants them
 
 
 class _Details:
@@ -91,9 +94,10 @@ class Pending:
         logprobs: Callable[[], list[TokenDetails]] | None,
         scores: Callable[[], list[PromptDetails]] | None,
         pooled: Callable[[], npt.NDArray[np.float32]] | None = None,
+        states: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     ) -> None:
         """What is there besides tokens is read by functions; `width` is the number of places of each row, where rows
-        may have several tokens or none."""
+        may have several tokens or none. `states` are those of tokens and of prompts, in memory of their own."""
         self._block = block
         self._use = block.num_uses
         self._count = count
@@ -101,6 +105,7 @@ class Pending:
         self._logprobs = logprobs
         self._scores = scores
         self._pooled = pooled
+        self._states = states
 
     @property
     def fence(self) -> Fence:
@@ -118,25 +123,33 @@ class Pending:
         tokens = block.tokens[:count].tolist()
         logprobs = self._logprobs() if self._logprobs is not None else None
         scores = self._scores() if self._scores is not None else None
+        states, prompt_states = (None if one is None else one.numpy() for one in self._states)
         if self._width is None:
-            return Sampled(tokens, None, logprobs, scores, self._pooled() if self._pooled is not None else None)
-        return _counted(tokens, self._width, logprobs, scores)
+            pooled = self._pooled() if self._pooled is not None else None
+            return Sampled(tokens, None, logprobs, scores, pooled, states, prompt_states)
+        kept, counts, drafted = _counted(tokens, self._width)
+        return Sampled(
+            [tokens[place] for place in kept],
+            counts,
+            None if logprobs is None else [logprobs[place] for place in kept],
+            scores,
+            self._pooled() if self._pooled is not None else None,
+            None if states is None else states[kept],
+            prompt_states,
+            drafted,
+        )
 
 
-def _counted(
-    tokens: list[int], width: int, logprobs: list[TokenDetails] | None, scores: list[PromptDetails] | None
-) -> Sampled:
-    """Of blocks of so many places, what comes before the first place without a token."""
+def _counted(tokens: list[int], width: int) -> tuple[list[int], list[int], list[int]]:
+    """Of blocks of so many places, those before the first place without a token; how many these are of each block, and
+    for how many of its places something was drafted."""
     counts, kept, drafted = list[int](), list[int](), list[int]()
     for first in range(0, len(tokens), width):
         row = tokens[first : first + width]
         drafted.append(width - 1 - row.count(NO_DRAFT))
         counts.append(next((place for place, token in enumerate(row) if token in (NO_TOKEN, NO_DRAFT)), width))
         kept += range(first, first + counts[-1])
-    found = [tokens[place] for place in kept]
-    return Sampled(
-        found, counts, None if logprobs is None else [logprobs[place] for place in kept], scores, drafted=drafted
-    )
+    return kept, counts, drafted
 
 
 class Readback:
@@ -152,6 +165,7 @@ class Readback:
     ) -> None:
         """For so many sampled tokens, and so many of prompts that are scored, at most; `pooled` is how many vectors a
         step may bring, and how long they are."""
+        self._device = device
         self._blocks = [_Block(device, max_tokens, max_scored, pooled) for _ in range(depth)]
         self._next = 0
 
@@ -168,5 +182,13 @@ class Readback:
         logprobs = None if picked.logprobs is None else block.details.start(picked.logprobs)
         scores = None if picked.scores is None else block.start_scores(picked.scores)
         pooled = None if picked.pooled is None else block.start_pooled(picked.pooled)
+        states = self._start_states(picked.states), self._start_states(picked.prompt_states)
         block.done.record()
-        return Pending(block, count, width, logprobs, scores, pooled)
+        return Pending(block, count, width, logprobs, scores, pooled, states)
+
+    def _start_states(self, found: torch.Tensor | None) -> torch.Tensor | None:
+        """Copied to memory of their own, which whoever asked for them keeps: few ask, and they are large."""
+        if found is None:
+            return None
+        place = _pinned(self._device, torch.float32, found.numel() // found.shape[-1], found.shape[-1])
+        return place.copy_(found.reshape(place.shape), non_blocking=True)

@@ -34,8 +34,8 @@ class Rounds(Protocol):
     def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         """Take in what the model computed for the tokens of a mixed step, within its recording.
 
-        `following` are the tokens that come after each in its prompt; of tokens that something is picked after they
-        mean nothing. Returns what `accept` and `begin` take of every token, if anything.
+        `following` are the tokens that come after each in its prompt; below 0 where one is yet to be picked. Returns
+        what `accept` and `begin` take of every token, if anything.
         """
         ...
 

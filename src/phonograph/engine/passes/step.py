@@ -34,8 +34,10 @@ class PromptChunk:
     """What follows its first tokens in the prompt, where the likelihood of each is wanted."""
     pooled: tuple[int, int] | None = None
     """Which of the tokens are summed, from the first up to the second; None for none."""
-    following: int = 0
-    """The token that comes after these, where the host knows it."""
+    following: int = -1
+    """The token that comes after these; -1 where the host does not know it."""
+    num_stated: int = 0
+    """Of how many of its first tokens hidden states are wanted."""
 
 
 NO_ROWS = Decodes()

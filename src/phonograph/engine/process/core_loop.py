@@ -175,7 +175,8 @@ class CoreLoop:
         vector = b"" if sequence.embedding is None else sequence.embedding.tobytes()
         told = (sequence.error, sequence.num_cached, logprobs, False, sequence.error_field, scores, vector)
         drafts = (sequence.num_drafted, sequence.num_accepted)
-        self._outputs.append(Output(request_id, index, tokens, finish, *told, drafts))
+        states = sequence.states[-1].tobytes() if tokens and sequence.states else b""
+        self._outputs.append(Output(request_id, index, tokens, finish, *told, drafts, states))
         if finish is not None:
             self._forget(sequence, finish)
 

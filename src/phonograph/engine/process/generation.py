@@ -34,6 +34,8 @@ class Delta:
     """Of further tokens of the prompt, from the second on."""
     embedding: bytes = b""
     """Of an embedded prompt, its vector in float32."""
+    hidden_state: bytes = b""
+    """Where the request wants it, the hidden state that the latest of the tokens was picked from, in float32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +209,9 @@ class Generation:
         delta.text += text
         delta.tokens += output.tokens[:count]
         delta.logprobs += output.logprobs[:count]
+        if output.states and count:
+            size = len(output.states) // len(output.tokens)
+            delta.hidden_state = output.states[(count - 1) * size : count * size]
         if finish is not None:
             delta.finish, delta.error, delta.error_field = finish, output.error, output.field
             delta.embedding = output.embedding

@@ -126,6 +126,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """Of a request that is pooled, its vector: numbers of float32, once it has ended."""
     drafts: tuple[int, int] = (0, 0)
     """Tokens that were drafted for it so far, and those of them that it took."""
+    states: bytes = b""
+    """What each of the tokens was picked from, where the request wants that: numbers of float32."""
 
 
 class StepOutput(_FromCore, frozen=True):

@@ -86,8 +86,9 @@ class Limits:
 
     @property
     def num_positions(self) -> int:
-        """Positions that a step may compute: the last tokens of a row that decodes may lie past its end."""
-        return self.max_len + self.tokens_per_row - 1
+        """Positions that a step may compute: the last tokens of a row that decodes may lie past its end, and what is
+        drafted after these."""
+        return self.max_len + 2 * (self.tokens_per_row - 1)
 
     @property
     def fewest_per_row(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from phonograph.engine.requests.pooling import Pooling, check_pooling
 from phonograph.errors import RequestError
@@ -26,6 +26,8 @@ _MAX_TOKEN_ID = 2**31 - 1
 _FLOAT32 = (2.0**-126, 2.0**128 - 2.0**104)
 """The range of sampling parameters on the device: the smallest normal and the largest float32."""
 
+HiddenStates = Literal["last", "all"]
+"""Those that outputs were picked from, or those of prompt and output."""
 
 NEUTRAL: Mapping[str, float] = {
     "temperature": 1.0,
@@ -40,6 +42,7 @@ READ_BY_ENGINE = frozenset(
     (
         *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "prompt_logprobs"),
         *("allowed_token_ids", "bad_words", "bad_token_ids", "grammar", "speculate"),
+        "return_hidden_states",
     )
 )
 """The fields of `SamplingParams` that every engine reads, whatever its sampler is: ends, choices, what is reported,
@@ -163,6 +166,9 @@ class SamplingParams:
     speculate: bool | int | None = None
     """Tokens that may be drafted for it per round, where the engine speculates: a number, all that it drafts (True,
     None), or none (False). Changes how fast the output is generated, and not what is in it."""
+    return_hidden_states: HiddenStates | None = None
+    """Report hidden states after the last norm: `last` those that outputs were picked from, `all` those of prompt and
+    outputs but the last. Needs EngineOptions(return_hidden_states=True)."""
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, least=0)
@@ -183,6 +189,9 @@ class SamplingParams:
             _whole("prompt_logprobs", self.prompt_logprobs, least=0, most=MAX_LOGPROBS)
         if self.speculate is not None and not isinstance(self.speculate, bool):
             _whole("speculate", self.speculate, least=0)
+        if self.return_hidden_states not in (None, *get_args(HiddenStates)):
+            problem = f"return_hidden_states is 'last' or 'all', or None, found {shown(self.return_hidden_states)}."
+            raise RequestError(problem, field="return_hidden_states")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.", field="ignore_eos")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):

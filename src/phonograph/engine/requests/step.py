@@ -39,6 +39,8 @@ class Chunk:
     """What follows its first tokens, where the prompt is scored: the likelihood of each is read off the one before."""
     pooled: tuple[int, int] | None = None
     """Of a request that is pooled, which of the tokens are summed, from the first up to the second."""
+    num_stated: int = 0
+    """Of how many of its first tokens hidden states are wanted."""
 
     @property
     def is_end(self) -> bool:
@@ -124,6 +126,10 @@ class Sampled:
     """For each of the targets of all prefills, in their order, where there are some."""
     pooled: npt.NDArray[np.float32] | None = None
     """[num_pooled, hidden]: the sums of `step.pooling`, where there are some; None too where all of these failed."""
+    states: npt.NDArray[np.float32] | None = None
+    """[num_tokens, hidden]: what each token was picked from, where a request wants that."""
+    prompt_states: npt.NDArray[np.float32] | None = None
+    """[any, hidden]: of prompts, those that `Chunk.num_stated` tells of, in the order of prefills."""
     drafted: list[int] | None = None
     """For how many places of each row something was drafted; None where rows have one token each."""
 

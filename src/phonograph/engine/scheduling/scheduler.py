@@ -225,7 +225,7 @@ class Scheduler:
             return None
         self._waiting.discard(sequence)
         self._prefills.append(sequence)
-        is_looked_for = sequence.request.pooling is None and sequence.is_scored
+        is_looked_for = sequence.request.pooling is None and not sequence.places_per_token
         self._prefix_lookup_tokens += sequence.prefill_end if is_looked_for else 0
         self._prefix_hit_tokens += sequence.num_computed
         if not sequence.last_step:
@@ -246,7 +246,8 @@ class Scheduler:
             self._decodes.join(sequence)
         known, targets = sequence.tokens(start, stop), sequence.targets(start, stop)
         part = sequence.pooled_part(start, stop)
-        return budget.spent_on(Chunk(sequence, start, known, samples, enters, targets, part))
+        num_stated = sequence.num_stated(start, stop)
+        return budget.spent_on(Chunk(sequence, start, known, samples, enters, targets, part, num_stated))
 
     # -- commit ---------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ class RunnerOptions:
     strict: bool = False
     """A call that no graph can serve is an error."""
     tc_compiler: CompilerName = "eager"
-    """What compiles the pieces of `tc_piecewise`."""
+    """What compiles the pieces of `tc_piecewise`. `eager`, which every device takes, is the default of a bare `Runner`;
+    `graphed` and the engine have that of the plan: `inductor` where the device records its kernels."""
     tc_fallback: bool = False
     """Whether `tc_piecewise` records shapes that torch.compile can't trace as `breakable` does."""
     debug: bool = False

@@ -142,6 +142,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Let the text end with the stop string or token that ended it. Not in OpenAI's API."""
     return_token_ids: bool | None = None
     """Add `token_ids` to choices, and `prompt_token_ids`. Not in OpenAI's API."""
+    return_hidden_states: bool | None = None
+    """Add `hidden_states` to choices: what the last token was picked from, after the last norm. Not in OpenAI's API."""
     return_tokens_as_token_ids: bool | None = None
     """In logprobs, show tokens as `token_id:7`. Not in OpenAI's API."""
     min_tokens: Annotated[int, Meta(ge=0, extra_json_schema=WHOLE)] | None = None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from phonograph.server.http.failures import Error
@@ -45,6 +46,11 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: OutputDetails | UnsetType = UNSET
 
 
+def hidden_states(given: bytes) -> list[float] | UnsetType:
+    """Numbers of float32 as a choice has them; nothing where none were asked for."""
+    return np.frombuffer(given, dtype=np.float32).tolist() if given else UNSET
+
+
 # -- /v1/completions ------------------------------------------------------------------------------------------------
 
 
@@ -82,6 +88,8 @@ class TextChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     """In a stream, with the first piece."""
+    hidden_states: list[float] | UnsetType = UNSET
+    """What the last token was picked from."""
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):
@@ -166,6 +174,8 @@ class ChatChoice(msgspec.Struct, frozen=True):
     finish_reason: Finish
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
+    hidden_states: list[float] | UnsetType = UNSET
+    """What the last token was picked from."""
 
 
 class ChatResponse(msgspec.Struct, frozen=True):

@@ -58,6 +58,8 @@ def _params(
         raise ApiError(400, "`stream_options` needs `stream`: true.", param="stream_options", code="invalid_value")
     if request.prompt_logprobs is not None and request.stream:
         raise _refusal("prompt_logprobs", "a stream has no place for them: send `stream`: false, or `echo`")
+    if request.return_hidden_states and request.stream:
+        raise _refusal("return_hidden_states", "a stream has no place for them: send `stream`: false")
     stop = (request.stop,) if request.stop and isinstance(request.stop, str) else tuple(request.stop or ())
     return SamplingParams(
         max_tokens=max_tokens,
@@ -81,6 +83,7 @@ def _params(
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         bad_words=tuple(request.bad_words or ()),
         speculate=request.speculate,
+        return_hidden_states="last" if request.return_hidden_states else None,
     )
 
 

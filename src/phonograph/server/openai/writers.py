@@ -35,6 +35,7 @@ from phonograph.server.openai.responses import (
     ToolCall,
     ToolCallDelta,
     Usage,
+    hidden_states,
 )
 from phonograph.server.openai.token_ids import TokenIds
 
@@ -178,8 +179,8 @@ class CompletionWriter:
     def _text_choice(
         self, delta: Delta, text: str, logprobs: TextLogprobs | None, ranked: PromptLogprobs | UnsetType = UNSET
     ) -> TextChoice:
-        ids, prompt = self.ids.output(delta), self.ids.prompt(delta.choice)
-        return TextChoice(delta.choice, text, logprobs, _FINISH[delta.finish], ranked, ids, prompt)
+        about = ranked, self.ids.output(delta), self.ids.prompt(delta.choice), hidden_states(delta.hidden_state)
+        return TextChoice(delta.choice, text, logprobs, _FINISH[delta.finish], *about)
 
     def _response(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -261,7 +262,8 @@ class ChatWriter:
         made = [ToolCall(self._call_id(delta.choice, place), call) for place, call in enumerate(calls)]
         message = ChatMessage(None if made and not text else text, made or UNSET, thought or UNSET)
         finish = self._finish(delta, len(made)) or "stop"
-        return ChatChoice(delta.choice, message, finish, logprobs, self.ids.output(delta))
+        about = self.ids.output(delta), hidden_states(delta.hidden_state)
+        return ChatChoice(delta.choice, message, finish, logprobs, *about)
 
     def _delta_choices(self, delta: Delta) -> Iterator[ChatDeltaChoice]:
         """An event with the new parts, and a separate one for the finish reason."""
