@@ -109,6 +109,8 @@ class Graphed:
         """Check every recording on random valid batches."""
         report = verify(self.runner, batches=batches, seed=seed, tolerance=tolerance)
         self.runner.verified = report.verified
+        if report.failures:
+            log.warning("%s: what is wrong is replayed until it is released: %s", _name_of(self._function), report)
         return report
 
     @property
