@@ -23,6 +23,8 @@ from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.rope import rope_table
 
 ATTENTION, MLP = "midlayer.self_attn.", "midlayer.mlp."
+SIZE = 4.0
+"""Root mean square of the features that training begins with."""
 NORMS = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
 
 
@@ -97,21 +99,25 @@ class Head:
         gate_up, down = layer.gate_up.values().float().chunk(2), layer.down.values().float()
         more = max(0, self.intermediate - kept)
         for name, part in zip(("gate", "up"), gate_up, strict=True):
-            found[f"{MLP}{name}_proj.weight"] = torch.cat([part[: self.intermediate], small(more, hidden)])
+            wide = small(more, hidden) * 5 * hidden**0.5 * part.std()
+            found[f"{MLP}{name}_proj.weight"] = torch.cat([part[: self.intermediate], wide])
         nothing = torch.zeros(hidden, more, device=on)
         found[f"{MLP}down_proj.weight"] = torch.cat([down[:, : self.intermediate], nothing], 1)
-        norms = (layer.input_norm, layer.input_norm, layer.mlp_norm, target.weights.norm)
-        for name, norm in zip(NORMS, norms, strict=True):
+        norms = (layer.input_norm, layer.mlp_norm, target.weights.norm)
+        found[f"{NORMS[0]}.weight"] = torch.ones(hidden, device=on)
+        for name, norm in zip(NORMS[1:], norms, strict=True):
             found[f"{name}.weight"] = norm.weight.float().clone()
         return found
 
     def scale_to(self, taps: torch.Tensor) -> None:
-        """Let the fused features begin as the last tapped state is: the layer's other weights are made for its size."""
+        """Let the fused features begin as the last tapped state, at a size that steps of the optimizer can move; what
+        the layer adds to them is made as much smaller."""
         hidden = self.config.hidden
         size = taps[..., -hidden:].float().square().mean(-1).sqrt().median()
         with torch.no_grad():
-            self.weights["fc.weight"] *= size
-            self.weights["fc.weight"][:, -hidden:] += torch.eye(hidden, device=size.device) * size
+            self.weights["fc.weight"][:, -hidden:] += torch.eye(hidden, device=size.device) * SIZE
+            for name in (f"{ATTENTION}o_proj", f"{MLP}down_proj"):
+                self.weights[f"{name}.weight"] *= SIZE / size
 
     def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return functional.rms_norm(x.float(), x.shape[-1:], self.weights[f"{name}.weight"], self.config.rms_eps)

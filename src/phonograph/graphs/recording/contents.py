@@ -26,7 +26,7 @@ _MAX_ARRAY_BYTES = 1 << 14
 
 
 class TooLargeError(Exception):
-    """A container holds too much to be compared at calls."""
+    """A container is too large to be compared at every call."""
 
 
 def is_container(value: Any) -> bool:

@@ -1,0 +1,359 @@
+"""Speculation measured: tokens a round, tokens a second against plain decoding, what a round costs, and under load.
+
+    python bench/speculating.py --data DATA [--head HEAD] [--only rounds rates …]      # on a GPU
+    python bench/speculating.py --tiny                                                 # all of it, on any machine
+
+DATA has prompts (`eagle_text`); without it, and for random weights, prompts are random. Parts:
+  rounds   tokens a round of each drafter on held-out prompts, by kind of text
+  rates    tokens a second at each batch size, with rounds always, where they pay, and without
+  curve    up through the batch sizes and down again where rounds run if they pay, against plain decoding
+  wrong    the same with drafts of which none is ever accepted, over 512 tokens a sequence
+  costs    device time of acceptance, extend and draft, against their bytes at 4.6 TB/s and 0.1 ms
+  shape    the 8B shape with random weights at batch 1, drafts accepted at set rates (`synthetic_acceptance`: what it
+           says is not what its model says)
+  poisson  requests that come by chance: the share of decode steps that were rounds
+Writes bench/results/speculation_cpu.json or …_cuda.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+from eagle_text import Prompt, Prompts
+from random_head import write_random_head
+from round_costs import round_costs
+from speculating_plot import draw
+from synthetic_acceptance import accepting, expected, rates_of
+
+from phonograph.bench.engine_driver import EngineDriver
+from phonograph.bench.workloads import Ids, Job
+from phonograph.devices import Device, open_device
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.execution.speculation import measured_costs
+from phonograph.engine.llm import LLM
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.registry import TARGET_VERIFY
+from phonograph.engine.passes.target_verify import PLAIN_STEPS
+from phonograph.engine.requests.request import SamplingParams
+from phonograph.errors import PlanError
+
+Figures = dict[str, Any]
+GOALS = {(4, 0.8): 2.3, (3, 0.7): 1.8, (2, 0.5): 1.3}
+"""By depth and rate of acceptance: how many times as fast as plain decoding the 8B shape is to be."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured, and how long."""
+
+    model: str | RandomCheckpoint | None
+    shape: RandomCheckpoint
+    """For synthetic acceptance."""
+    device: str
+    dtype: torch.dtype
+    batches: tuple[int, ...]
+    new_tokens: int
+    long_tokens: int
+    """Of a sequence where no draft is accepted."""
+    prompts: int
+    requests: int
+    max_len: int
+    depth: int
+    repeats: int
+    head: Path | None = None
+    data: Path | None = None
+    draft_vocab: int = 32_000
+
+    @property
+    def drafters(self) -> dict[str, dict[str, Any]]:
+        eagle = {} if self.head is None else {"eagle": {"speculate": "eagle", "draft": self.head}}
+        return {"ngram": {"speculate": "ngram"}, **eagle}
+
+
+FULL = Setting(
+    None, RandomCheckpoint(SHAPES["qwen3-8b"]), "cuda", torch.bfloat16, (1, 4, 16, 64, 256), new_tokens=256,
+    long_tokens=512, prompts=180, requests=400, max_len=1024, depth=3, repeats=3,
+)  # fmt: skip
+TINY = replace(
+    FULL, model=RandomCheckpoint(SHAPES["tiny"]), shape=RandomCheckpoint(SHAPES["tiny"]), device="emulated",
+    dtype=torch.float32, batches=(1, 2, 4), new_tokens=16, long_tokens=24, prompts=6, requests=8, max_len=128,
+    repeats=1, draft_vocab=100,
+)  # fmt: skip
+
+
+class Benchmark:
+    """Opens engines, one at a time, and measures them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._plain: dict[int, float] = {}
+
+    @contextmanager
+    def engine(self, model: Any = None, **changes: Any) -> Iterator[LLM]:
+        given, setting = model or self.setting.model, self.setting
+        usual: dict[str, Any] = {"max_seqs": max(setting.batches), "max_len": setting.max_len, "dtype": setting.dtype}
+        if changes.get("speculate", "off") != "off":
+            usual |= {"speculate_depth": setting.depth, "speculate_when": "always"}
+        options = EngineOptions(**{**usual, "verify": "off", "prefix_cache": False, **changes})
+        begun, llm = time.perf_counter(), LLM(given, device=setting.device, options=options)
+        print(f"  opened in {time.perf_counter() - begun:.1f} s: {changes or 'plain'}", flush=True)
+        try:
+            yield llm
+        finally:
+            del llm
+            gc.collect()
+            if setting.device == "cuda":
+                torch.cuda.empty_cache()
+
+    def prompts(self, llm: LLM, count: int) -> list[Prompt]:
+        """Held-out ones where there are some, or random ones."""
+        data = self.setting.data
+        if data is not None and llm.tokenizer is not None:
+            found = Prompts(data, llm, seed=0).held_out(max(36, count))
+            random.Random(0).shuffle(found)
+            return (found * -(-count // len(found)))[:count]
+        numbers, vocab = random.Random(7), llm.checkpoint.config.vocab
+        longest = min(200, self.setting.max_len // 4)
+        lengths = [numbers.randrange(longest // 2, longest) for _ in range(count)]
+        return [Prompt("random", tuple(numbers.randrange(10, vocab) for _ in range(one))) for one in lengths]
+
+    def rate(self, llm: LLM, num_seqs: int, new_tokens: int) -> float:
+        """Tokens a second of so many sequences that decode together, prompts left out; the median of some runs."""
+        prompts: list[Ids] = [list(prompt.tokens) for prompt in self.prompts(llm, num_seqs)]
+        return statistics.median(self._rate(llm, prompts, new_tokens) for _ in range(self.setting.repeats))
+
+    def _rate(self, llm: LLM, prompts: Sequence[Ids], new_tokens: int) -> float:
+        driver = EngineDriver(llm)
+        sequences = driver.seat(prompts, new_tokens)
+        llm.device.synchronize()
+        before, begun = sum(len(one.outputs) for one in sequences), time.perf_counter()
+        driver.drain()
+        seconds = time.perf_counter() - begun
+        return (sum(len(one.outputs) for one in sequences) - before) / seconds
+
+    # -- the parts ------------------------------------------------------------------------------------------------
+
+    def rounds(self) -> Figures:
+        """Tokens a round by drafter and kind of text."""
+        found: Figures = {}
+        for name, changes in self.setting.drafters.items():
+            with self.engine(**changes) as llm:
+                prompts = self.prompts(llm, self.setting.prompts)
+                found[name] = {kind: self._rounds(llm, prompts, kind) for kind in ("all", *{p.kind for p in prompts})}
+        return found
+
+    def _rounds(self, llm: LLM, prompts: Sequence[Prompt], kind: str) -> Figures:
+        before = _counts(llm)
+        chosen = [prompt.tokens for prompt in prompts if kind in ("all", prompt.kind)]
+        llm.generate(chosen, SamplingParams(max_tokens=self.setting.new_tokens, temperature=0.0))
+        after = _counts(llm)
+        rounds, tokens = after.rounds - before.rounds, after.tokens - before.tokens
+        earlier = before.accepted or (0,) * len(after.accepted)
+        accepted = [now - then for now, then in zip(after.accepted, earlier, strict=True)]
+        return {
+            "prompts": len(chosen),
+            "rounds": rounds,
+            "tokens_a_round": round(tokens / rounds, 3) if rounds else None,
+            "accepted_by_place": [round(count / rounds, 4) if rounds else None for count in accepted],
+        }
+
+    def plain(self, num_seqs: int) -> float:
+        """Plain decoding's tokens a second, measured once."""
+        if not self._plain:
+            with self.engine() as llm:
+                self._plain = {count: self.rate(llm, count, self.setting.new_tokens) for count in self.setting.batches}
+        return self._plain[num_seqs]
+
+    def rates(self) -> Figures:
+        """Tokens a second, and how many times plain decoding's."""
+        found: Figures = {"plain": {f"{count}": round(self.plain(count), 1) for count in self.setting.batches}}
+        for name, changes in self.setting.drafters.items():
+            for when in ("always", "pays"):
+                with self.engine(**changes, speculate_when=when) as llm:
+                    rates = {count: self.rate(llm, count, self.setting.new_tokens) for count in self.setting.batches}
+                    found[f"{name} {when}"] = self._against_plain(rates) | {"ratios": _ratios(llm)}
+        return found
+
+    def _against_plain(self, rates: dict[int, float]) -> Figures:
+        return {
+            f"{count}": {"tokens_per_s": round(rate, 1), "times_plain": round(rate / self.plain(count), 3)}
+            for count, rate in rates.items()
+        }
+
+    def curve(self) -> Figures:
+        """Up and down again, in one engine each: the largest loss against plain decoding, and between the two ways."""
+        sizes = [*self.setting.batches, *self.setting.batches[-2::-1]]
+        both = {}
+        engines: dict[str, dict[str, Any]] = {"plain": {}} | self.setting.drafters
+        for name, changes in engines.items():
+            more = {"speculate_when": "pays"} if changes else {}
+            with self.engine(**changes, **more) as llm:
+                both[name] = [round(self.rate(llm, count, self.setting.new_tokens), 1) for count in sizes]
+        found: Figures = {"batches": sizes, "tokens_per_s": both}
+        for name in self.setting.drafters:
+            times = [rate / plain for rate, plain in zip(both[name], both["plain"], strict=True)]
+            ways = zip(both[name], both[name][::-1], strict=True)
+            found[name] = {
+                "times_plain": [round(one, 3) for one in times],
+                "largest_loss": round(1 - min(times), 4),
+                "largest_difference_of_ways": round(max(abs(up / down - 1) for up, down in ways), 4),
+                "goal": "no loss above 0.02 and no difference above 0.05",
+            }
+        return found
+
+    def wrong(self) -> Figures:
+        """No draft is accepted: what probing costs."""
+        tokens, found = self.setting.long_tokens, {}
+        with self.engine() as llm:
+            plain = {count: self.rate(llm, count, tokens) for count in self.setting.batches}
+        for name, changes in self.setting.drafters.items():
+            with accepting(None), self.engine(**changes, speculate_when="pays") as llm:
+                rates = {count: self.rate(llm, count, tokens) for count in self.setting.batches}
+                counts = _counts(llm)
+                losses = {f"{count}": round(1 - rate / plain[count], 4) for count, rate in rates.items()}
+            if counts.tokens != counts.rounds:
+                raise PlanError(f"measuring drafts that are never accepted: {counts.tokens - counts.rounds} were.")
+            found[name] = {"losses": losses, "rounds": counts.rounds, "plain": dict(counts.plain), "goal": 0.02}
+        return found
+
+    def costs(self) -> Figures:
+        """Of each drafter with the model itself, and of a random head with the large shape."""
+        found = {}
+        for name, changes in self.setting.drafters.items():
+            with self.engine(**changes) as llm:
+                found[name] = {f"{count}": round_costs(llm, count) for count in self.setting.batches}
+        with self._random_head() as folder, self.engine(self.setting.shape, **self._shape(folder, 4)) as llm:
+            found["random head, large shape"] = {"1": round_costs(llm, 1)}
+        return found
+
+    @contextmanager
+    def _random_head(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as folder:
+            config = self.setting.shape.config
+            write_random_head(Path(folder), config, self.setting.draft_vocab, self.setting.dtype)
+            yield Path(folder)
+
+    def _shape(self, head: Path, depth: int) -> Figures:
+        return {"speculate": "eagle", "draft": head, "speculate_depth": depth, "max_seqs": 1}
+
+    def shape(self) -> Figures:
+        """The large shape at batch 1 with acceptance at set rates, a random head's costs included."""
+        tokens, found = self.setting.new_tokens, dict[str, Any]()
+        with self.engine(self.setting.shape, max_seqs=1) as llm:
+            plain = self.rate(llm, 1, tokens)
+        found["plain"] = round(plain, 1)
+        with self._random_head() as folder:
+            for (depth, rate), goal in GOALS.items():
+                changes = self._shape(folder, depth)
+                with accepting(rate), self.engine(self.setting.shape, **changes) as llm:
+                    reached, counts = self.rate(llm, 1, tokens), _counts(llm)
+                found[f"depth {depth} at {rate}"] = {
+                    "tokens_per_s": round(reached, 1),
+                    "times_plain": round(reached / plain, 3),
+                    "goal": goal,
+                    "tokens_a_round": round(counts.tokens_per_round, 3),
+                    "tokens_a_round_expected": round(expected(rate, depth), 3),
+                    "accepted_of_those_reached": rates_of(counts.accepted, counts.rounds),
+                }
+        return found
+
+    def poisson(self) -> Figures:
+        """Requests by chance, at a third and at two thirds of what plain decoding does with all rows."""
+        found: Figures = {}
+        most = self.plain(max(self.setting.batches)) / self.setting.new_tokens
+        for name, changes in self.setting.drafters.items():
+            with self.engine(**changes, speculate_when="pays", prefix_cache=True) as llm:
+                found[name] = {f"{share:.2f} of capacity": self._poisson(llm, most * share) for share in (1 / 3, 2 / 3)}
+        return found
+
+    def _poisson(self, llm: LLM, per_second: float) -> Figures:
+        numbers, due, jobs = random.Random(3), 0.0, list[Job]()
+        for prompt in self.prompts(llm, self.setting.requests):
+            jobs.append(Job(due, list(prompt.tokens), self.setting.new_tokens))
+            due += numbers.expovariate(per_second)
+        runner, counts = llm.executor.runners[TARGET_VERIFY.name], _counts(llm)
+        before = dict(runner.stats.replays)
+        streams = EngineDriver(llm).serve(jobs)
+        replays = {key: count - before.get(key, 0) for key, count in runner.stats.replays.items()}
+        rounds = sum(count for key, count in replays.items() if PLAIN_STEPS not in key.axes)
+        after, gaps = _counts(llm), [gap for stream in streams for gap in stream.gaps]
+        return {
+            "requests_per_s": round(per_second, 2),
+            "share_of_steps_that_were_rounds": round(rounds / max(1, sum(replays.values())), 4),
+            "tokens_a_round": round((after.tokens - counts.tokens) / max(1, after.rounds - counts.rounds), 3),
+            "median_time_to_first_token_s": round(statistics.median(stream.first for stream in streams), 4),
+            "mean_time_of_a_token_s": round(statistics.fmean(gaps), 6) if gaps else None,
+            "eager_steps": runner.stats.eager.total(),
+        }
+
+
+def _counts(llm: LLM) -> Any:
+    assert llm.core.speculation is not None
+    return llm.core.speculation.counts
+
+
+def _ratios(llm: LLM) -> str:
+    """How much longer rounds take, by batch."""
+    return str(measured_costs(llm.executor.runners[TARGET_VERIFY.name]))
+
+
+PARTS: dict[str, Callable[[Benchmark], Figures]] = {
+    "rounds": Benchmark.rounds,
+    "shape": Benchmark.shape,
+    "costs": Benchmark.costs,
+    "rates": Benchmark.rates,
+    "curve": Benchmark.curve,
+    "wrong": Benchmark.wrong,
+    "poisson": Benchmark.poisson,
+}
+
+
+def measure(setting: Setting, only: Sequence[str], out: Path, device: Device) -> Path:
+    """The parts in turn; the file is written after each, so that a run that is ended leaves what it found."""
+    bench, figures = Benchmark(setting), dict[str, Any]()
+    name = f"speculation_{device.torch_device.type}"
+    for part in only:
+        begun = time.perf_counter()
+        print(part, flush=True)
+        try:
+            figures[part] = PARTS[part](bench)
+        except Exception as error:  # the others are worth having all the same
+            figures[part] = {"failed": f"{type(error).__name__}: {error}"}
+        print(f"  {time.perf_counter() - begun:.1f} s  {figures[part]}", flush=True)
+        path = report.write(name, figures, out)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="the folder with prompts")
+    parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the model")
+    parser.add_argument("--model", help="a folder or GGUF file; the default model where it is left out")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--depth", type=int, default=FULL.depth)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the emulated device, to try the script")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the result file")
+    parser.add_argument("--plot", type=Path, help="draw what was found into this .svg or .png file")
+    args = parser.parse_args()
+    setting = TINY if args.tiny else replace(FULL, model=args.model, data=args.data, head=args.head)
+    path = measure(replace(setting, depth=args.depth), args.only, args.out, open_device(setting.device))
+    if args.plot is not None:
+        draw(path, args.plot)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

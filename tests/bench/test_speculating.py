@@ -1,0 +1,74 @@
+"""The measurement of speculation in small, and acceptance at set rates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from speculating import TINY, measure
+from speculating_plot import draw
+from synthetic_acceptance import AtRate, Never, accepting, expected, rates_of
+
+from phonograph import SamplingParams, open_device
+from phonograph.engine.ops.layers.reference import ReferenceKernels
+from phonograph.engine.ops.layers.rounds import ReferenceRounds
+from phonograph.engine.ops.queries import Queries
+from phonograph.engine.passes.ngram import ngram
+from speculation import Driver, check, speculating
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("rate", "depth"), [(0.8, 4), (0.7, 3), (0.5, 2), (0.0, 3), (1.0, 3)])
+def test_drafts_are_accepted_at_the_rate(rate: float, depth: int) -> None:
+    """Whatever the model picks: over rows and positions, each place has the rate of those that reached it."""
+    num_rows, width, rounds = 200, depth + 1, 50
+    rows = torch.arange(1, num_rows + 1)
+    table, many = torch.zeros((num_rows + 1, 4), dtype=torch.int32), torch.full((num_rows + 1,), 1 << 30)
+    counts = []
+    for number in range(rounds):
+        starts = torch.full_like(rows, 40 + number * width)
+        positions = (starts[:, None] + torch.arange(width)).flatten()
+        queries = Queries(rows.repeat_interleave(width), positions, table, tokens_per_row=width)
+        tokens, picked = torch.randint(0, 256, (num_rows * width,)), torch.randint(0, 256, (num_rows, width))
+        state = torch.zeros(num_rows + 1, dtype=torch.int64), torch.zeros(num_rows + 1, dtype=torch.int64)
+        taken = AtRate(ReferenceRounds(), rate).accept(queries, tokens, picked, (many, many), *state)
+        counts.append(taken.counts)
+    found = torch.stack(counts)
+    assert found.float().mean().item() == pytest.approx(expected(rate, depth), abs=0.06)
+    accepted = [int((found > place + 1).sum()) for place in range(depth)]
+    for one, reached in zip(rates_of(accepted, found.numel()), [found.numel(), *accepted], strict=False):
+        assert one == pytest.approx(rate, abs=0.03) or not reached
+
+
+def test_kernels_are_put_back() -> None:
+    before = ReferenceKernels.rounds
+    with accepting(0.5):
+        assert isinstance(ReferenceKernels.rounds, AtRate)
+        with accepting(None):
+            assert isinstance(ReferenceKernels.rounds, Never)
+    assert ReferenceKernels.rounds is before
+
+
+@pytest.mark.slow
+def test_where_no_draft_is_ever_accepted_the_output_is_the_model_s() -> None:
+    with accepting(None):
+        core = speculating(ngram(3), "disabled")
+        check(Driver(core).run([(prompt, GREEDY) for prompt in ((1, 2, 1, 2, 1), (11,) * 9, (5, 9, 200, 3))]))
+    assert core.speculation.counts.tokens == core.speculation.counts.rounds > 0
+
+
+@pytest.mark.slow
+def test_the_script_measures_and_draws(tmp_path: Path) -> None:
+    setting = replace(TINY, batches=(1, 2), new_tokens=12, long_tokens=12, prompts=3, requests=3)
+    path = measure(setting, ["rounds", "costs", "curve"], tmp_path, open_device("emulated"))
+    found = json.loads(path.read_text())["figures"]
+    assert [name for name, part in found.items() if "failed" in part] == []
+    assert found["rounds"]["ngram"]["all"]["tokens_a_round"] >= 1.0
+    assert found["costs"]["ngram"]["2"]["round_adds_ms"] > 0
+    assert found["curve"]["batches"] == [1, 2, 1]
+    draw(path, tmp_path / "plot.svg")
+    assert "tokens a round" in (tmp_path / "plot.svg").read_text()
