@@ -52,6 +52,25 @@ def results(path: Path) -> dict[str | None, Any]:
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("form", ["same", "symbolic", "hard", "standard input"])
+def test_answers_never_take_the_place_of_requests(tiny_model: Path, tmp_path: Path, form: str) -> None:
+    requests, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text('{"custom_id": "a"}\n')
+    if form == "symbolic":
+        output.symlink_to(requests)
+    elif form == "hard":
+        output.hardlink_to(requests)
+    else:
+        output = requests
+    given = "-" if form == "standard input" else str(requests)
+    with requests.open() as standard:
+        asked = command(tiny_model, "-i", given, "-o", str(output), "--overwrite")
+        found = subprocess.run(asked, stdin=standard, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 2
+    assert "is the file that requests are read from" in found.stderr
+    assert requests.read_text() == '{"custom_id": "a"}\n'
+
+
 def test_all_routes_and_every_kind_of_bad_line(tiny_model: Path, tmp_path: Path) -> None:
     bad = [
         "no json",

@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     expect_whole("--max-line-bytes", args.max_line_bytes, PlanError, least=1)
     _refuse_overwriting(args)
     with _opened(args.input, "rb", 0, "--input") as given:
+        _refuse_own_input(given, args.output)
         done = resumed(Path(args.output)) if args.resume else Done()
         progress = BatchProgress(sys.stderr, count_lines(Path(args.input)) if Path(args.input).is_file() else None)
         with _opened(args.output, "ab" if args.resume else "wb", 1, "--output") as output:
@@ -100,6 +103,14 @@ def _refuse_overwriting(args: argparse.Namespace) -> None:
         f"{args.output} has answers already. Go on with it (--resume), begin anew (--overwrite), or name "
         "another --output."
     )
+
+
+def _refuse_own_input(given: BinaryIO, output: str) -> None:
+    """Opening the output would empty the file that requests are read from, by whatever name it has."""
+    with contextlib.suppress(OSError):  # there is no output yet, or it can't be had, which opening it says
+        found = os.stat(output)
+        if output != "-" and stat.S_ISREG(found.st_mode) and os.path.samestat(os.fstat(given.fileno()), found):
+            raise PlanError(f"--output {output} is the file that requests are read from. Name another --output.")
 
 
 @contextlib.contextmanager
