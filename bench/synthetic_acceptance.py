@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundKernels
+from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundKernels, RoundTokens
 from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.sampling.sampler import hashes
@@ -27,6 +27,14 @@ class _Inner:
     """The protocol `RoundKernels`, all of it another's."""
 
     inner: RoundKernels
+
+    def spread(
+        self, rows: torch.Tensor, drafts: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor, vocab: int
+    ) -> RoundTokens:
+        return self.inner.spread(rows, drafts, last_token, length, vocab)
+
+    def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+        self.inner.keep_drafts(drafts, rows, found)
 
     def keep(self, history: torch.Tensor, new: NewTokens) -> None:
         self.inner.keep(history, new)
