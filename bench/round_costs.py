@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from phonograph.bench.floors import graph_of
 from phonograph.bench.timing import device_seconds
 from phonograph.engine.llm import LLM
+from phonograph.engine.models.decoder import LayerWeights
 from phonograph.engine.models.draft_head import DraftWeights
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.drafting import Accepted, ReadsTarget
@@ -54,7 +55,11 @@ def round_costs(llm: LLM, num_rows: int) -> dict[str, Any]:
     bodies |= {"extend": lambda: drafter.keep_up(accepted), "draft": lambda: drafter.draft(accepted)}
     seconds = {name: device_seconds(device, graph_of(device, _run(body)).replay) for name, body in bodies.items()}
     total = sum(time for name, time in seconds.items() if name != "extend")
-    read = _bytes(drafting.weights, depth) if isinstance(drafting.weights, DraftWeights) else num_rows * start * 4
+    match drafting.weights:
+        case (DraftWeights() as head, tuple() as layers):
+            read = _bytes(head, layers, depth)
+        case _:
+            read = num_rows * start * 4
     goal = 1.3 * read / BANDWIDTH + LAUNCHES
     return {
         **{f"{name}_ms": round(time * 1e3, 4) for name, time in seconds.items()},
@@ -71,7 +76,7 @@ def _run(body: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def _bytes(weights: DraftWeights, depth: int) -> int:
+def _bytes(head: DraftWeights, layers: Sequence[LayerWeights], depth: int) -> int:
     """What a head reads in a round: features and keys of the round, then a step a draft."""
-    step = weights.out.nbytes + weights.gate_up.nbytes + weights.down.nbytes + weights.head.nbytes
-    return weights.fc.nbytes + depth * (weights.qkv.nbytes + step)
+    each = [one for layer in layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    return head.fc.nbytes + depth * (head.head.nbytes + sum(one.nbytes for one in each))

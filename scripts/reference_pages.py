@@ -91,7 +91,8 @@ def _options(kind: Any, by_flag: Mapping[str, str] | None = None) -> str:
         default = "" if field.default is dataclasses.MISSING else f"`{_value(field.default)}`"
         if field.default_factory is not dataclasses.MISSING:
             default = f"`{_value(field.default_factory())}`"
-        row = [f"`{field.name}`", f"`{field.type}`", default]
+        kinds = " or ".join(f"`{one}`" for one in str(field.type).split(" | "))
+        row = [f"`{field.name}`", kinds, default]
         if by_flag is not None:
             flag = by_flag.get(field.name, "")
             row.append(f"`{flag}`" if flag else "")
@@ -111,10 +112,17 @@ def _flags_read_by(function: Callable[..., object]) -> dict[str, str]:
     found = {}
     for node in ast.walk(ast.parse(inspect.getsource(function))):
         if isinstance(node, ast.keyword) and node.arg is not None:
-            read = re.search(r"\bargs\.(\w+)", ast.unparse(node.value))
+            read = re.search(r"\bargs(?:\.|, ')(\w+)", ast.unparse(node.value))
             if read is not None:
                 found[node.arg] = f"--{read[1].replace('_', '-')}"
     return found
+
+
+def _engine_flags() -> dict[str, str]:
+    """The flag of each engine option: the one that it is read from, or the one of its name (`--speculate-depth`)."""
+    known = {name for action in dict(_commands(command_line()))["serve"]._actions for name in action.option_strings}
+    by_name = {one.name: f"--{one.name.replace('_', '-')}" for one in dataclasses.fields(EngineOptions)}
+    return {name: flag for name, flag in by_name.items() if flag in known} | _flags_read_by(cli_flags.arguments_from)
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -163,7 +171,10 @@ def _is_alias(row: Row) -> bool:
 def _instead(text: str) -> str:
     """What to write, from the warning of an alias."""
     _, found, instead = text.partition(" is deprecated; use ")
-    return f"`{instead}`" if found else f"nothing: {text.partition('changes nothing: ')[2]}"
+    if not found:
+        return f"nothing: {text.partition('changes nothing: ')[2]}"
+    flag, space, note = instead.partition(" (")
+    return f"`{flag}`{space}{note}"
 
 
 def commands_page() -> str:
@@ -227,7 +238,7 @@ def options_page() -> str:
         "Options",
         "## The engine: `EngineOptions`\n",
         "`LLM(model, options=EngineOptions(max_len=4096))`. None leaves it to model and memory.\n",
-        _options(EngineOptions, _flags_read_by(cli_flags.arguments_from)),
+        _options(EngineOptions, _engine_flags()),
         "## The graph plan\n",
         "By name in `--graph-backend '{…}'`, by flag, or by `ask(name, value)` for `LLM(asked=…)`.\n",
         _settings_table(),
@@ -236,7 +247,7 @@ def options_page() -> str:
         "## One request: `SamplingParams`\n",
         _options(SamplingParams, _flags_read_by(cli_flags.params_from)),
         "## A runner: `RunnerOptions`\n",
-        "`graphed` has the same by keyword.\n",
+        "`graphed` has the same by keyword; it makes a plan, whose defaults (above) then hold where it names none.\n",
         _options(RunnerOptions),
     )
 
@@ -250,7 +261,8 @@ def reasons_page() -> str:
         "Reasons and rules",
         "## Why a call was eager\n",
         "`explain()` counts each, `RunEagerly.reason` has it, and `phonograph:eager_steps_total` is labelled with it. "
-        "[Find out why a step was eager](../tutorial/why-was-it-eager.md) shows how to look.\n",
+        "[Find out why a step was eager](../tutorial/why-was-it-eager.md) shows how to look. PHASE in a flag is "
+        "`decode`, `prefill` or another phase; what the flags mean is in [Options](options.md).\n",
         table(("reason", "in Python", "when, and what to do"), reasons),
         "## Rules of the plan\n",
         "A rule that changed a value is named in the plan with its sentence. `--ignore-rule NAME` goes past those that "
@@ -271,7 +283,10 @@ def exceptions_page() -> str:
     ]  # fmt: skip
     return _page(
         "Exceptions",
-        "All are importable from `phonograph`. On the command line, a `PhonographError` is printed, with status 2.\n",
+        "All are importable from `phonograph`. On the command line, a `PhonographError` is printed, with status 2. "
+        "`capture()` raises no `CaptureError`: a bucket that can't be recorded stays eager, and the exception is in "
+        "its report (`failures`) and in `explain()`; with `strict` a `CoverageError` has its sentence. "
+        "[When capture refuses](../how-to/refusals.md) has what to write instead.\n",
         f"```\n{tree}\n```\n",
         table(("exception", "is also", "when"), rows),
     )

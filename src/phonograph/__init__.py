@@ -149,7 +149,7 @@ _MODULES = {
     "resolve": "phonograph.graphs.planning.resolve",
     "verify": "phonograph.graphs.trust.verify",
 }
-"""Where a name is that is imported when it is first used: torch takes seconds, and `phonograph --help` needs none."""
+"""Lazy imports: torch takes seconds to import, and `phonograph --help` does not need it."""
 
 
 def __getattr__(name: str) -> object:

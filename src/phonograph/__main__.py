@@ -1,4 +1,4 @@
-"""`phonograph` and `python -m phonograph`: the command line, which a Ctrl-C ends quietly from the first import on."""
+"""`phonograph` and `python -m phonograph`: the command line; Ctrl-C exits without a traceback, even during imports."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ def run() -> int:
     """Import the commands and run one; returns the exit status."""
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:
-        # Imports take seconds, and some libraries make errors of their own of an interrupt. Nothing has begun yet that
-        # would have to be ended.
+        # Imports take seconds, and some libraries turn an interrupt into errors of their own. Nothing has started yet
+        # that would need cleanup.
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     from phonograph.cli.main import main
 

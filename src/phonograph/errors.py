@@ -1,4 +1,4 @@
-"""Exceptions: all that phonograph raises on purpose.
+"""Exceptions: the tree of errors that phonograph raises.
 
 PhonographError
 ├── DeclarationError      a slot, dim, pool or phase is declared in a way that can't work
@@ -10,15 +10,15 @@ PhonographError
 │   ├── DataDependentShapeError   a shape depends on device values
 │   ├── HostConstantError         a host value would be frozen into the graph
 │   └── InputWriteError           the body writes its input in place
-├── OutputError           a forward pass returns what can't be copied for its caller
+├── OutputError           a forward pass returns something that can't be copied for its caller
 ├── BreakError            a gap's outputs don't fit what the next graph reads
-├── PlanError             the configuration asks for something that can't be
+├── PlanError             the configuration is invalid, or asks for something that is not possible
 ├── CoverageError         strict mode: a batch has no graph
-├── StepOrderError        a step, or what was launched for it, comes twice or out of its order
+├── StepOrderError        a step is launched or collected twice or out of order
 ├── RequestError          a request that can't be served as it is
-├── UnavailableError      the engine takes no request right now
-├── CoreError             the process of the engine core could not be started, or is gone
-└── VerifyError           a replay is not what the eager path gives
+├── UnavailableError      the engine accepts no requests right now
+├── CoreError             the process of the engine core could not be started, or died
+└── VerifyError           a replay differs from the eager path
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BreakError(PhonographError, RuntimeError):
 
 
 class PlanError(PhonographError, ValueError):
-    """The configuration asks for something that can't be."""
+    """The configuration is invalid, or asks for something that is not possible."""
 
 
 class CoverageError(PhonographError, RuntimeError):
@@ -78,7 +78,7 @@ class CoverageError(PhonographError, RuntimeError):
 
 
 class StepOrderError(PhonographError, RuntimeError):
-    """A step, or what was launched for it, comes twice or out of its order."""
+    """A step is launched or collected twice or out of order."""
 
 
 class RequestError(PhonographError, ValueError):
@@ -90,7 +90,7 @@ class RequestError(PhonographError, ValueError):
 
 
 class UnavailableError(PhonographError, RuntimeError):
-    """The engine takes no request right now; says why, and after how many seconds to try again."""
+    """The engine accepts no requests right now; says why, and after how many seconds to retry."""
 
     def __init__(self, problem: str, reason: UnavailableReason, retry_after: float) -> None:
         self.reason = reason
@@ -99,11 +99,11 @@ class UnavailableError(PhonographError, RuntimeError):
 
 
 class CoreError(PhonographError, RuntimeError):
-    """The process of the engine core could not be started, or is gone with all that it served."""
+    """The process of the engine core could not be started, or died with all that it served."""
 
 
 class VerifyError(PhonographError, AssertionError):
-    """A replay is not what the eager path gives."""
+    """A replay differs from the eager path."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class InputWriteError(CaptureError):
 
 @contextmanager
 def allocating(what: str, remedy: str) -> Iterator[None]:
-    """A block that does nothing but allocate: where there is no room, says for what, and what to lower."""
+    """A block that only allocates: an out-of-memory error says for what, and what to lower."""
     try:
         yield
-    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # what torch raises depends on the size
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch's exception depends on the size
         why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise DeviceError(f"allocating {what}: {why}. {remedy}") from error

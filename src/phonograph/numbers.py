@@ -13,7 +13,7 @@ _MAX_SHOWN = 40
 
 
 def is_whole(value: object, least: int = -MAX_WHOLE, most: int = MAX_WHOLE) -> TypeGuard[int]:
-    """Whether it is a whole number within bounds. A bool is an int to Python; to a user it is a slip."""
+    """Whether it is an integer within bounds. A bool, an int to Python, is not."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -33,7 +33,7 @@ def expect_whole(
     """A whole number within bounds, else the error."""
     if is_whole(value, -MAX_WHOLE if least is None else least, most):
         return value
-    # That 64 bits are the end goes without saying, unless it is what the number went past.
+    # The 64-bit bound is mentioned only where the number exceeds it.
     is_past = isinstance(value, int) and value > most
     ceiling = most if most != MAX_WHOLE or is_past else None
     raise error(f"{name} must be a whole number{_bounds(least, ceiling)}, found {shown(value)}.")

@@ -8,28 +8,27 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where the platform keeps a user's caches, and in it our own folder: the XDG base directories, else ~/.cache."""
+    """Our folder in the platform's cache directory: XDG_CACHE_HOME, else ~/.cache."""
     named = os.environ.get("XDG_CACHE_HOME")
     return (Path(named) if named else Path.home() / ".cache") / "phonograph"
 
 
 def state_folder() -> Path:
-    """Where the platform keeps what a user did, as a history, and in it our own folder; else ~/.local/state."""
+    """Our folder in the platform's state directory, for the history of `chat`: XDG_STATE_HOME, else ~/.local/state."""
     named = os.environ.get("XDG_STATE_HOME")
     return (Path(named) if named else Path.home() / ".local" / "state") / "phonograph"
 
 
 def triton_cache_folder() -> Path:
-    """Where Triton keeps what it compiles."""
+    """Triton's cache of compiled kernels."""
     named = os.environ.get("TRITON_CACHE_DIR")
     return Path(named) if named else Path.home() / ".triton" / "cache"
 
 
 def use_compile_cache(torch_version: str, torchs_own: str) -> Path:
-    """Have torch's compiler keep what it compiles in our folder, one for each version of torch; a folder that the
-    user's own variable names prevails.
+    """Point torch's compile cache at our folder, one per version of torch, unless the user has set a folder.
 
-    `torchs_own` is what torch itself sets where nobody did: a temporary folder, which the next start may not find.
+    `torchs_own` is torch's default, which it sets itself: a temporary folder that the next start may not find.
     """
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", torchs_own) == torchs_own:
         folder = cache_folder() / "compiled" / f"torch-{torch_version}"

@@ -115,7 +115,7 @@ def test_an_interrupt_stops_an_answer_and_not_the_program(chat: Terminal) -> Non
     chat.type(CTRL_C)
     chat.until("> ")
     chat.type(CTRL_C)
-    chat.until("(Ctrl-C again, or Ctrl-D, ends)")
+    chat.until("(Ctrl-C again, or Ctrl-D, quits)")
     chat.until("> ")
     chat.type(CTRL_C)
     assert chat.status() == 0

@@ -73,15 +73,15 @@ def guarded(tiny_model: Path) -> Iterator[Server]:
         (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000 + b"\r\n\r\n", 431, "at most 65,536"),
         (b"GET / HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % n for n in range(200)), 431, "at most 128"),
         (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414, "the URL: found 9,001 bytes; at most 8,192"),
-        (b"\x16\x03\x01\x00\xc8" + b"x" * 200, 400, "no valid HTTP"),
-        (b"GET /health HTTP/1.1\r\nHost : localhost\r\n\r\n", 400, "no valid HTTP"),
-        (b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Length: -5\r\n\r\n", 400, "no valid HTTP"),
+        (b"\x16\x03\x01\x00\xc8" + b"x" * 200, 400, "not valid HTTP"),
+        (b"GET /health HTTP/1.1\r\nHost : localhost\r\n\r\n", 400, "not valid HTTP"),
+        (b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Length: -5\r\n\r\n", 400, "not valid HTTP"),
         (
             b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"
             + HOST
             + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
             400,
-            "no valid HTTP",
+            "not valid HTTP",
         ),
         (
             b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"

@@ -266,4 +266,4 @@ def test_what_the_core_logs_is_in_the_log_of_the_front(caplog: pytest.LogCapture
     broken = replace(ARGUMENTS, asked=5)  # type: ignore[arg-type]
     with pytest.raises(CoreError):
         asyncio.run(AsyncLLM(broken).start())
-    assert any(text.startswith("core: the engine core can't go on\nTraceback") for text in caplog.messages)
+    assert any(text.startswith("core: the engine core can't continue\nTraceback") for text in caplog.messages)

@@ -107,10 +107,10 @@ class TestSampling:
     def test_it_can_be_turned_off(self, folder: Path) -> None:
         neutral = LLM(folder, device="cpu", options=EngineOptions(sampling="neutral"))
         assert neutral.sampling == SamplingParams()
-        assert "neutral where a request says nothing" in neutral.explain()
+        assert "neutral where a request leaves a value out" in neutral.explain()
 
     def test_it_is_shown(self, llm: LLM, server: Server) -> None:
-        assert "temperature 0.7, top_k 1 where a request says nothing" in llm.explain()
+        assert "temperature 0.7, top_k 1 where a request leaves it out" in llm.explain()
         assert server.get("/v1/models").json()["data"][0]["sampling"] == {
             "temperature": 0.7,
             "top_k": 1,

@@ -157,12 +157,12 @@ def test_no_text_is_in_the_log(tiny_server: Server) -> None:
 BAD_BODIES: list[tuple[str, bytes, str]] = [
     (TEXT, b"", "it is empty"),
     (TEXT, b"{", "truncated"),
-    (TEXT, b"{'prompt': 'x'}", "no valid JSON"),
-    (TEXT, b'{"prompt": "x", "temperature": NaN}', "NaN and Infinity are no JSON numbers"),
-    (TEXT, b'{"prompt": "x", "temperature": -Infinity}', "NaN and Infinity are no JSON numbers"),
+    (TEXT, b"{'prompt': 'x'}", "not valid JSON"),
+    (TEXT, b'{"prompt": "x", "temperature": NaN}', "NaN and Infinity are not JSON numbers"),
+    (TEXT, b'{"prompt": "x", "temperature": -Infinity}', "NaN and Infinity are not JSON numbers"),
     (TEXT, b'{"prompt": "\xff\xfe"}', "not UTF-8"),
-    (TEXT, b'\xef\xbb\xbf{"prompt": "x"}', "no valid JSON"),
-    (TEXT, b'{"prompt": "\\ud800"}', "no valid JSON"),
+    (TEXT, b'\xef\xbb\xbf{"prompt": "x"}', "not valid JSON"),
+    (TEXT, b'{"prompt": "\\ud800"}', "not valid JSON"),
     (
         TEXT,
         b'{"prompt": "x", "metadata": {"a": ' + b"[" * 90000 + b"]" * 90000 + b"}}",
@@ -413,7 +413,12 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "unknown field", "skip_special_tokens"),
     *(
-        ("/tokenize", {"prompt": "x", name: value}, "would have no effect: a prompt is rendered by no template", name)
+        (
+            "/tokenize",
+            {"prompt": "x", name: value},
+            "would have no effect: no chat template is applied to a prompt",
+            name,
+        )
         for name, value in (
             ("tools", [{"type": "function", "function": {"name": "f"}}]),
             ("chat_template_kwargs", {"think": 1}),
@@ -421,7 +426,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
             ("add_generation_prompt", False),
         )
     ),
-    ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "writes them out", "add_special_tokens"),
+    ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "the chat template adds them", "add_special_tokens"),
     ("/tokenize", {}, "either `prompt` or `messages`", "prompt"),
     ("/tokenize", {"prompt": "x", "messages": HELLO}, "either `prompt` or `messages`", "prompt"),
     ("/detokenize", {"tokens": ["a"]}, "got `str`", "tokens[0]"),
@@ -473,7 +478,7 @@ def test_an_answer_that_follows_a_schema_is_no_call(tiny_server: Server, is_stre
     }
     said = tiny_server.post(CHAT, body)
     assert said.status_code == 200
-    assert "tools: what follows a grammar is no call" in said.headers["x-phonograph-note"]
+    assert "tools: an output that follows a grammar has no tool calls" in said.headers["x-phonograph-note"]
     choices = [event["choices"][0] for event in events(said.content)] if is_streamed else said.json()["choices"]
     messages = [choice["delta" if is_streamed else "message"] for choice in choices]
     assert json.loads("".join(message.get("content", "") for message in messages)) == call

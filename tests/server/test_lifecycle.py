@@ -150,7 +150,7 @@ def test_a_core_that_is_lost_for_good_ends_the_server(tiny_model: Path) -> None:
         said = [line for line in server.lines if line.startswith("phonograph: ")]
         assert len(said) == 1
         assert "SIGKILL" in said[0]
-        assert "it is not started again. The server stops." in said[0]
+        assert "it will not be restarted. The server stops." in said[0]
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

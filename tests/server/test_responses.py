@@ -241,7 +241,7 @@ def test_what_has_no_effect_is_noted(tiny_server: Server) -> None:
     said = tiny_server.post(PATH, body)
     assert said.status_code == 200, said.text
     note = said.headers["x-phonograph-note"]
-    for part in ("reasoning_effort", "reasoning.summary", "encrypted_content", "earlier thoughts"):
+    for part in ("reasoning_effort", "reasoning.summary", "encrypted_content", "earlier reasoning"):
         assert part in note
     assert said.json()["reasoning"]["effort"] == "low"
 

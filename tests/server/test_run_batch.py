@@ -154,7 +154,7 @@ def test_ctrl_c_leaves_what_is_done(tiny_model: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "stopped (--resume goes on)" in said
+    assert "stopped (--resume continues)" in said
     assert "Traceback" not in said
     assert 0 < len(results(target)) < 2000
 
@@ -348,7 +348,7 @@ def test_bad_lines_say_what_is_wrong(text: str, code: str, said: str) -> None:
 def test_an_output_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("my notes\nof years\n")
-    with pytest.raises(PlanError, match="line 1 is no output of run-batch"):
+    with pytest.raises(PlanError, match="line 1 was not written by run-batch"):
         resumed(path)
     assert path.read_text() == "my notes\nof years\n"
     assert len(resumed(tmp_path / "none")) == 0

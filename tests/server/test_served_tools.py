@@ -54,7 +54,7 @@ def test_what_has_no_effect_is_noted(tiny_server: Server) -> None:
     body = {"messages": HELLO, "reasoning_effort": "high", "verbosity": "low", "max_tokens": 2}
     for is_streamed in (False, True):
         note = tiny_server.post(CHAT, {**body, "stream": is_streamed}).headers["x-phonograph-note"]
-        assert "reasoning_effort: the model's chat template has no place for it" in note
+        assert "reasoning_effort: the model's chat template does not read it" in note
         assert "verbosity: " in note
     assert "x-phonograph-note" not in tiny_server.post(CHAT, {"messages": HELLO, "max_tokens": 2}).headers
 

@@ -45,13 +45,13 @@ def test_giving_back_twice_is_an_error() -> None:
     pool = BlockPool(4)
     pages = taken(pool, 1)
     pool.give_back(pages)
-    with pytest.raises(PhonographError, match="given back twice"):
+    with pytest.raises(PhonographError, match="released twice"):
         pool.give_back(pages)
     pool.check()
 
 
 def test_a_free_page_cannot_be_shared() -> None:
-    with pytest.raises(PhonographError, match="it has no holder"):
+    with pytest.raises(PhonographError, match="it has no reference"):
         BlockPool(4).share([2])
 
 

@@ -141,7 +141,7 @@ def test_explain_refuses_what_generate_refuses(
 ) -> None:
     folder = tiny.write(tmp_path / "tiny")
     assert main(["explain", "--model", str(folder), "--device", "cpu"]) == 0
-    assert "sampling: neutral where a request says nothing" in capsys.readouterr().out
+    assert "sampling: neutral where a request leaves a value out" in capsys.readouterr().out
     (folder / file).write_text(text)
     for command in (["explain"], ["generate", "--chat", "--prompt", "x"]):
         assert main([*command, "--model", str(folder), "--device", "cpu"]) == 2
@@ -238,7 +238,7 @@ def test_a_full_context_forgets_the_oldest_question(
     assert main(["chat", "--device", "cpu", "--max-len", "96", "--max-tokens", "12"]) == 0
     found = capsys.readouterr()
     assert "The capital of France is Paris." in found.out
-    assert "the oldest question is forgotten" in found.err
+    assert "the oldest question is dropped" in found.err
     assert "Shorten the prompt" in found.err, "a question that is too long alone is refused, and the talk goes on"
 
 

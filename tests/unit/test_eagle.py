@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from phonograph import LLM, CheckpointError, EngineOptions, PlanError, SamplingParams, verify
+from phonograph.engine import checkpoints
 from phonograph.engine.cache.groups import CacheGroup, page_bytes
 from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.execution.speculation import choose_drafter
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.rope import rope_table
 from phonograph.engine.ops.queries import Queries
@@ -38,7 +41,7 @@ PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (11,) * 9, tuple(range(10
 REQUESTS = [(prompt, (GREEDY, DRAWN, PENALISED)[number % 3]) for number, prompt in enumerate(PROMPTS * 2)]
 
 
-def tensors(num_taps: int = 2, *, has_head: bool = True) -> dict[str, torch.Tensor]:
+def tensors(num_taps: int = 2, *, has_head: bool = True, num_layers: int = 1) -> dict[str, torch.Tensor]:
     """Random ones, of heads that differ from the target's in number."""
     numbers = torch.Generator().manual_seed(1)
 
@@ -59,6 +62,12 @@ def tensors(num_taps: int = 2, *, has_head: bool = True) -> dict[str, torch.Tens
         "d2t": torch.randperm(TARGET.vocab, generator=numbers)[:DRAFTED].sort().values - torch.arange(DRAFTED),
         "t2d": torch.zeros(TARGET.vocab, dtype=torch.bool),
     }
+    for index in range(1, num_layers):
+        own = [name for name in found if name.startswith("midlayer.") and "hidden_norm" not in name]
+        shapes = {name.replace("midlayer", f"layers.{index}"): [*found[name].shape] for name in own}
+        for name, shape in shapes.items():
+            is_norm, reads_both = len(shape) == 1, "q_proj" in name or "k_proj" in name or "v_proj" in name
+            found[name] = 1 + random(*shape) if is_norm else random(shape[0], HIDDEN if reads_both else shape[1])
     return {**found, "lm_head.weight": random(DRAFTED, HIDDEN)} if has_head else found
 
 
@@ -102,13 +111,14 @@ class ByHand:
         self.model = drafted_for(plain_llm().executor.model)
         self.taps, self.norms = tuple(taps), norms
         layer = DraftCheckpoint.open(folder, TARGET).config.layer
+        self.layers = ["midlayer", *(f"layers.{index}" for index in range(1, layer.num_layers))]
         self.angles = rope_table(layer, 200, torch.device("cpu"))
 
     def normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return functional.rms_norm(x, (HIDDEN,), self.weights[f"{name}.weight"], 1e-5)
 
     def projected(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ self.weights[f"midlayer.{name}_proj.weight"].T
+        return x @ self.weights[f"{name}_proj.weight"].T
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
         x, count = x.view(x.shape[0], -1, 16), x.shape[0]
@@ -116,20 +126,26 @@ class ByHand:
         return x * self.angles.cos[:count, None] + half * self.angles.sin[:count, None]
 
     def states(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's output at every position; `tokens` come after the positions."""
+        """The last layer's output at every position; `tokens` come after the positions."""
         embedded = self.model.weights.embedding[torch.tensor(tokens)]
         x = torch.cat(
             [self.normed(embedded, "midlayer.input_layernorm"), self.normed(hidden, "midlayer.hidden_norm")], 1
         )
-        q, k = (self.turned(self.projected(x, f"self_attn.{name}")) for name in "qk")
-        v = self.projected(x, "self_attn.v").view(len(tokens), -1, 16)
-        k, v = (part.repeat_interleave(2, 1) for part in (k, v))
-        q, k, v = (part.transpose(0, 1) for part in (q, k, v))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = hidden + self.projected(mixed.transpose(0, 1).flatten(1), "self_attn.o")
-        inner = self.normed(x, "midlayer.post_attention_layernorm")
-        gated = functional.silu(self.projected(inner, "mlp.gate")) * self.projected(inner, "mlp.up")
-        return x + self.projected(gated, "mlp.down")
+        for index, layer in enumerate(self.layers):
+            if index:
+                x = self.normed(hidden, f"{layer}.input_layernorm")
+            q, k = (self.turned(self.projected(x, f"{layer}.self_attn.{name}")) for name in "qk")
+            v = self.projected(x, f"{layer}.self_attn.v").view(len(tokens), -1, 16)
+            k, v = (part.repeat_interleave(2, 1) for part in (k, v))
+            q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = hidden + self.projected(mixed.transpose(0, 1).flatten(1), f"{layer}.self_attn.o")
+            inner = self.normed(x, f"{layer}.post_attention_layernorm")
+            gated = functional.silu(self.projected(inner, f"{layer}.mlp.gate")) * self.projected(
+                inner, f"{layer}.mlp.up"
+            )
+            hidden = x + self.projected(gated, f"{layer}.mlp.down")
+        return hidden
 
     def drafts(self, known: Sequence[int], depth: int) -> list[int]:
         computed, pages = len(known) - 1, torch.arange(1, 30)[None].repeat(2, 1)
@@ -150,12 +166,15 @@ class ByHand:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("kind", ["published", "norms, target's head"])
-def test_drafts_are_those_of_the_head_over_the_whole_sequence(tmp_path: Path, kind: str, depth: int) -> None:
+@pytest.mark.parametrize(("kind", "layers"), [("published", 1), ("norms, target's head", 1), ("published", 3)])
+def test_drafts_are_those_of_the_head_over_the_whole_sequence(
+    tmp_path: Path, kind: str, layers: int, depth: int
+) -> None:
     """Whatever was rejected, cut into chunks, or computed among others."""
     own = kind == "published"
     taps = {"eagle_aux_hidden_state_layer_ids": [0, 1] if own else [1, 0], "norms_features": not own}
-    folder = written(tmp_path, tensors(has_head=own), eagle_config=taps)
+    weights = tensors(has_head=own, num_layers=layers)
+    folder = written(tmp_path, weights, eagle_config=taps, num_hidden_layers=layers)
     by_hand = ByHand(folder, [0, 1] if own else [1, 0], norms=not own)
     core = speculating(drafting(folder, depth), "disabled", max_ahead=0, prefix_cache=False, chunk=7)
     tables, seen = core.executor.tables, 0
@@ -172,7 +191,9 @@ def test_drafts_are_those_of_the_head_over_the_whole_sequence(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])
-def test_output_is_that_of_plain_decoding(folder: Path, backend: str) -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+def test_output_is_that_of_plain_decoding(tmp_path: Path, layers: int, backend: str) -> None:
+    folder = written(tmp_path, tensors(num_layers=layers), num_hidden_layers=layers)
     core = speculating(drafting(folder), backend)
     driver = Driver(core)
     check(driver.run(REQUESTS))
@@ -233,7 +254,8 @@ def without(name: str) -> dict[str, torch.Tensor]:
         ({"hidden_size": 32}, None, "its hidden size is 32, and the model's is 64"),
         ({"vocab_size": 300}, None, "its vocabulary is 300, and the model's is 256"),
         ({"draft_vocab_size": 300}, None, "its draft vocabulary is 300"),
-        ({"num_hidden_layers": 2}, None, "it has 2 layers"),
+        ({"num_hidden_layers": 2}, None, r"layers\.1\.self_attn\.q_proj\.weight is missing"),
+        ({"num_hidden_layers": 17}, None, "it has 17 layers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, None, r"it taps the layers \[0, 2\]"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1]}}, None, r"it taps the layers \[1, 1\]"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, None, "as in EAGLE-1"),
@@ -282,9 +304,11 @@ def test_a_head_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: 
 
 
 def test_a_head_and_its_flag_come_together(folder: Path) -> None:
-    for options in ({"speculate": "eagle"}, {"draft": folder}, {"speculate": "ngram", "draft": folder}):
-        with pytest.raises(PlanError, match="together, or neither"):
+    for options in ({"draft": folder}, {"speculate": "ngram", "draft": folder}):
+        with pytest.raises(PlanError, match="or neither"):
             EngineOptions(**options)
+    with pytest.raises(PlanError, match="none comes with this model"):
+        LLM(RandomCheckpoint(TARGET), device="cpu", options=EngineOptions(speculate="eagle"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -297,3 +321,35 @@ def test_an_llm_with_a_head(folder: Path, device: str) -> None:
     assert [one.tokens for one in found] == [one.tokens for one in plain_llm().generate(PROMPTS, GREEDY)]
     assert llm.drafting is not None
     assert llm.drafting.name == "eagle"
+
+
+# -- who is chosen --------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_what_there_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, beside = RandomCheckpoint(TARGET), tmp_path / "SmolLM2-135M-Instruct.eagle3"
+    auto = EngineOptions(speculate="auto")
+    chosen = choose_drafter(auto, checkpoint)
+    assert str(chosen) == "ngram (auto: no head comes with this model, and --draft names none)"
+    assert str(choose_drafter(replace(auto, draft=folder), checkpoint)) == "eagle (auto: --draft names a head)"
+    # The default model, and a head that lies beside it.
+    default = tmp_path / "default.gguf"
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: True)
+    monkeypatch.setattr(checkpoints, "default_model", lambda: default)
+    checkpoint = replace(checkpoint, source=str(default))
+    assert str(choose_drafter(auto, checkpoint)).startswith("ngram")
+    shutil.copytree(folder, beside)
+    assert str(choose_drafter(auto, checkpoint)) == "eagle (auto: a head comes with this model)"
+    assert str(choose_drafter(EngineOptions(speculate="eagle"), checkpoint)) == "eagle"
+    assert str(choose_drafter(EngineOptions(speculate="ngram"), checkpoint)) == "ngram"
+    (beside / "config.json").write_text(json.dumps(config(hidden_size=32)))
+    with pytest.raises(CheckpointError, match="hidden size"):
+        choose_drafter(auto, checkpoint)
+
+
+def test_auto_tells_what_it_took(folder: Path) -> None:
+    options = EngineOptions(
+        max_seqs=2, max_len=MAX_LEN, page_size=8, dtype=torch.float32, speculate="auto", draft=folder
+    )
+    llm = LLM(RandomCheckpoint(TARGET), device="cpu", options=options)
+    assert "speculation: eagle (auto: --draft names a head) drafts 3 tokens a round" in llm.explain()

@@ -120,7 +120,7 @@ def test_other_weights_of_the_same_shape_are_said(kept: Path) -> None:
     assert first.startswith("the weights here are not those that were served: ")
     assert "weights have other values (the first: embedding). Open it with the model that was" in first
     assert second.startswith("replay and eager give the same bits here")
-    assert second.endswith(", which on other weights tells nothing")
+    assert second.endswith(", which with other weights is inconclusive")
     assert not found.is_verdict
     spoil(llm)
     found = rerun(llm.executor, Reproducer.read(kept))
@@ -163,7 +163,7 @@ def test_the_file_is_read_and_compared_before_weights_are_loaded(
         tmp_path / "none": "No such file",
         tmp_path: "Is a directory",
         damaged: "its end is missing",
-        foreign: "it is no reproducer",
+        foreign: "it is not a reproducer",
         empty: "it is empty",
         older: "it has the format 2, and this version of phonograph reads 3",
     }.items():

@@ -237,14 +237,24 @@ class TestGraphBackend:
 
 
 # Each of SGLang's names: what follows it, the setting and value that it asks for, and what to write instead.
+AS_JSON = "--graph-backend VALUE (for max_bs write limit, for bs buckets, and tc_compiler beside the phases)"
 OLD_NAMES: list[tuple[list[str], str, Value, str]] = [
-    (["--cuda-graph-mode", "disabled"], "idle.backend", "disabled", "--graph-backend VALUE"),
-    (
-        ["--cuda-graph-mode", '{"decode": "breakable"}'],
-        "decode.backend",
-        "breakable",
-        "--graph-backend VALUE",
-    ),
+    (["--cuda-graph-config", '{"decode": {"backend": "full", "max_bs": 16}}'], "decode.limit", 16, AS_JSON),
+    (["--cuda-graph-config", '{"prefill": {"bs": [64, 128]}}'], "prefill.buckets", (64, 128), AS_JSON),
+    (["--cuda-graph-config", '{"prefill": {"tc_compiler": "eager"}}'], "tc_compiler", "eager", AS_JSON),
+    (["--cuda-graph-backend-decode", "breakable"], "decode.backend", "breakable", "--decode-graph-backend VALUE"),
+    (["--cuda-graph-backend-prefill", "full"], "prefill.backend", "full", "--prefill-graph-backend VALUE"),
+    (["--cuda-graph-max-bs-decode", "16"], "decode.limit", 16, "--decode-graph-limit VALUE"),
+    (["--cuda-graph-max-bs-prefill", "512"], "prefill.limit", 512, "--prefill-graph-limit VALUE"),
+    (["--cuda-graph-bs-decode", "1", "16"], "decode.buckets", (1, 16), "--decode-graph-buckets VALUE"),
+    (["--cuda-graph-bs-prefill", "64", "128"], "prefill.buckets", (64, 128), "--prefill-graph-buckets VALUE"),
+    (["--cuda-graph-tc-compiler", "eager"], "tc_compiler", "eager", "--tc-compiler VALUE"),
+    (["--disable-decode-cuda-graph"], "decode.backend", "disabled", "--decode-graph-backend disabled"),
+    (["--disable-prefill-cuda-graph"], "prefill.backend", "disabled", "--prefill-graph-backend disabled"),
+    (["--piecewise-cuda-graph-max-tokens", "512"], "prefill.limit", 512, "--prefill-graph-limit VALUE"),
+    (["--piecewise-cuda-graph-tokens", "64", "128"], "prefill.buckets", (64, 128), "--prefill-graph-buckets VALUE"),
+    (["--cuda-graph-mode", "disabled"], "idle.backend", "disabled", AS_JSON),
+    (["--cuda-graph-mode", '{"decode": "breakable"}'], "decode.backend", "breakable", AS_JSON),
     (["--prefill-cuda-graph-backend", "full"], "prefill.backend", "full", "--prefill-graph-backend VALUE"),
     (
         ["--decode-cuda-graph-backend", "breakable"],
@@ -301,6 +311,13 @@ class TestAliases:
         )
         assert any("rule 'tc-debug' is ignored" in text and "prefill.backend" in text for text in got.warnings)
         assert set(PIECEWISE_RULES) <= {rule.name for rule in RULES if rule.ignorable}
+
+    def test_keys_of_its_json_are_refused_elsewhere_and_others_of_its_own_too(self) -> None:
+        assert "max_bs" in refused("--graph-backend", '{"decode": {"max_bs": 16}}')
+        assert "full_prefill_max_req" in refused("--cuda-graph-config", '{"prefill": {"full_prefill_max_req": 4}}')
+        assert "{phase}" in refused("--cuda-graph-config", '{"prefill": {"{phase}": 4}}')
+        both = '{"decode": {"tc_compiler": "eager"}, "prefill": {"tc_compiler": "inductor"}}'
+        assert "asked to be both" in refused("--cuda-graph-config", both)
 
     def test_another_compiler_is_refused(self) -> None:
         assert "did you mean 'inductor'?" in refused("--piecewise-cuda-graph-compiler", "inducto")

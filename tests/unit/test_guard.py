@@ -496,5 +496,5 @@ def test_nodes_that_cannot_be_read_are_unseen_with_the_reason() -> None:
         def nodes(self) -> NodeList:
             raise OSError("libcuda.so.1: cannot open shared object file")
 
-    assert nodes_of(Silent()).unseen == ("nodes unseen: Silent does not tell them",)
+    assert nodes_of(Silent()).unseen == ("nodes unseen: Silent has no nodes()",)
     assert "nodes unseen: OSError: libcuda.so.1" in nodes_of(Failing()).unseen[0]

@@ -183,5 +183,5 @@ def test_what_can_t_be_put_back_fails_by_name() -> None:
 
     object.__setattr__(phase, "body", once)
     (failed,) = llm.generate(PROMPTS[:1], GREEDY)
-    assert "can't be put back" in failed.error
+    assert "can't be restored" in failed.error
     assert llm.generate(PROMPTS[:1], GREEDY)[0].tokens == by_hand(llm, PROMPTS[0], 12)

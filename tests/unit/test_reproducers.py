@@ -277,7 +277,7 @@ def test_nothing_in_a_file_is_run(right: LLM, tmp_path: Path) -> None:
             return os.mkdir, (str(tmp_path / "ran"),)
 
     torch.save({"phase": "decode", "rows": Evil(), "cache": []}, tmp_path / "evil.pt")
-    with pytest.raises(CheckpointError, match=r"evil\.pt: it is no reproducer"):
+    with pytest.raises(CheckpointError, match=r"evil\.pt: it is not a reproducer"):
         again(right.executor, tmp_path / "evil.pt")
     assert not (tmp_path / "ran").exists()
 

@@ -129,7 +129,7 @@ def test_a_right_engine_is_found_right_at_every_step(backend: str, right: list[l
 
 def test_recordings_that_round_otherwise_are_not_shadowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TcPiecewiseBackend, "is_exact", False)
-    with pytest.raises(PlanError, match=r"compares bits, and what is compiled for .*decode.* rounds otherwise"):
+    with pytest.raises(PlanError, match=r"compares bits, and what is compiled for .*decode.* rounds differently"):
         opened("tc_piecewise", shadow_verify=0.1)
     assert opened("tc_piecewise").executor.shadow is None
 

@@ -323,7 +323,7 @@ def test_flags_ask_for_options(flags: tuple[str, ...], wanted: tuple[str, int, P
         (("--speculate", "ngram", "--speculative-algorithm", "EAGLE"), "Keep --speculate alone"),
         (("--speculate", "ngram", "--speculate-depth", "3", "--speculative-num-steps", "4"), "Keep --speculate-depth"),
         (("--speculate-depth", "3"), "Give --speculate a drafter"),
-        (("--draft", "head"), "together, or neither"),
+        (("--draft", "head"), "or neither"),
         (("--speculate", "ngram", "--decode-graph-backend", "full"), "Use --target-verify-graph-"),
         (("--target-verify-graph-backend", "full"), "Use --decode-graph-"),
     ],
@@ -347,7 +347,7 @@ def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
     assert (found.rounds, found.tokens, found.drafted, found.accepted) == (6, 24, 18, (6, 6, 6))
     assert found.plain == {"grammar": 3, "request": 4, "cost": 0}
     assert found.tokens_per_round == 4.0
-    assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by place: 100%, 100%, 100%; decoded")
+    assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by position: 100%, 100%, 100%; decoded")
 
 
 def test_rounds_that_end_bring_what_is_taken_of_them() -> None:

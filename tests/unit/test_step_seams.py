@@ -217,7 +217,7 @@ def test_state_of_a_pass_is_not_put_back_by_a_reset(after: bool) -> None:
     assert [one.outputs for one in outputs(executor, llm.limits, _PROMPTS, mixed=False)] == right
     failing = Failing(executor, lambda step: step.number == 6, after=after)
     for sequence, expected in zip(outputs(failing, llm.limits, _PROMPTS, mixed=False), right, strict=True):
-        assert sequence.outputs == expected or r"state by row (seen) can't be put back" in sequence.error
+        assert sequence.outputs == expected or r"per-row state (seen) can't be restored" in sequence.error
 
 
 def test_a_sequence_that_enters_in_the_step_that_raised_is_put_back() -> None:

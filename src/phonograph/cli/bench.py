@@ -11,7 +11,7 @@ HELP = "measure steps, throughput, capture, start, and endpoints under load"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What can be measured."""
+    """Add the benchmarks and their flags."""
     subparsers = parser.add_subparsers(required=True, metavar="NAME")
     bench.add_commands(subparsers)
     bench_serve.add_command(subparsers)

@@ -24,8 +24,8 @@ HELP = "talk to the model"
 _COMMANDS = {
     "/help": "this list",
     "/explain": "the plan, what is captured, and why steps ran eagerly",
-    "/clear": "begin a new conversation",
-    "/quit": "end; so do Ctrl-D, and Ctrl-C twice at an empty prompt",
+    "/clear": "start a new conversation",
+    "/quit": "quit; so do Ctrl-D, and Ctrl-C twice at an empty prompt",
 }
 _INPUT = (
     'A line that ends in \\ goes on in the next; """ begins and ends a message of several lines.\n'
@@ -35,7 +35,7 @@ _INPUT = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--no-history", action="store_true", help="don't keep what is typed for the next time")
+    parser.add_argument("--no-history", action="store_true", help="don't save the input history")
     add_sampling_flags(parser)
     add_engine_flags(parser)
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     llm = arguments_from(args).open(bar())
     editor = LineEditor(None if args.no_history else settings.state_folder() / "chat_history")
     chat = _Chat(llm, greedy_by_default(params, llm.sampling))
-    _tell("Type a message; /help shows the commands, Ctrl-D ends.")
+    _tell("Type a message; /help shows the commands, Ctrl-D quits.")
     try:
         return _talk(chat, editor)
     finally:
@@ -66,7 +66,7 @@ def _talk(chat: _Chat, editor: LineEditor) -> int:
                 return 0
             is_leaving = not editor.typed
             if is_leaving:
-                _tell("(Ctrl-C again, or Ctrl-D, ends)")
+                _tell("(Ctrl-C again, or Ctrl-D, quits)")
             continue
         is_leaving = False
         if said.strip() and not chat.take(said):
@@ -82,7 +82,7 @@ class _Chat:
         self._messages: list[dict[str, object]] = []
 
     def take(self, said: str) -> bool:
-        """Do what a command says, or answer a message; False if that was the end."""
+        """Run a command, or answer a message; False to quit."""
         if said.startswith("/") and not said.startswith("//"):
             return self._obey(said.strip())
         self._messages.append({"role": "user", "content": said[1:] if said.startswith("//") else said})
@@ -109,12 +109,12 @@ class _Chat:
         return True
 
     def _answer(self) -> str:
-        """Print the answer as it comes; where it has no room, the oldest question and answer are forgotten."""
+        """Stream the answer; where the context is full, the oldest question and answer are dropped."""
         llm, messages, params, answer = self._llm, self._messages, self._params, ""
         room = min(params.max_tokens, llm.limits.max_len // 2)
         try:
             while len(messages) > 1 and llm.chat_length(messages) + room > llm.limits.max_len:
-                _tell("(the context is full: the oldest question is forgotten)")
+                _tell("(the context is full: the oldest question is dropped)")
                 del messages[:2]
             with _interruptible() as is_stopped, closing(_as_generator(llm, messages, params)) as texts:
                 for text in texts:
@@ -135,7 +135,7 @@ def _as_generator(llm: LLM, messages: list[dict[str, object]], params: SamplingP
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """A Ctrl-C is noted, and a step that runs is finished; the second one does not wait."""
+    """The first Ctrl-C lets the running step finish; the second does not wait."""
     count = 0
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`phonograph doctor`: what is installed, what the device is, what is missing, and the line that installs it."""
+"""`phonograph doctor`: versions, device, extras and caches, and the pip line for each missing package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     area: str
     name: str
@@ -47,7 +47,7 @@ class Finding:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--json", action="store_true", help="as JSON, for a report of a problem")
+    parser.add_argument("--json", action="store_true", help="as JSON, for bug reports")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,11 +90,11 @@ def _lines(findings: list[Finding]) -> Iterator[str]:
         if one.remedy:
             yield f"  {'':<{width}}  -> {one.remedy}"
     missing = sum(bool(one.remedy) for one in findings)
-    yield f"\n{missing} of these can be mended (->)." if missing else "\nNothing is missing."
+    yield f"\n{missing} of these can be fixed (->)." if missing else "\nNothing is missing."
 
 
 def _looked_at(area: str, name: str, look: Callable[[], tuple[str, str]]) -> Iterator[Finding]:
-    """One finding; what looking raises is one too: this is the command for installations that are broken."""
+    """One finding; an exception becomes a finding too, since this command is for broken installations."""
     try:
         found, remedy = look()
     except Exception as error:

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.engine.checkpoints.generation_config import described
     from phonograph.engine.execution.shadow import described_checks
     from phonograph.engine.execution.sizing import limits_for, plan_for
-    from phonograph.engine.execution.speculation import open_draft
+    from phonograph.engine.execution.speculation import choose_drafter
     from phonograph.engine.kernel_selection import refuse_unsupported
     from phonograph.engine.precision import precision_for
     from phonograph.engine.requests.request import SamplingParams
@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
         breaks=breaks_of(checkpoint),
     )
     refuse_unsupported(device, precision.applied_to(arguments.options), plan)
-    # All that loading refuses is refused here too, but for the values of the weights, which are not read.
+    # Refuses whatever loading would refuse, except for the values of the weights, which are not read.
     eos_ids = config.eos_ids
     missing = _not_there_yet(arguments) if arguments.shape is None else []
     if arguments.shape is None and "tokenizer.json" not in missing:
         eos_ids = checkpoint.tokenizer().eos_ids
         checkpoint.chat_template()
     limits = limits_for(arguments.options, device, plan, config.max_len, eos_ids)
-    open_draft(arguments.options, config)
+    drafter = choose_drafter(arguments.options, checkpoint)
     if isinstance(checkpoint, MakesModel):
         checkpoint.check(limits.num_positions)
     print(
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()))
     print(described_checks(arguments.options, is_recorded=plan.is_recorded))
+    print(f"speculation: {'off' if drafter is None else f'{drafter}, {arguments.options.draft_depth} a round'}")
     print(plan.explain())
     if args.trace is not None:
         print(_traces(arguments, args.trace))

@@ -39,11 +39,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="of the residual stream, float32 or as --dtype; default: float32 with float16 and for a quantised file",
     )
-    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew, seen before or not")
+    parser.add_argument(
+        "--no-prefix-cache", action="store_true", help="turn the prefix cache off: compute every prompt in full"
+    )
     parser.add_argument(
         "--eager-copies",
         action="store_true",
-        help="copy the inputs of eager passes into buffers, as graphs need it, to tell wrong inputs from a wrong graph",
+        help="copy the inputs of eager passes into buffers, as replays do, to tell wrong inputs from a wrong graph",
     )
     _add_trust_flags(parser)
     parser.add_argument(
@@ -59,26 +61,37 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "the model's generation_config.json or GGUF metadata, or values that change nothing",
     )
     add_speculation_flags(parser)
-    parser.add_argument(
-        "--embeddings",
-        action="store_true",
-        help="make vectors of texts too (/v1/embeddings): a pass of its own, with as many recordings as prefill has",
-    )
+    _add_output_flags(parser)
     graph_flags.add_flags(parser, ALL_PHASES)
 
 
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """What requests may ask for besides text."""
+    parser.add_argument(
+        "--embeddings",
+        action="store_true",
+        help="serve /v1/embeddings too: a pass of its own, with as many recordings as prefill has",
+    )
+    parser.add_argument(
+        "--return-hidden-states",
+        "--enable-return-hidden-states",
+        action="store_true",
+        help="let requests ask for hidden states (return_hidden_states): decode steps have recordings with and without",
+    )
+
+
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Whose layers a model has."""
+    """Which implementation of a model to use."""
     parser.add_argument(
         "--model-impl",
         choices=("auto", "native", "hf"),
         default="auto",
-        help="whose layers the model has: ours, those of transformers (hf), or ours where there are some (auto)",
+        help="model implementation: native layers, those of transformers (hf), or native where there are some (auto)",
     )
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="run Python code that the checkpoint's folder brings, for a model that transformers does not have",
+        help="run Python code from the checkpoint's folder, for a model that transformers does not have",
     )
     parser.add_argument(
         "--hf-layers", metavar="MODULE", help="the module that has the layers of a transformers model; default: it says"
@@ -98,10 +111,13 @@ def _add_trust_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="run this share of the steps a second time, eagerly; a replay that gave other bits reaches nobody, is "
-        "computed again, and its recording is given back",
+        help="run this share of the steps a second time, eagerly; a replay that differs in a bit is discarded, "
+        "the step is computed again, and its recording is released",
     )
-    parser.add_argument("--shadow-dir", help="keep batches that were computed wrongly here, at most 8 files and 1 GiB")
+    parser.add_argument(
+        "--shadow-dir",
+        help="save batches that were computed wrongly as reproducers in this folder, at most 8 files and 1 GiB",
+    )
 
 
 def arguments_from(args: argparse.Namespace) -> EngineArguments:
@@ -131,6 +147,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         speculate_when=speculation.when,
         draft=speculation.draft,
         embeddings=args.embeddings,
+        return_hidden_states=args.return_hidden_states,
         eager_copies=args.eager_copies,
         verify=args.verify,
         shadow_verify=args.shadow_verify,
@@ -146,22 +163,26 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """How to pick tokens, and when to stop."""
+    """Sampling and stop conditions."""
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most")
+    parser.add_argument("--temperature", type=float, help="0 is greedy; default: the model's own, else 0")
     parser.add_argument(
-        "--temperature", type=float, help="0 always takes the likeliest token; default: the model's own, else 0"
+        "--top-k", type=int, help="sample from the k most likely tokens, 0 for all; default: the model's"
     )
-    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens, 0 for all; default: the model's")
-    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this mass; default: the model's")
     parser.add_argument(
-        "--min-p", type=float, help="leave out tokens less likely than this share of the best; default: the model's"
+        "--top-p", type=float, help="sample from the most likely tokens of this total probability; default: the model's"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        help="drop tokens less likely than this fraction of the most likely one; default: the model's",
     )
     parser.add_argument("--seed", type=int, help="the same seed gives the same tokens")
-    parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
+    parser.add_argument("--stop", action="append", default=[], help="a stop string; may be repeated")
 
 
 def greedy_by_default(params: SamplingParams, recommended: SamplingParams) -> SamplingParams:
-    """Greedy, where neither a flag nor the model sets a temperature: two trials then give the same tokens."""
+    """Greedy, where neither a flag nor the model sets a temperature: two runs then give the same tokens."""
     is_open = params.temperature is None and recommended.temperature is None
     return replace(params, temperature=0.0) if is_open else params
 

@@ -22,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, help="the text to complete")
     parser.add_argument("--chat", action="store_true", help="render the prompt with the model's chat template")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--report", action="store_true", help="say what ran: model, plan, graphs, speed")
+    parser.add_argument("--report", action="store_true", help="report what ran: model, plan, graphs, speed")
     add_sampling_flags(parser)
     add_engine_flags(parser)
 

@@ -1,4 +1,4 @@
-"""LineEditor: what a person types, with a history that is kept, and messages of several lines."""
+"""LineEditor: reads messages from a terminal, with a saved history and multi-line input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LineEditor:
 
     @property
     def typed(self) -> str:
-        """What stood on the line when it was interrupted."""
+        """The text on the line when it was interrupted."""
         return self._readline.get_line_buffer() if self._readline is not None else ""
 
     def read(self, prompt: str = "> ", more: str = "… ") -> str:

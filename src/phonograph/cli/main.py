@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that the caller closed: else the next file or socket gets their descriptor and output."""
+    """Open standard streams that the caller closed: else the next file or socket would get their descriptors."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # Python's sign of a closed descriptor
             opened = os.open(os.devnull, os.O_RDWR)

@@ -30,10 +30,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     files = parser.add_argument_group("files")
     files.add_argument("-i", "--input", required=True, help="requests as JSON, one a line; - reads standard input")
-    files.add_argument("-o", "--output", required=True, help="where answers go, as they end; - is standard output")
-    files.add_argument("--resume", action="store_true", help="go on with an output: lines that it has are left out")
-    files.add_argument("--overwrite", action="store_true", help="begin an output that is there anew")
-    files.add_argument("--max-in-flight", type=int, help="requests at a time; default: twice --max-seqs")
+    files.add_argument("-o", "--output", required=True, help="where responses go, as they finish; - is standard output")
+    files.add_argument(
+        "--resume", action="store_true", help="continue an output file: requests that it answers are skipped"
+    )
+    files.add_argument("--overwrite", action="store_true", help="overwrite an existing output file")
+    files.add_argument("--max-in-flight", type=int, help="requests in flight at a time; default: twice --max-seqs")
     files.add_argument("--served-name", action="append", default=[], help="the model's name in requests; repeatable")
     files.add_argument("--max-line-bytes", type=int, default=8 << 20, help="a longer line fails (default 8 MiB)")
     add_engine_flags(parser)
@@ -71,7 +73,7 @@ async def _answered(
     from phonograph.server.batch.running import BatchRun
     from phonograph.server.options import ServerOptions
 
-    # Nobody can ask for a stored response: the answers are in the file.
+    # Stored responses could not be retrieved here: they are in the file.
     options = ServerOptions(names=tuple(args.served_name), max_body_bytes=args.max_line_bytes, response_store_bytes=0)
     llm = AsyncLLM(arguments_from(args), max_queue=options.max_queue)
     app = create_app(llm, options)
@@ -79,7 +81,7 @@ async def _answered(
         about = await llm.start(bar())
         most = args.max_in_flight or 2 * about.limits.max_seqs
         work = BatchRun(app, output, most=most, done=done, report=progress.report, progress=progress.show)
-        how = "stopped (--resume goes on)"
+        how = "stopped (--resume continues)"
         try:
             lines, is_file = numbered_lines(given, args.max_line_bytes), Path(args.input).is_file()
             await work.run(lines, llm.lost(), waits=not is_file)
@@ -92,15 +94,15 @@ async def _answered(
 
 
 def _refuse_overwriting(args: argparse.Namespace) -> None:
-    """Answers of hours are not written over by an arrow key and Enter."""
+    """Hours of results must not be lost by repeating a command line."""
     if args.resume and (args.overwrite or args.output == "-"):
         other = "--overwrite" if args.overwrite else "--output -"
-        raise PlanError(f"--resume goes on with a file, which {other} excludes. Leave one of them out.")
+        raise PlanError(f"--resume continues a file, which {other} excludes. Leave one of them out.")
     path = Path(args.output)
     if args.output == "-" or args.resume or args.overwrite or not path.is_file() or not path.stat().st_size:
         return
     raise PlanError(
-        f"{args.output} has answers already. Go on with it (--resume), begin anew (--overwrite), or name "
+        f"{args.output} has responses already. Continue it (--resume), replace it (--overwrite), or name "
         "another --output."
     )
 

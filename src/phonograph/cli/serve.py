@@ -26,78 +26,91 @@ log = logging.getLogger("phonograph")
 HELP = "serve the OpenAI API over HTTP"
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "json")
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "qwen3", "mistral")
-"""As `server.openai.reasoning` has them; the server's packages may be missing when flags are read."""
+"""The names in `server.openai.reasoning`, repeated: the server's packages may be missing when flags are parsed."""
 _VLLM_NAMES = {"--tool-parser": ("--tool-call-parser",)}
-"""vLLM's names of our flags, so that launch lines carry over."""
-_VLLM_SWITCHES = {"--enable-auto-tool-choice": "calls are looked for whenever a request has tools"}
+"""vLLM's names for our flags, so that launch lines carry over."""
+_VLLM_SWITCHES = {"--enable-auto-tool-choice": "tool calls are parsed whenever a request has tools"}
 _LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     where = parser.add_argument_group("where")
-    where.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: then give a key")
+    where.add_argument(
+        "--host", default="127.0.0.1", help="address to bind; 0.0.0.0 accepts other machines: then set a key"
+    )
     where.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     where.add_argument("--served-name", action="append", default=[], help="the model's name in requests; repeatable")
     where.add_argument("--chat-template", type=Path, help="a file with a chat template, in place of the model's own")
-    where.add_argument("--api-key-file", type=Path, help="a file with keys, one a line, of which requests need one")
+    where.add_argument("--api-key-file", type=Path, help="a file with API keys, one a line; requests need one of them")
     where.add_argument(
-        "--allowed-hosts", nargs="+", default=[], help="names that a Host header may have; * is any (see the docs)"
+        "--allowed-hosts", nargs="+", default=[], help="allowed names in the Host header; * is any (see the docs)"
     )
     where.add_argument("--cors-origins", nargs="+", default=[], help="origins whose web pages may use this server")
-    where.add_argument("--api-key", action="append", default=[], help="a key; other users of the machine can see it")
+    where.add_argument(
+        "--api-key", action="append", default=[], help="an API key; other users of the machine can see it"
+    )
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-queue", type=int, default=1024, help="sequences that may wait; with more there is a 429")
+    limits.add_argument(
+        "--max-queue", type=int, default=1024, help="sequences that may wait in the queue; beyond that a 429"
+    )
     limits.add_argument("--max-body-bytes", type=int, default=8 << 20, help="a larger body gets a 413")
     limits.add_argument("--max-prompt-chars", type=int, help="characters of a prompt; default: what could fit")
-    limits.add_argument("--max-connections", type=int, default=4096, help="with more, the longest idle ones are closed")
+    limits.add_argument(
+        "--max-connections", type=int, default=4096, help="beyond that the longest idle ones are closed"
+    )
     limits.add_argument("--head-timeout", type=float, default=10.0, help="seconds for headers to arrive; else a 408")
     limits.add_argument("--body-timeout", type=float, default=30.0, help="seconds for a body to arrive; else a 408")
     limits.add_argument("--request-timeout", type=float, help="seconds for a request to finish; else a 504")
     limits.add_argument(
-        "--stall-timeout", type=float, default=60.0, help="a client that reads nothing for so many seconds is dropped"
+        "--stall-timeout", type=float, default=60.0, help="a client that reads nothing for this many seconds is dropped"
     )
-    limits.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for what runs to finish on SIGTERM")
-    limits.add_argument("--max-restarts", type=int, default=5, help="how often in a row a dead core is started again")
     limits.add_argument(
-        "--core-timeout", type=float, default=300.0, help="a core that is silent for so long is restarted"
+        "--drain-timeout", type=float, default=30.0, help="seconds for running requests to finish on SIGTERM"
+    )
+    limits.add_argument("--max-restarts", type=int, default=5, help="restarts in a row of an engine core that died")
+    limits.add_argument(
+        "--core-timeout", type=float, default=300.0, help="seconds of silence after which the engine core is restarted"
     )
     _add_answer_flags(parser)
     log = parser.add_argument_group("log")
     log.add_argument("--log-level", choices=_LEVELS, default="info", help="info has a line for each request")
-    log.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
+    log.add_argument("--log-prompts", action="store_true", help="write prompts and outputs to the log")
     add_engine_flags(parser)
 
 
 def _add_answer_flags(parser: argparse.ArgumentParser) -> None:
-    """How outputs are read, and how long responses are kept."""
+    """How outputs are parsed, and how long responses are stored."""
     answers = parser.add_argument_group("answers")
     answers.add_argument(
         "--tool-parser",
         *_VLLM_NAMES["--tool-parser"],
         choices=TOOL_PARSERS,
         default="auto",
-        help="how the model writes calls of tools; auto goes by its chat template, none looks for no calls",
+        help="format of tool calls; auto: by the model's chat template, none: tool calls are not parsed",
     )
     answers.add_argument(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
         default="auto",
-        help="how the model writes what it thinks; auto goes by its chat template, none leaves it in the answer",
+        help="format of reasoning; auto: by the model's chat template, none: it stays in the content",
     )
     answers.add_argument(
         "--content-special-tokens",
         choices=("text", "special"),
         default="text",
-        help="what special tokens in the texts of messages are; as special ones, a user's words could end a message",
+        help="how special tokens in message texts are tokenized; as special tokens, user input could end a message",
     )
     for flag, because in _VLLM_SWITCHES.items():
-        answers.add_argument(flag, action="store_true", help=f"accepted and changes nothing: {because}")
+        answers.add_argument(flag, action="store_true", help=f"accepted, without effect: {because}")
     answers.add_argument(
-        "--response-store-bytes", type=int, default=64 << 20, help="of responses that are kept; 0 keeps none"
+        "--response-store-bytes",
+        type=int,
+        default=64 << 20,
+        help="bytes of stored responses (/v1/responses); 0 stores none",
     )
     answers.add_argument(
-        "--response-store-seconds", type=float, default=24 * 3600.0, help="for which a response is kept"
+        "--response-store-seconds", type=float, default=24 * 3600.0, help="seconds for which a response is stored"
     )
 
 
@@ -116,13 +129,11 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.engine.process.async_llm import AsyncLLM
     from phonograph.engine.process.client import Restarts
 
-    level = getattr(logging, args.log_level.upper())
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(max(level, logging.ERROR))
+    level = _logging(args.log_level)
     options = _options(args)
     sock = server.listen(options)
     if options.is_open:
-        log.warning("whoever reaches %s may send requests: no key is asked for. Give --api-key-file", options.host)
+        log.warning("anyone who can reach %s may send requests. Require a key: --api-key-file", options.host)
     metrics = Metrics()
     llm = AsyncLLM(
         arguments_from(args),
@@ -157,14 +168,22 @@ def run(args: argparse.Namespace) -> int:
     return 130 if early is signal.SIGINT else 0
 
 
+def _logging(name: str) -> int:
+    """Configure logging; returns the level of this name."""
+    level: int = getattr(logging, name.upper())
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(max(level, logging.ERROR))
+    return level
+
+
 def _written(stream: TextIO, write: Callable[[], None]) -> None:
-    """Write; a disk that is full or a pipe that is closed ends the writing, and not the server."""
+    """Write; a full disk or a closed pipe ends the log, and not the server."""
     try:
         write()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if stream is not sys.stderr:
-            log.warning("nothing more is written to %s: %s", stream.name, error)
+            log.warning("logging to %s stopped: %s", stream.name, error)
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
@@ -196,23 +215,25 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
 
 def _keys(path: Path) -> list[str]:
-    """The keys of a file, one a line; blank lines and those that begin with # are none."""
+    """The keys of a file, one a line; blank lines and lines that begin with # are skipped."""
     lines = [line.strip() for line in _read(path).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise PlanError(f"reading {path}: there is no key in it. Write one, or leave --api-key-file out to need none.")
+        raise PlanError(
+            f"reading {path}: there is no key in it. Add one, or leave --api-key-file out for a server without keys."
+        )
     return keys
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        return path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"reading {path}: {error}. Give a UTF-8 text file that can be read.") from None
 
 
 def _run(work: Coroutine[None, None, signal.Signals | None]) -> signal.Signals | None:
-    """In uvloop's event loop where it is installed: it takes less of the time that the core needs."""
+    """With uvloop where it is installed: it leaves more CPU time to the core."""
     try:
         import uvloop
     except ImportError:

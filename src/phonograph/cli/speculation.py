@@ -1,4 +1,4 @@
-"""Speculation flags: who drafts, how far, and SGLang's names for it."""
+"""Speculation flags: the drafter, how many tokens, and SGLang's aliases."""
 
 from __future__ import annotations
 
@@ -28,28 +28,33 @@ ALIASES = (
     Alias("--speculative-algorithm", SPECULATE, words=("NGRAM", "EAGLE", "EAGLE3")),
     Alias("--speculative-draft-model-path", DRAFT),
     Alias("--speculative-num-steps", DEPTH),
-    Alias("--speculative-num-draft-tokens", DEPTH, note="one less: the last token of a row is verified with them"),
-    Alias("--speculative-eagle-topk", words=("1",), note="drafts are a chain, and a token has one successor"),
+    Alias("--speculative-num-draft-tokens", DEPTH, note="one less: SGLang counts the row's last token too"),
+    Alias("--speculative-eagle-topk", words=("1",), note="drafts are a chain, not a tree"),
 )
 """Of SGLang's."""
 
 
 def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     """Ours, then SGLang's."""
-    group = parser.add_argument_group("speculation", "Tokens are drafted, and several are verified in one pass.")
+    group = parser.add_argument_group(
+        "speculation", "Speculative decoding: tokens are drafted, and several are verified in one pass."
+    )
     group.add_argument(
         SPECULATE,
-        choices=("off", "ngram", "eagle"),
-        help="who drafts: ngram takes what followed the same words earlier in the sequence, eagle a head that was "
-        "trained for the model (--draft); default: off",
+        choices=("off", "ngram", "eagle", "mtp", "auto"),
+        help="the drafter: ngram looks up what followed the same tokens earlier in the sequence, eagle runs a head "
+        "trained for the model (--draft), mtp runs modules that predict further tokens (--draft), auto takes a head or "
+        "modules where there are some, else ngram; default: off",
     )
-    group.add_argument(DRAFT, metavar="PATH", help="the folder of an EAGLE-3 head, as SpecForge writes it")
+    group.add_argument(
+        DRAFT, metavar="PATH", help="the folder of an EAGLE-3 head, as SpecForge writes it, or of MTP modules"
+    )
     group.add_argument(DEPTH, type=int, metavar="N", help="tokens drafted for a sequence in each round; default: 3")
     group.add_argument(
         WHEN,
         choices=("always", "pays"),
-        help="draft wherever a request takes drafts, or only where recent rounds brought more tokens than they took "
-        "time; default: pays, and always on a CPU",
+        help="always: wherever a request allows it; pays: only while recent rounds gain more in tokens than they cost "
+        "in time; default: pays, and always on a CPU",
     )
     for alias in ALIASES:
         group.add_argument(alias.flag, metavar="|".join(alias.words) or "N", help=alias.warning)
@@ -57,7 +62,7 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What the flags ask for."""
+    """The speculation options from the flags."""
 
     speculate: SpeculateName = "off"
     depth: int | None = None
@@ -66,7 +71,7 @@ class Speculation:
 
 
 def speculation_from(args: argparse.Namespace) -> Speculation:
-    """Who drafts, and how many tokens; a flag of SGLang's that asks for something else than ours is refused."""
+    """The drafter, and how many tokens; a flag of SGLang's that contradicts one of ours is refused."""
     given = {alias.flag: value for alias in ALIASES if (value := _value(args, alias.flag)) is not None}
     for alias in ALIASES:
         if alias.flag not in given:
@@ -88,16 +93,16 @@ def speculation_from(args: argparse.Namespace) -> Speculation:
 
 
 def _one(flag: str, said: Mapping[str, T | None]) -> T | None:
-    """What one of these flags says; several must say the same."""
+    """The value of these aliases of one setting; several must agree."""
     found = {name: value for name, value in said.items() if value is not None}
     if len({*found.values()}) > 1:
         told = ", ".join(f"{name} says {value}" for name, value in found.items())
-        raise PlanError(f"{told}: these are names of one thing. Keep {flag} alone.")
+        raise PlanError(f"{told}: these are aliases. Keep {flag} alone.")
     return next(iter(found.values()), None)
 
 
 def phases_for(args: argparse.Namespace, options: EngineOptions) -> Sequence[PhaseDefaults]:
-    """The phases of the engine's plan; a flag for another way of decoding is refused."""
+    """The phases of the engine's plan; a flag for a phase that it does not have is refused."""
     speculates = options.speculates
     phases, steps = (
         passes_for(embeddings=options.embeddings, speculates=speculates),

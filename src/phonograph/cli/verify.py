@@ -23,7 +23,7 @@ HELP = "record a model, and check every recording against eager"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     add_engine_flags(parser)
-    parser.add_argument("--replay", metavar="FILE", help="run the batch of a reproducer that --shadow-dir got, instead")
+    parser.add_argument("--replay", metavar="FILE", help="instead, run the batch of a reproducer from --shadow-dir")
     parser.set_defaults(verify="all")
 
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from phonograph.engine.execution.startup_verification import verify_recordings
 
     if args.verify == "off":
-        raise PlanError("verifying with --verify off checks nothing. Leave it out, or say fast or all.")
+        raise PlanError("verifying with --verify off checks nothing. Leave it out, or use fast or all.")
     arguments = arguments_from(args)
     arguments = replace(arguments, options=replace(arguments.options, verify="off"))
     if args.replay is not None:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _missing(llm: LLM) -> Iterator[str]:
-    """Phases that are to be recorded and have no recording, so that there is nothing of them to check."""
+    """Phases that should be recorded and have no recording, so that there is nothing to check."""
     for name, runner in llm.executor.runners.items():
         if runner.selection is not None and not runner.captured:
             failures = runner.report.failures if runner.report is not None else ()
@@ -65,7 +65,7 @@ def _missing(llm: LLM) -> Iterator[str]:
 
 
 def _replayed(arguments: EngineArguments, path: Path) -> int:
-    """Say whether the batch of a reproducer is computed wrongly here too, and where; 1 if so, 2 if nothing is shown.
+    """Report whether the batch of a reproducer is computed wrongly here too, and where; 1 if so, 2 if inconclusive.
 
     The file is read and compared with the model's configuration before the weights are loaded.
     """

@@ -1,4 +1,4 @@
-"""Devices: what records and replays; protocols, the emulated CPU device, CUDA, and the registry."""
+"""Devices: adapters that record and replay graphs: protocols, the emulated CPU device, CUDA, and the registry."""
 
 from phonograph.devices.base import (
     Capabilities,

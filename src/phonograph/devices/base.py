@@ -1,4 +1,4 @@
-"""Device protocol: record into a memory pool, replay, and say what the device can't do."""
+"""Device protocol: records into a memory pool, replays, and declares its capabilities."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Hardware:
     """The chip of a device, as far as kernels are chosen by it."""
 
     name: str
-    """As its vendor calls it; measurements are kept under this name."""
+    """The vendor's name for it; tuning results are cached under this name."""
     compute_capability: tuple[int, int] | None = None
-    """The generation, as NVIDIA numbers it; None for any other vendor's chip."""
+    """NVIDIA's compute capability; None for other vendors' chips."""
 
     @property
     def overlaps_launches(self) -> bool:
@@ -58,7 +58,7 @@ class MemoryPool(Protocol):
         ...
 
     def poison(self, pattern: int) -> None:
-        """Overwrite everything that no replay has promised to keep; `pattern` picks the value (0 or 1)."""
+        """Overwrite all pool memory that no replay guarantees; `pattern` picks the value (0 or 1)."""
         ...
 
 
@@ -70,7 +70,7 @@ class DeviceGraph(Protocol):
         ...
 
     def release(self) -> None:
-        """Give the graph's resources back; it can't be replayed any more."""
+        """Free the graph's resources; it can't be replayed any more."""
         ...
 
 
@@ -91,18 +91,18 @@ class Recorder(Protocol):
 
 
 class Fence(Protocol):
-    """A point in the device's work."""
+    """An event in the device's stream of work."""
 
     def record(self) -> None:
-        """Mark the point: after all work issued so far on the current stream."""
+        """Record it: after all work issued so far on the current stream."""
         ...
 
     def synchronize(self) -> None:
-        """Wait on the host until the device has passed the point."""
+        """Wait on the host until the device has reached it."""
         ...
 
     def seconds_since(self, earlier: Any) -> float:
-        """Time of the device between an earlier point and this one; both timed, of this device, and passed."""
+        """Device time between an earlier fence and this one; both timed, of this device, and reached."""
         ...
 
 
@@ -132,12 +132,12 @@ class Device(Protocol):
     def rehearsal(self, *, named: bool = True) -> AbstractContextManager[Recorder]:
         """A recorder that runs everything and records nothing, but refuses what capture would.
 
-        With `named` an error names op and line; without, the device may leave it at what its runtime says.
+        With `named` an error names op and line; without, it may be the runtime's own message.
         """
         ...
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, without keeping it from being used again by its pool."""
+        """A tensor over the same memory that does not keep its pool from reusing it."""
         ...
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ class Device(Protocol):
         ...
 
     def fence(self, *, timed: bool = False) -> Fence:
-        """A fence; only timed ones know when they were passed."""
+        """A fence; only timed ones know when they were reached."""
         ...
 
     def seed(self, seed: int) -> None:
@@ -157,7 +157,7 @@ class Device(Protocol):
         ...
 
     def free_unused(self) -> None:
-        """Give memory that is cached but not used back to the driver."""
+        """Return cached, unused memory to the driver."""
         ...
 
     def memory(self) -> MemoryFigures: ...

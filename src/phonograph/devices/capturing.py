@@ -27,7 +27,7 @@ _ASKED = "_cuda_isCurrentStreamCapturing"
 _ask_driver = getattr(torch_graphs, _ASKED)
 
 QUERY = torch.cuda.is_current_stream_capturing
-"""What libraries call to ask."""
+"""The functions that libraries call to query it."""
 
 
 class _Here(threading.local):
@@ -51,13 +51,13 @@ class _Unseeded:
 
 
 def _is_compiler(caller: FrameType | None) -> bool:
-    """Whether Dynamo sets the numbers: after every compilation it puts back those that it has found."""
+    """Whether Dynamo is the caller: after every compilation it restores the generator's state."""
     return caller is not None and caller.f_globals.get("__name__", "").startswith("torch._dynamo.")
 
 
 _SEEDS = {"manual_seed": "torch.manual_seed", "seed": "torch.seed", "set_state": "torch.set_rng_state"}
 _SEED_OUTSIDE = "Seed outside of the body, or draw there and put the numbers in a slot"
-# The name by which the functions of torch.random know it, however they were imported.
+# The global that the functions of torch.random read, however these were imported.
 _SEEDED = "default_generator"
 _generator: torch.Generator = getattr(torch.random, _SEEDED)
 

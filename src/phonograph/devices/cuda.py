@@ -81,11 +81,11 @@ class CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._pool = pool.id
-        self.replay = graph.replay  # no Python frame between the runner and the launch
+        self.replay = graph.replay  # no Python frame of ours between the runner and the launch
         _live.add(self)
 
     def nodes(self) -> NodeList:
-        """What it runs; only of a graph that was recorded in `keeping_nodes`."""
+        """Its nodes; only for a graph that was recorded in `keeping_nodes`."""
         if self._graph is None:
             raise DeviceError("the graph was released")
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -203,7 +203,7 @@ def _begin_capture(stream: torch.cuda.Stream) -> None:
 
 @cache
 def _rings(device: torch.device) -> list[torch.cuda.Stream]:
-    """All streams that torch hands out for a device: two small rings, which other threads draw from too."""
+    """All streams of torch's pool for a device: two small rings, shared by all threads."""
     drawn = [
         torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         for priority in (0, -1)
@@ -226,7 +226,7 @@ def _capturing_streams(origin: torch.cuda.Stream) -> list[torch.cuda.Stream]:
 
 
 class _CudaRehearsal:
-    """Makes every wait for the device an error between `begin` and `end`."""
+    """Makes every synchronization with the device an error between `begin` and `end`."""
 
     def __init__(self, named: bool) -> None:
         self._named = named
@@ -243,7 +243,7 @@ class _CudaRehearsal:
     def end(self) -> DeviceGraph:
         self._modes.close()
         if self._refused:
-            raise self._refused[0]  # the body caught it, and a recording would hold what it does then
+            raise self._refused[0]  # the body caught the error, and its handler would be what is recorded
         return NoGraph()
 
     def abort(self) -> None:
@@ -285,18 +285,18 @@ class CudaDevice:
 
     @cached_property
     def hardware(self) -> Hardware:
-        # HIP numbers AMD's chips by the same call, and its 9.4 is no Hopper.
+        # On HIP the same call gives AMD's version: 9.4 there is not Hopper.
         generation = None if torch.version.hip else torch.cuda.get_device_capability(self.torch_device)
         return Hardware(torch.cuda.get_device_name(self.torch_device), generation)
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
-        """Where graphs are recorded; made with the first, so that asking for the hardware takes no memory."""
+        """The capture stream; made with the first recording, so that a query for the hardware takes no memory."""
         return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def keeping_nodes(self) -> Iterator[None]:
-        """Inside, torch keeps what it instantiates a graph from, which takes host memory."""
+        """Inside, torch keeps the cudaGraph_t of an instantiated graph, which takes host memory."""
         before, self._keeps_nodes = self._keeps_nodes, True
         try:
             yield

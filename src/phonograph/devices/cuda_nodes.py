@@ -92,10 +92,10 @@ class _Reader:
 def words_of(parameter: bytes, own: Sequence[Segment]) -> list[tuple[int, Any]]:
     """Where in a kernel's parameter something stands, and what: a place in the graph's own memory, or numbers.
 
-    By halves, so that a number beside bytes that nobody sets is still compared; always as many for a size.
+    In 4-byte halves, so that a number next to uninitialized padding is still compared; as many for every such size.
     """
     if len(parameter) == 1 and parameter[0] > 1:
-        return [(0, Unsteady.ARGUMENT)]  # no bool: an object without members, whose byte nobody sets
+        return [(0, Unsteady.ARGUMENT)]  # not a bool: an empty object, whose byte is never initialized
     place = _place(int.from_bytes(parameter, "little"), own) if len(parameter) == _WORD else None
     if place is not None:
         return [(0, place), (_HALF, "")]
@@ -111,7 +111,7 @@ def _place(word: int, own: Sequence[Segment]) -> str | None:
 
 
 def read_nodes(graph: int, own: Sequence[Segment]) -> NodeList:
-    """The nodes of a cudaGraph_t, whose pool has these segments; raises where the driver does not answer."""
+    """The nodes of a cudaGraph_t, whose pool has these segments; raises where a driver call fails."""
     reader = _Reader(ctypes.CDLL("libcuda.so.1"), own)
     count = ctypes.c_size_t()
     reader.call("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))

@@ -59,7 +59,7 @@ class _Op:
     fresh: tuple[tuple[int, torch.Tensor], ...]
     """Position among the op's results, and the memory that keeps that result's address."""
     number: complex | None = None
-    """What it writes, where that is a constant of the host."""
+    """The value that it writes, where that is a host constant."""
 
     def run(self) -> None:
         results = list(tensors_in(self.func(*self.args, **self.kwargs)))
@@ -67,7 +67,7 @@ class _Op:
             kept.copy_(results[position])
 
     def node(self, trace: OpTrace, pool: EmulatedPool) -> Node:
-        """As a node; `trace` numbers memory over all ops of a graph, and what the pool owns may lie anywhere."""
+        """As a node; `trace` numbers memory across all ops of a graph, since addresses in the pool don't matter."""
         given = [*zip(argument_names(self.func), self.args, strict=False), *self.kwargs.items()]
         noted = [(name, trace.note(value)) for name, value in given if self.number is None or name == "self"]
         addresses = [
@@ -113,7 +113,7 @@ class _Tape:
         return result
 
     def _constant(self, value: torch.Tensor) -> torch.Tensor:
-        """A number that the body made a tensor of: its own memory, with that number in it at every replay."""
+        """A tensor made from a Python number: memory of its own, set to that number at every replay."""
         made, kept = value.clone(), value.clone()
         self.made.setdefault(_storage_id(made), made)
         number = kept.item() if kept.numel() == 1 else None
@@ -130,7 +130,7 @@ class _Tape:
         return sum(t.untyped_storage().nbytes() for t in self.made.values())
 
     def undo(self) -> None:
-        """Put back what recording wrote to memory that it did not make."""
+        """Restore memory from outside that recording wrote to."""
         for storage, content in self.saved.values():
             storage.copy_(content)
         self.saved.clear()
@@ -196,7 +196,7 @@ class EmulatedGraph:
     def replay(self) -> None:
         if self._tape is None:
             raise DeviceError("replaying a graph that was released. Capture it again.")
-        # The caller's modes were settled when the ops were recorded.
+        # The caller's modes took effect when the ops were recorded.
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
             if self._pool.poisons:
                 self._pool.poison_all_but(self._tape.recording)
@@ -292,7 +292,7 @@ class NoGraph:
 
 
 class HostFence:
-    """The CPU runs in order: every point is passed as soon as it is marked."""
+    """The CPU runs in order: a fence is reached as soon as it is recorded."""
 
     def __init__(self) -> None:
         self._passed = 0.0

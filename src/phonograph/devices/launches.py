@@ -1,4 +1,4 @@
-"""Launches: kernels that torch does not dispatch tell of themselves here, with their arguments by name."""
+"""Launches: hook for kernels that bypass torch's dispatcher, which report their name, grid and arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Follower = Callable[[str, Sequence[int], Mapping[str, object]], None]
 """Is called with a kernel's name, grid and arguments before it runs."""
 
 followers: list[Follower] = []
-"""Who follows what runs now. Launchers look here first, so that nobody pays where nobody follows."""
+"""The active followers. Launchers check it first, so that launches cost nothing extra where there are none."""
 
 
 @contextmanager
 def following_launches(follower: Follower, *, of_triton: bool = False) -> Iterator[None]:
-    """Inside, a follower hears of every launch; on request also of those through Triton's own launcher.
+    """Inside, a follower is called for every launch; on request also for those through Triton's own launcher.
 
-    Triton tries out candidates by launches too, and a launcher of ours may pass one on: both are heard then.
+    That includes autotuning launches of Triton, and a launch that one of our launchers forwards is reported twice.
     """
     followers.append(follower)
     try:
@@ -32,7 +32,7 @@ def following_launches(follower: Follower, *, of_triton: bool = False) -> Iterat
 
 @contextmanager
 def _telling(launcher: str, follower: Follower) -> Iterator[None]:
-    """Triton is looked up among what is loaded: where it is not, nobody has launched by it."""
+    """Triton's launcher, if Triton is imported: otherwise nothing can be launched through it."""
     functions: Any = sys.modules[launcher].JITFunction
     run = functions.run
 

@@ -1,11 +1,11 @@
 """Nodes: what a recorded graph runs, as the device has it: kernels that no dispatcher sees are among them.
 
-A device that can be asked has `keeping_nodes`, and its graphs have `nodes`. Reading them never fails: what can't be
+A device that supports this has `keeping_nodes`, and its graphs have `nodes`. Reading them never fails: what can't be
 read is listed as unseen, with the reason.
 
-Not every byte of a kernel's parameters is set by somebody: C++ leaves gaps between members, and empty objects, as the
-stack has them. So a difference between two samples counts only where each sample gives the same when it is captured
-again (`steady`).
+Not every byte of a kernel's parameters is initialized: C++ leaves padding between members, and empty objects, with
+whatever is on the stack. So a difference between two samples counts only where capturing either sample again gives the
+same bytes (`steady`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phonograph.devices.base import Device, DeviceGraph
 
 
 class Unsteady(Enum):
-    """In the place of an argument that is another whenever the same sample is captured; equal to any."""
+    """Placeholder of an argument that varies between captures of the same sample; equal to any value."""
 
     ARGUMENT = "unsteady"
 
@@ -46,19 +46,19 @@ class NodeList:
     nodes: tuple[Node, ...]
     unseen: tuple[str, ...] = ()
     is_read: bool = True
-    """Whether these are the nodes; without, nothing can be said of them."""
+    """Whether the nodes could be read."""
 
 
 @runtime_checkable
 class NodeGraph(Protocol):
-    """A graph that can tell its nodes."""
+    """A graph whose nodes can be read."""
 
     def nodes(self) -> NodeList: ...
 
 
 @runtime_checkable
 class NodeDevice(Protocol):
-    """A device whose graphs can tell their nodes, if they are recorded in here."""
+    """A device whose graphs' nodes can be read, if they are recorded in `keeping_nodes`."""
 
     def keeping_nodes(self) -> AbstractContextManager[None]: ...
 
@@ -71,7 +71,7 @@ def keeping_nodes(device: Device) -> AbstractContextManager[None]:
 def nodes_of(graph: DeviceGraph) -> NodeList:
     """The nodes of a graph that was recorded in `keeping_nodes`."""
     if not isinstance(graph, NodeGraph):
-        return _unread(f"{type(graph).__name__} does not tell them")
+        return _unread(f"{type(graph).__name__} has no nodes()")
     try:
         return graph.nodes()
     except Exception as error:  # a driver or a binding of another version: less is seen, and nothing else goes wrong
@@ -90,7 +90,7 @@ def joined(graphs: Sequence[NodeList]) -> NodeList:
 
 
 def steady(one: NodeList, again: NodeList) -> NodeList:
-    """Of two captures of the same sample, what both have; other arguments may be anything, and are listed as unseen."""
+    """What two captures of the same sample agree on; arguments that differ match anything, and are listed as unseen."""
     if not one.is_read or not again.is_read:
         return one if not one.is_read else again
     apart = _structure_difference(one, again)
@@ -108,7 +108,7 @@ def steady(one: NodeList, again: NodeList) -> NodeList:
 
 
 def node_difference(one: NodeList, other: NodeList) -> str:
-    """What tells two captures of one shape apart, in words; empty where nothing does, or where it can't be told."""
+    """How two captures of one shape differ, in words; empty where they don't, or where that can't be known."""
     if not one.is_read or not other.is_read:
         return ""
     return _structure_difference(one, other) or _argument_difference(one, other)

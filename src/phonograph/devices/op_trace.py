@@ -1,8 +1,8 @@
-"""OpTrace: what a forward pass runs, op by op: its line, its plain arguments, and the memory that it touches.
+"""OpTrace: the ops of a forward pass: the line of each, its plain arguments, and the memory that it touches.
 
-Two traces of one shape can be compared. Memory is numbered in the order in which it is met, so that what a pass makes
-has the same number in every run; memory that it did not make is kept alive until the trace is gone, so that its
-identity is not given to another.
+Two traces of one shape can be compared. Memory is numbered in order of first use, so that what a pass allocates has
+the same number in every run; memory from outside is kept alive as long as the trace, so that its address is not
+reused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TracedOp:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """Memory that the pass did not make."""
+    """Memory that the pass did not allocate."""
 
     storage: torch.UntypedStorage
     number: complex | None
@@ -91,11 +91,11 @@ class OpTrace:
     outside: dict[int, Outside] = field(default_factory=dict)
     """By number, the memory that was there before."""
     find_names: Callable[[], Mapping[int, str]] | None = None
-    """Asked at the end of the run, if what that put in place is undone after it: by storage, what the user calls it."""
+    """Called at the end of the run, before its effects are undone: by storage, the user's name for it."""
     names: Mapping[int, str] = field(default_factory=dict)
     _numbers: dict[int, int] = field(default_factory=dict)
     _made: list[StorageWeakRef] = field(default_factory=list)
-    """A freed storage's address is not given to another while a weak reference is held."""
+    """A freed storage's address is not reused while a weak reference to it is held."""
     _paused: int = 0
 
     @contextmanager
@@ -123,7 +123,7 @@ class OpTrace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is noted: a gap, whose ops are in no graph."""
+        """Inside, nothing is recorded: a gap, whose ops are in no graph."""
         self._paused += 1
         try:
             yield
@@ -131,7 +131,7 @@ class OpTrace:
             self._paused -= 1
 
     def add_gap(self, name: str, arguments: Mapping[str, object], result: object) -> None:
-        """Note a gap that has run: its plain arguments are frozen as an op's are, and what it made is no constant."""
+        """Note a gap that has run: its plain arguments are frozen like an op's; its outputs are not constants."""
         self.made(result)
         code, line = _calling_line()
         results = tuple(self.note(one) for one in tensors_in(result))
@@ -146,7 +146,7 @@ class OpTrace:
             self.ops.append(TracedOp(f"kernel {name}", code, line, (("grid", tuple(grid)), *noted), ()))
 
     def made(self, result: object) -> None:
-        """Number memory that is met for the first time in a result: the pass has made it."""
+        """Number memory that is first seen in a result: the pass allocated it."""
         for tensor in tensors_in(result):
             storage = _storage_of(tensor)
             if storage is not None and storage._cdata not in self._numbers:
@@ -154,7 +154,7 @@ class OpTrace:
                 self._made.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
     def note(self, value: object) -> Any:
-        """What is compared of an argument."""
+        """The comparable form of an argument."""
         if isinstance(value, torch.Tensor):
             return self._note_tensor(value)
         if value is None or isinstance(value, _PLAIN):
@@ -194,7 +194,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _number_in(tensor: torch.Tensor) -> complex | None:
-    """The number that a host tensor of one element holds: an op takes it as it takes a plain number."""
+    """The number in a host tensor of one element: ops treat it like a Python number."""
     if tensor.numel() != 1 or tensor.device.type != "cpu" or tensor.dim() > 0:
         return None
     with torch.inference_mode():
@@ -217,7 +217,7 @@ def op_name(func: Any) -> str:
 
 
 def argument_names(func: Any) -> tuple[str, ...]:
-    """What the schema calls an op's arguments."""
+    """The names of an op's arguments in its schema."""
     found = _argument_names.get(func)
     if found is None:
         found = _argument_names[func] = tuple(one.name for one in func._schema.arguments)

@@ -90,7 +90,7 @@ def is_library(file: str) -> bool:
 
 
 def is_asked_by_user(frame: FrameType | None) -> bool:
-    """Whether users' code has called this frame's function, be it through the standard library."""
+    """Whether this frame's function was called from users' code, directly or through the standard library."""
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and is_users(frame.f_code.co_filename)
@@ -167,7 +167,7 @@ class Refusals(TorchFunctionMode):
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """As on a device, where torch does not read the values to check their range."""
+    """As on a real device, where torch does not check value ranges on the host."""
     if num_classes < 0:
         return torch.nn.functional.one_hot(tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
@@ -197,7 +197,7 @@ def _value_refusal(func: Any, args: Sequence[object], kwargs: dict[str, object])
     if torch.Tag.dynamic_output_shape in func.tags and not _fixed_after_all(func, args, kwargs):
         return _say(DataDependentShapeError, func, "has a shape that depends on device values", _FIXED_SHAPE)
     if func in _MASKED_WRITES and _has_mask(args[1]) and _num_elements(args[2]) > 1:
-        return _say(DataDependentShapeError, func, "writes as many values as its mask has", _FIXED_SHAPE)
+        return _say(DataDependentShapeError, func, "writes a number of values that depends on its mask", _FIXED_SHAPE)
     return None
 
 
@@ -212,7 +212,7 @@ def _never_refused(func: Any) -> bool:
 def _copy_refusal(
     func: Any, args: Sequence[object], kwargs: dict[str, object], device_type: str
 ) -> CaptureError | None:
-    """Copies between host and device make the host wait, all but non-blocking ones of pinned memory."""
+    """Copies between host and device synchronize, except non-blocking ones of pinned memory."""
     if func is aten._to_copy.default:
         source, target, place = args[0], None, kwargs.get("device")
         to = torch.device(str(place)).type if place is not None else ""
@@ -261,9 +261,9 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 @functools.cache
 def _composite(func: Any) -> Callable[..., Any] | None:
-    """The kernel that runs an op by its parts, or None for one that has none; cached, since every op is asked.
+    """The composite kernel that decomposes an op, or None; cached, since it is looked up for every op.
 
-    torch's decompositions in Python are other ops than a device runs, and import sympy, 2 s.
+    torch's Python decompositions run other ops than a device does, and import sympy, which takes 2 s.
     """
     has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
     return functools.partial(func._op_dk, _COMPOSITE) if has_parts else None
@@ -293,7 +293,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             return self._run_parts(func, args, kwargs)
         if torch.is_inference_mode_enabled():
-            # Here composite ops arrive whole; their parts are what a device runs.
+            # In inference mode composite ops arrive undecomposed; a device runs their parts.
             composite = _composite(func)
             if composite is not None:
                 with self:
@@ -310,14 +310,14 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return parts(*args, **kwargs)
         except HostReadError as error:
-            problem = "picks what to run by a value on the device, and a recording holds one branch only"
+            problem = "branches on a device value, and a recording holds one branch only"
             raise _say(HostReadError, name, problem, _BOTH_WAYS) from error
 
 
 def _cond(
     is_true: torch.Tensor, then: Callable[..., Any], otherwise: Callable[..., Any], operands: Sequence[Any]
 ) -> Any:
-    """torch.cond; its own kernel wants no mode around it."""
+    """torch.cond, whose kernel must run outside of the mode."""
     return then(*operands) if is_true else otherwise(*operands)
 
 
@@ -325,7 +325,7 @@ def _cond(
 def uncompiled() -> Iterator[None]:
     """Inside, compiled functions run as they were written.
 
-    torch compiles ops that take functions when they are called, and does not under a mode.
+    torch compiles ops that take functions (flex_attention) when they are called, and can't do so under a mode.
     """
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:

@@ -14,13 +14,14 @@ from phonograph.engine.execution.shadow import MistrustedStepError
 from phonograph.engine.execution.step_builder import StepBuilder, StepTables
 from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.constraints import Constraint, GrammarCompiler
+from phonograph.engine.requests.hidden_states import joined_states, note_states, take_prompt_states
 from phonograph.engine.requests.prompt_scoring import joined_scores, take_scores
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, TokenLogprob
 from phonograph.engine.requests.step import Sampled, ScheduledStep, TokenDetails, Update
 from phonograph.engine.requests.token_masks import TokenMasks, constrained
 from phonograph.engine.requests.vectors import add_sums, joined_sums
-from phonograph.engine.scheduling.admission import refuse_pooling, refuse_unknown_tokens
+from phonograph.engine.scheduling.admission import refuse_hidden_states, refuse_pooling, refuse_unknown_tokens
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.speculation_tally import SpeculationTally
 from phonograph.errors import CoverageError, RequestError
@@ -39,11 +40,11 @@ class StepExecutor(Protocol):
     def step_tables(self) -> StepTables: ...
 
     def launch(self, step: Step) -> Any:
-        """Start a step; returns what `collect` takes. Each is taken once, in the order in which they were built."""
+        """Start a step; returns a handle for `collect`. Each is launched once, in the order of building."""
         ...
 
     def collect(self, launched: Any) -> Sampled:
-        """What a step sampled; waits for it. Each is given once, in launch order."""
+        """The sampled tokens of a step; waits for it. Each step is collected once, in launch order."""
         ...
 
     def put_back(self, undone: Undone) -> None:
@@ -67,19 +68,21 @@ class EngineCore(Generic[E]):
         tables = executor.step_tables
         tables.check(scheduler.passes, shares_prompts=scheduler.shares_prompts)
         self._steps = StepBuilder(tables)
+        self._gives_states = any(one.gives_states for one in tables.passes)
         self._grammars = grammars
         self.speculation = SpeculationTally(scheduler.limits.tokens_per_row - 1)
         self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
-        """Steps with what the executor gave for them, or with what they sampled."""
+        """Steps in flight with their handles, or with their sampled tokens."""
         self._news: list[Update] = []
         self.on_prompts: Callable[[ScheduledStep, float], None] | None = None
         """Told of each step that computes parts of prompts, once it is launched, and when that began."""
 
     def add(self, request: Request, constraints: Many[Constraint] | None = None) -> list[Sequence]:
-        """Take a request in; refused with the reason if it can't be served. It may bring its constraints along."""
+        """Add a request; refused with the reason if it can't be served. Its constraints may be compiled already."""
         refuse_unknown_tokens(request, self.executor.vocab)
         self._steps.honoured.refuse_others(request)
         refuse_pooling(request, embeddings=self.scheduler.passes.embeds is not None)
+        refuse_hidden_states(request, given=self._gives_states)
         if constraints is None:
             constraints = self.constraints(request)
         vocab = self.executor.vocab
@@ -93,7 +96,7 @@ class EngineCore(Generic[E]):
         return sequences
 
     def constraints(self, request: Request) -> Many[Constraint]:
-        """One for each sequence of a request that has a grammar. Takes a while; any thread may do it."""
+        """One for each sequence of a request with a grammar. Slow; may run on any thread."""
         grammar = request.params.grammar
         if grammar is None:
             return []
@@ -104,18 +107,20 @@ class EngineCore(Generic[E]):
             return self._grammars.start(grammar, request.params.n)
         except RequestError:
             raise
-        except BaseException as error:  # a library's panic is none of Exception's, and must not end all others
+        except (
+            BaseException
+        ) as error:  # a panic of the Rust library is a BaseException, and must not end all other requests
             log.warning("compiling a %s grammar failed: %s: %s", grammar.kind, type(error).__name__, error)
             problem = f"the {grammar.kind} grammar can't be compiled: it is too complex. Change it."
             raise RequestError(problem, field=grammar.field) from error
 
     def prepare_grammars(self) -> None:
-        """What all grammars share, so that the first request with one need not wait for it."""
+        """Build what all grammars share, so that the first request with one need not wait for it."""
         if self._grammars is not None:
             self._grammars.prepare()
 
     def cancel(self, request_id: str) -> None:
-        """Give a request up; its pages are free once its last launched step is committed."""
+        """Cancel a request; its pages are free once its last launched step is committed."""
         self._news += self.scheduler.cancel(request_id)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -155,11 +160,7 @@ class EngineCore(Generic[E]):
         if sampled.tokens and max(sampled.tokens) >= self.executor.vocab:
             for sequence, problem in sampled.outside(step, self.executor.vocab):
                 self._news += self.scheduler.fail(sequence, problem)
-        scored, failed = take_scores(step, sampled) if step.prefills else ((), ())
-        if sampled.pooled is not None:
-            failed = [*failed, *add_sums(step, sampled.pooled)]
-        for sequence, problem in failed:
-            self._news += self.scheduler.fail(sequence, problem)
+        scored = self._take_in(step, sampled) if step.prefills else ()
         updates = self.scheduler.commit(step, sampled)
         if self.scheduler.limits.tokens_per_row > 1:
             self.speculation.note(step, updates)
@@ -169,15 +170,26 @@ class EngineCore(Generic[E]):
                 followed, ended = self._follow(sequence, tokens)
                 updates[place] = sequence, followed, finish
                 updates += ended
-        if sampled.logprobs is not None:
-            _note_logprobs(step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
+        if sampled.logprobs is not None or sampled.states is not None:
+            _note_details(step, sampled, {sequence: len(tokens) for sequence, tokens, _ in updates if tokens})
         if scored:
             reported = {sequence for sequence, _, _ in updates}
             self._news += [(sequence, (), None) for sequence in scored if sequence not in reported]
         self._news += updates
 
+    def _take_in(self, step: ScheduledStep, sampled: Sampled) -> Many[Sequence]:
+        """Keep what a step brought of prompts; returns whose scores are among it."""
+        scored, failed = take_scores(step, sampled)
+        if sampled.pooled is not None:
+            failed += add_sums(step, sampled.pooled)
+        if self._gives_states:
+            failed += take_prompt_states(step, sampled)
+        for sequence, problem in failed:
+            self._news += self.scheduler.fail(sequence, problem)
+        return scored
+
     def _follow(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], list[Update]]:
-        """Go on in the grammar of a sequence; it fails where that can't be, and has no token after that."""
+        """Advance the grammar of a sequence; a sequence whose grammar allows no token fails."""
         assert sequence.constraint is not None
         for place, token in enumerate(tokens, 1):
             try:
@@ -189,11 +201,11 @@ class EngineCore(Generic[E]):
         return tokens, []
 
     def _execute(self, step: ScheduledStep) -> Any:
-        """What the executor gives for a step, or what it sampled; None for one that is not to be believed."""
+        """The handle of a step, or its sampled tokens; None where its replay was found wrong."""
         try:
             return self._launched(step)
         except BaseException:
-            # A Ctrl-C: how far the step is, is unknown. It is over, and so are its sequences; the engine goes on.
+            # A Ctrl-C: how far the step got is unknown. It and its sequences end; the engine goes on.
             self.scheduler.rows.tell_again(step.page_updates)
             for sequence in step.sequences:
                 self._news += self.scheduler.fail(sequence, "interrupted")
@@ -209,7 +221,7 @@ class EngineCore(Generic[E]):
             return None
 
     def _launched_somehow(self, step: ScheduledStep) -> Any:
-        """As a whole, or one by one where that raises; a replay that is not to be believed is raised from either."""
+        """The whole step, or sequence by sequence where that raises; a wrong replay is raised from either."""
         try:
             return self._launch(step)
         except MistrustedStepError:
@@ -220,15 +232,15 @@ class EngineCore(Generic[E]):
             log.warning(
                 "step %d failed (%s: %s); trying its sequences one by one", step.number, type(error).__name__, error
             )
-        # Among them are pages of sequences that take no part, and whose turn may come when all of these have failed.
+        # These include pages of sequences that are not in the step, and that may run after all of these have failed.
         self.scheduler.rows.tell_again(step.page_updates)
         return self._execute_singly(step)
 
     def _refused(self, step: ScheduledStep, error: CoverageError) -> Sampled:
         """Fail all sequences of a step whose recording was found wrong, where no step may be eager.
 
-        One by one they might fit other recordings: as many passes as there are sequences, at every step from here on,
-        which whoever asks for graphs alone would not hear of.
+        One by one they might fit other recordings: a pass per sequence at every step from here on, silently, for users
+        who asked for strict graphs.
         """
         log.error("step %d fails: %s", step.number, error)
         self.scheduler.rows.tell_again(step.page_updates)
@@ -240,7 +252,7 @@ class EngineCore(Generic[E]):
         return _joined([None] * len(step.sampling))
 
     def _launch(self, step: ScheduledStep, *, collects: bool = False) -> Any:
-        """What the executor gives for a step, or with `collects` what it sampled; one that raises is given up."""
+        """The handle of a step, or with `collects` its sampled tokens; a step that raises is abandoned."""
         last = self._steps.last
         try:
             launched = self.executor.launch(self._steps.build(step))
@@ -250,7 +262,7 @@ class EngineCore(Generic[E]):
             raise
 
     def _drop(self, step: ScheduledStep) -> None:
-        """Nobody sees what the step gave; its sequences are computed again from the tokens that are committed."""
+        """Discard the results of a step; its sequences are computed again from their committed tokens."""
         self.scheduler.rows.tell_again(step.page_updates)
         while self._in_flight:
             self._commit(*self._in_flight[0])
@@ -260,8 +272,8 @@ class EngineCore(Generic[E]):
     def _execute_singly(self, step: ScheduledStep) -> Sampled:
         """One pass per sequence: one that raises is failed, the others go on.
 
-        Steps in flight are committed first: so many passes would take the host memory that their results wait in. And
-        the host must know all tokens up to here, since wherever the step raised, its rows are put back first.
+        Steps in flight are committed first: so many passes would use up the host memory for results. And the host must
+        know all tokens up to here, since the rows of the failed step are restored first.
         """
         while self._in_flight:
             self._commit(*self._in_flight[0])
@@ -272,14 +284,18 @@ class EngineCore(Generic[E]):
                 self.executor.put_back(self._steps.undone(part))
                 sampled = self._launch(part, collects=True)
             except MistrustedStepError:
-                raise  # the recording is at fault, and no request
+                raise  # the recording is at fault, not a request
             except Exception as error:
                 self._news += self.scheduler.fail(part.sequences[0], f"{type(error).__name__}: {error}")
                 continue
             found[part.sequences[0]] = sampled
         scores = joined_scores(step, [found.get(chunk.sequence) for chunk in step.prefills])
         sums = joined_sums([found.get(chunk.sequence) for chunk in step.pooling])
-        return replace(_joined([found.get(sequence) for sequence in step.sampling]), scores=scores, pooled=sums)
+        picked = [found.get(sequence) for sequence in step.sampling]
+        states = joined_states([(1, None) if part is None else (len(part.tokens), part.states) for part in picked])
+        stated = [(chunk.num_stated, found.get(chunk.sequence)) for chunk in step.prefills if chunk.num_stated]
+        prompts = joined_states([(count, None if part is None else part.prompt_states) for count, part in stated])
+        return replace(_joined(picked), scores=scores, pooled=sums, states=states, prompt_states=prompts)
 
 
 def _joined(parts: list[Sampled | None]) -> Sampled:
@@ -291,6 +307,14 @@ def _joined(parts: list[Sampled | None]) -> Sampled:
         return Sampled(tokens, counts)
     nothing: TokenDetails = (0.0, [], [])
     return Sampled(tokens, counts, [one for part in found for one in part.logprobs or [nothing] * len(part.tokens)])
+
+
+def _note_details(step: ScheduledStep, sampled: Sampled, committed: dict[Sequence, int]) -> None:
+    """Keep what else there is of tokens, of as many as each sequence took."""
+    if sampled.logprobs is not None:
+        _note_logprobs(step, sampled, committed)
+    if sampled.states is not None:
+        note_states(step, sampled, committed)
 
 
 def _note_logprobs(step: ScheduledStep, sampled: Sampled, committed: dict[Sequence, int]) -> None:
@@ -307,6 +331,6 @@ def _note_logprobs(step: ScheduledStep, sampled: Sampled, committed: dict[Sequen
 
 
 def _parts(step: ScheduledStep) -> list[ScheduledStep]:
-    """The step's sequences, each in a step of its own; who knows whether the page updates were written."""
+    """The step's sequences, each in a step of its own; whether the page updates were written is unknown."""
     parts = [replace(step, decodes=(sequence,), prefills=()) for sequence in step.decodes]
     return parts + [replace(step, decodes=(), prefills=(chunk,)) for chunk in step.prefills]

@@ -26,7 +26,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
-from phonograph.engine.execution.speculation import costs_for, drafting_for, open_draft, passes_with
+from phonograph.engine.execution.speculation import choose_drafter, costs_for, passes_with
 from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts, Noted
@@ -35,6 +35,7 @@ from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.registry import step_passes_for
 from phonograph.engine.precision import precision_for
+from phonograph.engine.requests.hidden_states import states_of
 from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
@@ -59,7 +60,7 @@ Message = Mapping[str, object]
 
 @dataclass
 class Completion:
-    """What became of one sequence."""
+    """The result of one sequence."""
 
     prompt: tuple[int, ...]
     index: int = 0
@@ -68,16 +69,21 @@ class Completion:
     """One for each token, where they were requested."""
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """One for each token of the prompt but the first, where they were requested."""
+    hidden_states: npt.NDArray[np.float32] | None = None
+    """[any, hidden], where they were requested, once it has ended: of each token what it was picked from; or of every
+    position of prompt and output but the last."""
     text: str = ""
     finish: FinishReason | None = None
     error: str = ""
 
 
 class _Reader:
-    """Follows one sequence: what became of it so far."""
+    """Follows one sequence: its result so far."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, continues: bool) -> None:
-        self.sequence = sequence
+    def __init__(self, sequences: Many[Sequence], index: int, tokenizer: Tokenizer | None, *, continues: bool) -> None:
+        """Of the sequences of a request, the one with this index; what is known of their prompt, the first has."""
+        self.sequence = sequence = sequences[index]
+        self._prompt_states = sequences[0].prompt_states
         self.done = Completion(sequence.request.prompt, sequence.index)
         params, after = sequence.request.params, sequence.request.prompt if continues else ()
         stops, is_guided = StopStrings(params.stop), params.grammar is not None
@@ -99,6 +105,7 @@ class _Reader:
         if hit or finish is not None:
             self.done.finish = FinishReason.STOP if hit else finish
             self.done.error = self.sequence.error
+            self.done.hidden_states = states_of(self.sequence, self._prompt_states, len(self.done.tokens))
         return text, hit
 
 
@@ -119,7 +126,7 @@ class LLM:
         self.precision = precision_for(self.checkpoint, options, self.device.torch_device)
         options = self.options = self.precision.applied_to(options)
         self.sampling = self.checkpoint.sampling if options.sampling == "model" else SamplingParams()
-        """What holds for a value that a request leaves open."""
+        """Defaults for values that a request leaves out."""
         self.plan = self._planned(asked, on_cpu_by_default=device in (None, "cpu"))
         shadowing = shadowing_for(options)
         attention = select_attention(self.device, options, self.plan, progress)
@@ -127,12 +134,12 @@ class LLM:
         config = self.checkpoint.config
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
         limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
-        draft = open_draft(options, config)
+        chosen = choose_drafter(options, self.checkpoint)
         self.kernels = select_kernels(self.device, options, self.plan, progress)
         loaded = self._loaded(attention, limits.num_positions, progress)
         sampler = select_sampler(self.device, options, self.plan)
-        self.drafting = drafting_for(options, draft, loaded, limits.num_positions)
-        """Who drafts tokens, if somebody does."""
+        self.drafting = chosen.drafting(options.draft_depth, loaded, limits.num_positions) if chosen else None
+        """The drafter, if there is one."""
         passes = passes_with(self.drafting, options)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress, passes)
         self.limits = with_pages(limits, self.cache_size.num_pages)
@@ -159,7 +166,7 @@ class LLM:
         self._numbers = itertools.count()
         self._turn = threading.Lock()
         self._submitted: list[str] = []
-        """Requests of the caller whose turn it is, each noted before the core knows it."""
+        """Requests of the current caller, each noted before the core gets it."""
 
     def _new_core(self, options: EngineOptions) -> EngineCore[Executor]:
         steps = step_passes_for(embeddings=options.embeddings, speculates=options.speculates)
@@ -210,11 +217,11 @@ class LLM:
         return self._generated([self._rendered(messages)], params, continues=False)[0]
 
     def stream(self, prompt: str | Many[int], params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one completion, as it comes."""
+        """Stream the text of one completion."""
         return self._streamed(self._encoded(prompt), params, continues=True)
 
     def stream_chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Iterator[str]:
-        """The next message of a conversation, as it comes."""
+        """Stream the next message of a conversation."""
         return self._streamed(self._rendered(messages), params, continues=False)
 
     def embed(
@@ -242,7 +249,7 @@ class LLM:
 
     @property
     def implementation(self) -> str:
-        """Whose layers the model has, and what start-up found of them."""
+        """The model implementation, and findings of start-up."""
         said = implementation_of(self.checkpoint, self.precision.dtype, self.device.torch_device)
         model = self.executor.model
         return "; ".join([said, *(model.notes if isinstance(model, Noted) else ())])
@@ -284,8 +291,8 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One caller at a time: what a second one's steps bring would be lost for the first. It leaves nothing behind,
-        however it ends, by a Ctrl-C too."""
+        """One caller at a time: a second caller's steps would consume outputs of the first. Cleans up however it ends,
+        by a Ctrl-C too."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is generating already: a stream is open, or another thread is at it. Finish or close that "
@@ -349,8 +356,8 @@ class LLM:
         readers = dict[Sequence, _Reader]()
         for prompt in prompts:
             sequences = self._added(prompt, params)
-            for sequence in sequences:
-                readers[sequence] = reader = _Reader(sequence, self.tokenizer, continues=continues)
+            for index, sequence in enumerate(sequences):
+                readers[sequence] = reader = _Reader(sequences, index, self.tokenizer, continues=continues)
                 reader.done.prompt_logprobs = sequences[0].prompt_logprobs  # the first is scored, for all of them
         return readers
 
@@ -362,7 +369,7 @@ class LLM:
         return self.core.add(request)
 
     def _run(self, readers: dict[Sequence, _Reader]) -> Generator[tuple[Sequence, str], None, None]:
-        """Step until all are done; a caller that stops listening cancels what is left."""
+        """Step until all are done; a caller that stops iterating cancels the rest."""
         left = set(readers)
         try:
             while left:

@@ -29,13 +29,13 @@ SamplingSource = Literal["model", "neutral"]
 """What the model's publishers recommend, or values that change nothing."""
 
 
-SpeculateName = Literal["off", "ngram", "eagle"]
-"""Who drafts tokens for the model to verify: nobody; the sequence itself, by what followed the same words before; or an
-EAGLE-3 head."""
+SpeculateName = Literal["off", "ngram", "eagle", "mtp", "auto"]
+"""The drafter: none; n-gram lookup in the sequence itself; an EAGLE-3 head; MTP modules; or a head or modules where
+there are some, else n-gram lookup."""
 
 
 SpeculateWhen = Literal["always", "pays"]
-"""Wherever something is drafted; or where recent rounds brought more tokens than they took time."""
+"""Wherever something is drafted; or only while recent rounds gain more in tokens than they cost in time."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class EngineOptions:
     max_seqs: int | None = None
     """Sequences that run at the same time; default: by the device's memory, 16 on the CPU, 4 emulated."""
     max_tokens: int | None = None
-    """Tokens of one step; default: by the device's memory, 512 on the CPU, 64 emulated."""
+    """Tokens of one step (those of an answer are `SamplingParams.max_tokens`); default: by the device's memory, 512 on
+    the CPU, 64 emulated."""
     max_len: int | None = None
     """The longest sequence; default: the model's context, at most 8192."""
     page_size: int = 16
@@ -55,9 +56,9 @@ class EngineOptions:
     memory: float = 0.9
     """The share of the device's memory that weights, graphs and KV cache may take together."""
     prefix_cache: bool = True
-    """Whether a prompt takes what it begins with from pages that earlier ones left."""
+    """Whether prompts reuse the cached KV pages of a common prefix."""
     mixed: bool = True
-    """Whether prompts and decodes may share a step."""
+    """Whether prefill chunks and decodes may share a step."""
     max_ahead: int = 1
     """Steps that may be launched before their predecessor is committed."""
     dtype: torch.dtype | None = None
@@ -69,38 +70,41 @@ class EngineOptions:
     kernels: KernelsName | None = None
     """Default: as for attention."""
     eager_copies: bool = False
-    """Whether eager passes copy their inputs into buffers, as graphs need it; without, they take them as they are."""
+    """Whether eager passes copy their inputs into buffers, as replays do; otherwise they use them where they are."""
 
     speculate: SpeculateName = "off"
-    """Who drafts tokens, several of which the model verifies in one pass; no output depends on it."""
+    """The drafter, whose tokens the model verifies several at a time; outputs don't depend on it."""
     speculate_depth: int | None = None
     """Tokens that are drafted for a sequence in each round; default: 3."""
     speculate_when: SpeculateWhen | None = None
     """Whether rounds are launched wherever something is drafted, or only where they pay. Default: where they pay, on a
     device whose recordings can be timed; always on a CPU."""
     draft: Path | None = None
-    """The folder of the EAGLE-3 head, with `speculate="eagle"`."""
+    """The folder of the EAGLE-3 head, or of the MTP modules; default: the head that comes with the model, if any."""
 
     verify: VerifyMode = "fast"
     """Which recordings are checked against eager before the first request; a failure refuses to start."""
     shadow_verify: float = 0.0
-    """The share of steps that run a second time, eagerly; a replay that gave other bits reaches nobody."""
+    """The share of steps that run a second time, eagerly; a replay that differs in a bit is discarded."""
     shadow_dir: Path | None = None
-    """Where a batch that a recording computed wrongly is kept, with the state that it started from."""
+    """A folder for reproducers: batches that a recording computed wrongly, with the state that they started from."""
     shadow_tokens: bool = False
-    """Whether token ids may be written there."""
+    """Whether reproducers may contain token ids."""
 
     embeddings: bool = False
     """Whether prompts can be embedded: a pass of its own, with as many recordings as prefill has."""
 
+    return_hidden_states: bool = False
+    """Whether requests may ask for hidden states: decode steps have recordings with and without them."""
+
     model_impl: ModelImplementation = "auto"
-    """Whose layers a model has."""
+    """The model implementation: native layers, those of transformers, or native where there are some (auto)."""
     trust_remote_code: bool = False
-    """Whether Python code that a checkpoint's folder brings may be run."""
+    """Whether Python code from a checkpoint's folder may be run."""
     hf_layers: str | None = None
     """The name of the module that has the layers of a transformers model; default: what the model says."""
     sampling: SamplingSource = "model"
-    """Where values come from that a request leaves open: temperature, top_k, top_p, min_p, repetition_penalty."""
+    """The source of defaults for temperature, top_k, top_p, min_p, repetition_penalty: the model, or neutral values."""
 
     @property
     def speculates(self) -> bool:
@@ -135,7 +139,7 @@ class EngineOptions:
         expect_finite("shadow_verify, a share of the steps,", self.shadow_verify, PlanError, least=0, most=1)
         if self.shadow_dir is not None and not self.shadow_verify:
             raise PlanError(
-                "shadow_dir keeps what shadow_verify finds, and that looks at no step. Give --shadow-verify a share of "
+                "shadow_dir saves what shadow_verify finds, and that checks no step. Give --shadow-verify a share of "
                 "the steps (0.001), or leave --shadow-dir out."
             )
         expect_finite("memory, a share of the device's,", self.memory, PlanError, least=0, most=1, open_below=True)
@@ -146,10 +150,12 @@ class EngineOptions:
                 f"speculate={self.speculate!r} and embeddings exclude each other: the pass that makes vectors decodes "
                 "one token a row. Leave --embeddings or --speculate out."
             )
-        if (self.speculate == "eagle") != (self.draft is not None):
+        if self.speculate == "mtp" and self.draft is None:
+            raise PlanError("speculate='mtp' drafts by modules, and draft says where these are. Give --draft PATH.")
+        if self.draft is not None and self.speculate not in ("eagle", "mtp", "auto"):
             raise PlanError(
-                "speculate='eagle' drafts by a head, and draft says where that is. Give --speculate eagle and --draft "
-                "PATH together, or neither."
+                f"draft names a head or modules, and speculate={self.speculate!r} drafts without. Give --draft "
+                "together with --speculate eagle, mtp or auto, or neither."
             )
         if self.speculate_depth is not None:
             expect_whole("speculate_depth", self.speculate_depth, PlanError, least=1, most=MAX_DEPTH)

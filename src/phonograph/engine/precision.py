@@ -14,7 +14,7 @@ from phonograph.engine.options import EngineOptions
 from phonograph.errors import PlanError
 
 MOST_IN_FLOAT16 = torch.finfo(torch.float16).max / 8
-"""What a start-up pass may show: other texts may lead to larger values."""
+"""The largest value that a start-up pass may find: other texts may lead to larger ones."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def precision_for(checkpoint: Checkpoint, options: EngineOptions, device: torch.
         found = _in(torch.float32, "the default on a CPU")
     else:
         found = _as_stored(checkpoint)
-    if isinstance(checkpoint, MakesModel):  # its layers are not ours, and their residual stream is as they made it
+    if isinstance(checkpoint, MakesModel):  # layers of transformers, which define their own residual stream
         found = replace(found, residual=found.dtype, fallback=None)
         if options.residual_dtype not in (None, found.dtype):
             raise PlanError(

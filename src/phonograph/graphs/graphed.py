@@ -116,7 +116,7 @@ class Graphed:
         return self.runner.stats
 
     def facts(self) -> WatchedFacts:
-        """What the recordings took for granted besides their slots, as far as the bytecode of what ran shows."""
+        """What the recordings assume besides their slots, as far as the bytecode that ran shows it."""
         return self.runner.facts
 
     def refresh(self, progress: Progress | None = None) -> CaptureReport:
@@ -124,7 +124,7 @@ class Graphed:
         return self.runner.refresh(progress)
 
     def release(self) -> None:
-        """Give the graphs back; calls run eagerly from then on."""
+        """Free the graphs; calls run eagerly from then on."""
         self.runner.release()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -207,12 +207,14 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
             whether a live argument is None outside of a gap.
         phase: picks the defaults of the plan: `full` for decode, `breakable` for prefill.
         backend: `full`, `breakable`, `tc_piecewise` or `disabled`.
-        tc_compiler: what compiles the pieces of `tc_piecewise`: `inductor` or `eager`.
+        tc_compiler: what compiles the pieces of `tc_piecewise`: `inductor`, the default where the device takes it, or
+            `eager`.
         tc_fallback: record shapes that torch.compile can't trace as `breakable` does.
         break_ops: ops that `tc_piecewise` breaks at too, by name.
         device: where it runs; default: that of the function's parameters, else the accelerator present.
         outputs: `own` returns tensors of the call's own; `view` the graph's, valid until the next call.
-        sample: makes a random valid batch of an extent; default: made from the slots.
+        sample: takes an extent and a seed, makes a valid batch, of your own data if you like: trial runs and `verify`
+            run on these. Default: random, made from the slots.
         tail: takes the used rows of the function's outputs and the live arguments; runs after a replay.
         host_plan: host work between load and replay, outside the graph.
         tail_captured: record the tail too; it then gets padded rows.
@@ -288,7 +290,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
 
 
 def _asks(phase: str, buckets: Buckets, asked: Mapping[str, tuple[str, Any]]) -> list[Ask]:
-    """What the arguments of `graphed` ask of the plan, by setting: the argument's name, and a value if one is given."""
+    """The plan settings that arguments of `graphed` set: the argument's name, and its value if one is given."""
     if phase not in KNOWN_PHASES:
         raise unknown("phase", phase, tuple(KNOWN_PHASES), "graphed(phase=)")
     given = {f"{phase}.buckets": ("buckets", buckets.sizes), f"{phase}.exact": ("buckets", buckets.exact), **asked}
@@ -308,7 +310,7 @@ T = TypeVar("T")
 
 
 def _all_of(kind: type[T], given: Collection[T], argument: str) -> tuple[T, ...]:
-    """Several things of a kind, as `graphed` takes them."""
+    """A sequence argument of `graphed` as a tuple, its items' type checked."""
     if isinstance(given, kind):
         raise DeclarationError(f"graphed({argument}=): expected a list, found {given!r} alone. Write [{given!r}].")
     several = tuple(given)
@@ -385,7 +387,7 @@ def _warn_emulated() -> None:
 
 
 def _opened(device: str | torch.device | Device | None, function: Callable[..., Any]) -> Device:
-    """The device that is named, or the function's own; says once if graphs are emulated and nobody asked for it."""
+    """The named device, or the function's own; warns once if graphs are emulated without having been asked for."""
     found = open_device(device if device is not None else _device_of(function))
     if found.name == "emulated" and device is None:
         _warn_emulated()

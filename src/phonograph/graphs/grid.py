@@ -33,7 +33,7 @@ class GraphedGrid:
     def __init__(self, make: Callable[[int], Graphed], *, dim: str, sizes: Buckets | Sequence[int]) -> None:
         self.dim = dim
         self.sizes = sizes if isinstance(sizes, Buckets) else Buckets(tuple(sizes))
-        # The largest first: what it needs of a pool is enough for the others.
+        # The largest first: its buffers are large enough for the others.
         made = {size: make(size) for size in reversed(self.sizes.sizes)}
         self.by_size: Mapping[int, Graphed] = {size: made[size] for size in self.sizes}
         for size, run in self.by_size.items():
@@ -70,7 +70,7 @@ class GraphedGrid:
         return {size: run.refresh(progress) for size, run in self.by_size.items()}
 
     def release(self) -> None:
-        """Give the graphs back; calls run eagerly from then on."""
+        """Free the graphs; calls run eagerly from then on."""
         for run in self.by_size.values():
             run.release()
 

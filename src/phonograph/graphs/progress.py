@@ -12,11 +12,11 @@ Progress = Callable[[str, int, int], None]
 
 _WIDTH = 24
 _QUIET_SECONDS = 10.0
-"""How long a stream that is no terminal may hear nothing."""
+"""Seconds between lines where the stream is not a terminal."""
 
 
 def bar(stream: TextIO | None = None) -> Progress:
-    """A line that is drawn over itself; on a stream that is no terminal, one at the end, and one every ten seconds."""
+    """A line that is redrawn in place; where the stream is no terminal, a line every ten seconds and one at the end."""
     out = stream if stream is not None else sys.stderr
     live = out.isatty()
     told = time.monotonic()

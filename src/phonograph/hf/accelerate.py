@@ -32,7 +32,7 @@ _PATCHED = (
     "generate", "_prepare_cache_for_generation", "prepare_inputs_for_generation", "_valid_auto_compile_criteria",
     "get_compiled_call",
 )  # fmt: skip
-"""What of a model is replaced: `generate` asks the others for a cache, for the inputs of a step, and what runs it."""
+"""Methods of a model that are replaced: those by which `generate` gets its cache, a step's inputs, and its runner."""
 _SMALLEST_CACHE = 256
 _FIRST = "the first step of a kind is taken to see whether the second is like it"
 _COMPARED = "what is recorded is compared with a step that is not"
@@ -65,7 +65,7 @@ class _Call:
     last_form: StepForm | None = None
     """That of the step before; None before the first."""
     is_asked: bool = False
-    """Whether the next question of what runs a step is about this generation's."""
+    """Whether the next lookup of a step's runner is this generation's."""
     is_step: bool = False
     """Whether the model is called for a token of every sequence next; else for a part of a prompt."""
     is_raw: bool = False
@@ -94,10 +94,10 @@ class Accelerated:
         """By reason, decode steps without a recording; those that a recording ran eagerly are in its own counts."""
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         self._given_back: Counter[str] = Counter()
-        """Steps of recordings that are gone."""
+        """Steps of recordings that were released."""
         self._before: dict[str, Any] = {}
         self._prepares = False
-        """Whether inputs of steps come by way of here, as they are."""
+        """Whether `prepare_inputs_for_generation` is replaced, so that inputs arrive unprepared."""
         self._pool: BufferPool | None = None
         """Input buffers and graph memory of all recordings."""
         self._call: _Call | None = None
@@ -146,7 +146,7 @@ class Accelerated:
             setattr(self.model, name, getattr(self, f"_{name.strip('_')}"))
 
     def undo(self) -> None:
-        """Make the model what it was, and give caches and recordings back."""
+        """Restore the model, and free caches and recordings."""
         if self.is_installed:
             for name in _PATCHED:
                 vars(self.model).pop(name, None)
@@ -284,7 +284,7 @@ class Accelerated:
             while len(self._entries) >= self.max_caches:
                 self._give_back(next(iter(self._entries)))
             entry = _Entry(GenerationCache(config, length), num_seqs)
-        self._entries[key] = entry  # the latest is the last to go
+        self._entries[key] = entry  # least recently used first
         return entry
 
     # -- steps --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Admission of generations: why a call of `generate` runs as it did, without recordings."""
+"""Admission of generations: why a call of `generate` is not accelerated."""
 
 from __future__ import annotations
 

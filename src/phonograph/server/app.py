@@ -59,11 +59,11 @@ OPERATIONS = (
         event=ChatChunk,
         statuses=_ENGINE,
     ),
-    Operation("/v1/embeddings", "post", "A vector of each text", EmbeddingResponse, EmbeddingRequest, statuses=_ENGINE),
+    Operation("/v1/embeddings", "post", "Embed texts", EmbeddingResponse, EmbeddingRequest, statuses=_ENGINE),
     Operation(
         "/v1/responses",
         "post",
-        "Answer a conversation, and keep the answer",
+        "Generate a response, and store it",
         responses_api.Response,
         ResponsesRequest,
         event=responses_api.ResponseEvent,
@@ -72,7 +72,7 @@ OPERATIONS = (
     Operation(
         "/v1/responses/{id}",
         "get",
-        "A response that was kept",
+        "A stored response",
         responses_api.Response,
         statuses=(400, 404),
         parameters=("id",),
@@ -80,7 +80,7 @@ OPERATIONS = (
     Operation(
         "/v1/responses/{id}",
         "delete",
-        "Forget a response",
+        "Delete a stored response",
         responses_api.DeletedResponse,
         statuses=(404,),
         parameters=("id",),
@@ -88,22 +88,20 @@ OPERATIONS = (
     Operation(
         "/v1/responses/{id}/input_items",
         "get",
-        "The items of its input",
+        "Its input items",
         responses_api.ItemList,
         statuses=(400, 404),
         parameters=("id",),
     ),
-    Operation("/v1/models", "get", "The names of the model", ModelList, statuses=()),
+    Operation("/v1/models", "get", "The names under which the model is served", ModelList, statuses=()),
     Operation("/v1/models/{model}", "get", "One of the names", ModelCard, statuses=(404,), parameters=("model",)),
-    Operation(
-        "/tokenize", "post", "Token ids of a text or of messages", TokenizeResponse, TokenizeRequest, statuses=_BODY
-    ),
-    Operation("/detokenize", "post", "The text of token ids", DetokenizeResponse, DetokenizeRequest, statuses=_BODY),
+    Operation("/tokenize", "post", "Tokenize a text or messages", TokenizeResponse, TokenizeRequest, statuses=_BODY),
+    Operation("/detokenize", "post", "Detokenize token ids", DetokenizeResponse, DetokenizeRequest, statuses=_BODY),
     Operation("/tokenizer_info", "get", "Special tokens and chat template", TokenizerInfo, statuses=(404, 503)),
-    Operation("/health", "get", "Whether requests are taken", HealthResponse, statuses=(503,)),
-    Operation("/ping", "get", "The same, by the name that SageMaker asks for", HealthResponse, statuses=(503,)),
+    Operation("/health", "get", "Whether the server accepts requests", HealthResponse, statuses=(503,)),
+    Operation("/ping", "get", "The same, under SageMaker's name", HealthResponse, statuses=(503,)),
     Operation("/ping", "post", "The same", HealthResponse, statuses=(503,)),
-    Operation("/version", "get", "Which phonograph this is", VersionResponse, statuses=()),
+    Operation("/version", "get", "phonograph's version", VersionResponse, statuses=()),
 )
 
 
@@ -114,7 +112,7 @@ def create_app(
     further: Sequence[BaseRoute] = (),
     open_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """The app for an AsyncLLM that is started elsewhere; `further` routes may be open to those without a key."""
+    """The app for an AsyncLLM that the caller starts; `further` routes may be open without an API key."""
     api = Api(llm, options)
     about, kept = About(api, llm), ResponsesApi(api, llm, options)
     described = msgspec.json.encode(document(OPERATIONS))

@@ -1,4 +1,4 @@
-"""OpenAPI document: made from the types that bodies are read and written with."""
+"""OpenAPI document: generated from the types that bodies are decoded and encoded with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phonograph.server.http.failures import ErrorBody
 
 @dataclass(frozen=True)
 class Operation:
-    """What a route takes and gives."""
+    """A route's request and response."""
 
     path: str
     method: str
@@ -22,30 +22,30 @@ class Operation:
     response: type[msgspec.Struct]
     request: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
-    """What a stream of events consists of."""
+    """The type of a stream's events."""
     statuses: tuple[int, ...] = (400,)
-    """Which errors it has besides those that every route has."""
+    """Its errors besides those of every route."""
     parameters: tuple[str, ...] = ()
     """In the path."""
 
 
 _ERRORS = {
-    400: "the request does not fit; the message says what to change",
+    400: "the request is invalid; the message says what to change",
     401: "the API key is missing or wrong",
-    403: "the Host header has a name that the server does not go by",
+    403: "the Host header is not an allowed one",
     404: "there is no such route or model",
-    408: "the body came too slowly",
+    408: "the body arrived too slowly",
     413: "the body is too large",
     415: "the body is not declared as JSON, or is compressed",
-    429: "too much is waiting; see Retry-After",
+    429: "too many requests are waiting; see Retry-After",
     500: "the model failed on this request, or the server did",
-    503: "no request is taken now: the core is down, or the server is shutting down",
-    504: "the request did not finish in its time",
+    503: "no request is accepted now: the core is down, or the server is shutting down",
+    504: "the request did not finish within its timeout",
 }
 
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
-    """OpenAPI 3.1, for clients and for tests that make up requests."""
+    """OpenAPI 3.1, for clients and for fuzzing."""
     used: list[type[msgspec.Struct]] = [ErrorBody]
     for operation in operations:
         used += [kind for kind in (operation.request, operation.response, operation.event) if kind is not None]

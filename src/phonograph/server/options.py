@@ -18,25 +18,25 @@ class ServerOptions:
     """The settings of the HTTP side; those of the engine are in `EngineArguments`."""
 
     host: str = "127.0.0.1"
-    """Where to listen; 0.0.0.0 lets other machines in."""
+    """The address to bind; 0.0.0.0 accepts other machines."""
     port: int = 8000
     """0 takes a free one."""
     names: tuple[str, ...] = ()
-    """What the model is called in requests; default: the name of its file or folder."""
+    """Names of the model in requests; default: the name of its file or folder."""
     api_keys: tuple[str, ...] = ()
-    """Of which a request must carry one; none lets everybody in."""
+    """A request must carry one of them; empty: no authentication."""
     tool_parser: str = "auto"
-    """How the model writes calls of tools: a name of `tool_formats`, `auto` to go by its template, or `none`."""
+    """How the model writes tool calls: a name of `tool_formats`, `auto` (as its chat template does), or `none`."""
     reasoning_parser: str = "auto"
-    """How it writes what it thinks: a name of `reasoning`, `auto` or `none`."""
+    """How it writes reasoning: a name of `reasoning`, `auto` or `none`."""
     content_special_tokens: str = "text"
-    """What special tokens in the texts of messages are: `text`, or `special` as in a prompt. Requests may say too."""
+    """How special tokens in message texts are tokenized: as `text`, or as `special` ones. Requests may override it."""
     max_queue: int = 1024
-    """Sequences that may wait for a place; with more, requests get a 429."""
+    """Sequences that may wait in the queue; with more, requests get a 429."""
     response_store_bytes: int = 64 << 20
-    """Of all responses of /v1/responses that can be had again by their id; 0: none can."""
+    """Bytes of stored responses (/v1/responses); 0 stores none."""
     response_store_seconds: float = 24 * 3600.0
-    """How long a response can be had again."""
+    """Seconds for which a response is stored."""
     max_body_bytes: int = 8 << 20
     """A larger body gets a 413."""
     max_prompt_chars: int | None = None
@@ -55,7 +55,7 @@ class ServerOptions:
     request_timeout: float | None = None
     """Seconds in which a request must be finished; else a 504, or an error event in a stream that has begun."""
     stall_timeout: float = 60.0
-    """Seconds for which a client may take nothing of what was sent; then its connection is dropped (on Linux)."""
+    """Seconds for which a client may read nothing of what was sent; then its connection is dropped (on Linux)."""
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM or SIGINT."""
     log_prompts: bool = False
@@ -81,7 +81,7 @@ class ServerOptions:
             "drain_timeout",
         ):
             value = getattr(self, name)
-            if value is not None and not (is_number(value) and value > 0):  # without end is a time too
+            if value is not None and not (is_number(value) and value > 0):  # infinity is allowed
                 raise PlanError(f"server options: {name} must be above 0 seconds, found {shown(value)}.")
         for origin in self.cors_origins:
             if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
@@ -97,7 +97,7 @@ class ServerOptions:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names that a Host header may have; none for any."""
+        """Allowed names in a Host header; empty: any."""
         if self.allowed_hosts:
             return () if "*" in self.allowed_hosts else self.allowed_hosts
         return (*_LOCAL_NAMES, self.host) if _is_loopback(self.host) else ()

@@ -1,4 +1,4 @@
-"""Server process: listens, starts the core, and on a signal finishes what runs."""
+"""Server process: binds the socket, starts the core, serves, and on a signal drains running requests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ log = logging.getLogger("phonograph")
 
 _BACKLOG = 2048
 _LAST_WORDS = 5
-"""Seconds that responses have to reach their clients after the engine has finished."""
+"""Seconds for responses to reach their clients after the engine has finished."""
 _SWITCH = 0.0005
-"""Seconds for which a thread that works on a long text may keep the event loop waiting; ten times that is usual."""
+"""Interpreter switch interval: a thread that works on a long text may hold up the event loop for this long. Python's
+default is ten times that."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -41,13 +42,13 @@ def listen(options: ServerOptions) -> socket.socket:
         where = f"{options.host}:{options.port}"
         raise PlanError(f"listening on {where}: {error.strerror or error}. Choose another --host or --port.") from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # Accepted connections inherit it: one that takes nothing for so long is dropped, and frees what it held.
+        # Accepted connections inherit it: one whose client reads nothing for so long is dropped.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.stall_timeout * 1000))
     return sock
 
 
 class Server(uvicorn.Server):
-    """uvicorn with guarded connections; leaves signals to us, since it would stop listening before all is finished."""
+    """uvicorn with guarded connections, without its signal handlers, which would close the socket before draining."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         door = Door(min(options.max_connections, room_for_connections()), options.head_timeout)
@@ -65,7 +66,7 @@ class Server(uvicorn.Server):
         self._door = door
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Connections that could not be accepted; everything else as ever."""
+        """Log connections that could not be accepted; everything else goes to the default handler."""
         error = context.get("exception")
         if isinstance(error, OSError) and "accept" in str(context.get("message")):
             self._door.warn(f"a connection could not be accepted: {error}")
@@ -86,18 +87,18 @@ async def run(
     progress: Progress = silent,
     on_ready: Callable[[], None] = lambda: None,
 ) -> signal.Signals | None:
-    """Serve until SIGINT or SIGTERM; a second one does not wait for what runs. Returns a signal that came before the
-    first request could be taken."""
+    """Serve until SIGINT or SIGTERM; a second one does not wait for running requests. Returns a signal that came before
+    the server was ready."""
     server = Server(app, options)
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     with _handled(signals):
         asyncio.get_running_loop().set_exception_handler(server.on_loop_error)
         listening = asyncio.create_task(server.serve(sockets=[sock]))
-        listening.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))  # nothing comes in any more
+        listening.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))  # no new connections from here on
         try:
             early = await _started(llm, progress, signals)
             if early is None:
-                # What was loaded stays: collections of garbage need not look at it, which would hold everyone up.
+                # What was loaded stays: exempt it from garbage collection, whose pauses would delay all requests.
                 gc.collect()
                 gc.freeze()
                 sys.setswitchinterval(_SWITCH)
@@ -152,7 +153,7 @@ async def _signal(llm: AsyncLLM, signals: asyncio.Queue[signal.Signals]) -> sign
 async def _drained(
     llm: AsyncLLM, seconds: float, received: signal.Signals, signals: asyncio.Queue[signal.Signals]
 ) -> None:
-    """Wait for what runs, but not longer than allowed, nor past a second signal."""
+    """Wait for running requests, up to the timeout or a second signal."""
     log.warning("%s: finishing %d sequences, at most %g s", received.name, llm.num_active, seconds)
     draining = asyncio.create_task(llm.drain(seconds))
     again = asyncio.create_task(signals.get())
@@ -160,4 +161,4 @@ async def _drained(
     again.cancel()
     draining.cancel()
     if llm.num_active:
-        log.warning("giving up %d sequences", llm.num_active)
+        log.warning("aborting %d sequences that did not finish", llm.num_active)

@@ -1,1 +1,1 @@
-"""Cache: holders of pages and rows, prefixes that are kept, and what the layers of a model keep in a page."""
+"""Cache: allocation of KV pages and batch rows, the prefix cache, and what the layers of a model store in a page."""

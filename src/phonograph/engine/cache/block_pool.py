@@ -8,12 +8,12 @@ from phonograph.errors import PhonographError
 
 
 class BlockPool:
-    """Hands out pages and counts who holds them; page 0, the null page that padding writes to, is never handed out."""
+    """Allocates pages and counts references; page 0, the null page that padding writes to, is never allocated."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_returns = 0
-        """Grows whenever references are given back."""
+        """Counts releases of references."""
         self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, 0, -1))
 
@@ -27,14 +27,14 @@ class BlockPool:
 
     @property
     def num_held_once(self) -> int:
-        """Pages with one holder; looks at every page, and is for metrics."""
+        """Pages with one reference; scans every page, for metrics only."""
         return self._references.count(1)
 
     def references(self, page: int) -> int:
         return self._references[page]
 
     def take(self, count: int) -> list[int] | None:
-        """`count` free pages with a reference each for the caller; None, and nothing taken, if there are fewer."""
+        """`count` free pages with a reference each for the caller; None, without taking any, if there are fewer."""
         if count > len(self._free):
             return None
         if count <= 0:
@@ -46,19 +46,19 @@ class BlockPool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more reference for each page, which someone must hold already."""
+        """Add a reference to each page; each must have one already."""
         for page in pages:
             if not self._references[page]:
-                raise PhonographError(f"sharing page {page}: it has no holder. Take it from the pool instead.")
+                raise PhonographError(f"sharing page {page}: it has no reference. Allocate it from the pool instead.")
             self._references[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """One reference less for each page; a page without references is free again."""
+        """Drop a reference of each page; a page without references is free again."""
         self.num_returns += 1
         for page in pages:
             if not self._references[page]:
                 raise PhonographError(
-                    f"giving back page {page}: it has no holder, so it is given back twice. Give it back once."
+                    f"releasing page {page}: it has no reference, so it is released twice. Release it once."
                 )
             self._references[page] -= 1
             if not self._references[page]:

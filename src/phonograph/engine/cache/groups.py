@@ -22,7 +22,7 @@ class Paged:
 
 
 Kept = Paged
-"""What a layer may keep in pages. State by row, of layers that are no attention, is in columns of the model."""
+"""What a layer may keep in pages. Per-sequence state, of layers other than attention, is in columns of the model."""
 
 
 def page_bytes(keeps: Sequence[Kept], page_size: int, dtype: torch.dtype) -> int:
@@ -67,8 +67,8 @@ class PagedCache:
 class CacheGroup:
     """Owns what some layers keep: those of one shape lie in one `PagedCache`, whatever their order.
 
-    Groups of the same number of pages share page numbers: a page that is shared, evicted or given back is so in all of
-    them. So the layers of a second model, as a drafter's, need no block pool of their own.
+    Groups with the same number of pages share page numbers: a page that is shared, evicted or freed is so in all of
+    them. So the layers of a second model, such as a drafter's, need no block pool of their own.
     """
 
     places: tuple[tuple[PagedCache, int], ...]

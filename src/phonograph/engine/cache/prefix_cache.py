@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from phonograph.engine.cache.block_pool import BlockPool
 
 _Edge = bytes
-"""What leads to a page: the page before it, or 0 at the root, and its own tokens."""
+"""The key of a page: the page before it, or 0 at the root, and its own tokens."""
 
 STATE_BY_ROW = "state-by-row-shares-no-prefixes"
 """The rule for models that keep state of a sequence as a whole."""
@@ -43,8 +43,8 @@ class PrefixCache:
     Only full pages enter, and a sequence writes only after what it has computed: so a shared page is never written,
     and two sequences never write one page.
 
-    A page is its own node: an edge names the page before it, so the tree is a flat table of numbers and bytes, which
-    the garbage collector need not walk.
+    A page is its own node: an edge names its parent page, so the tree is a flat table of numbers and bytes, which the
+    garbage collector need not walk.
     """
 
     def __init__(self, pool: BlockPool, page_size: int, *, enabled: bool = True) -> None:
@@ -60,7 +60,7 @@ class PrefixCache:
         """A heap of (last used, page); an entry may be out of date, and then it is corrected when it surfaces."""
         self._is_queued = bytearray(pool.num_pages)
         self._drained_at = -1
-        """The pool's returns when all leaves were found in use; until it has more, they still are."""
+        """The pool's count of releases when all leaves were found in use; until it changes, they still are."""
 
     @property
     def num_pages(self) -> int:
@@ -73,7 +73,7 @@ class PrefixCache:
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The pages of the longest cached prefix, with a reference on each for the caller.
 
-        Never the whole of `tokens`: at least one is left to compute, since only a computed token gives the next one.
+        Never all of `tokens`: at least one is left to compute, since its logits give the next token.
         """
         if not self.enabled:
             return []
@@ -94,7 +94,7 @@ class PrefixCache:
         """Keep the full pages of `tokens`, which must be computed and never be written again.
 
         The cache takes its own reference on each page that it keeps. Where it has a page with these tokens already, it
-        keeps that one; the caller's page stays the caller's and is free when the caller gives it back.
+        keeps that one; the caller's page stays the caller's, and is free once the caller releases it.
         """
         if not self.enabled:
             return
@@ -132,14 +132,14 @@ class PrefixCache:
                 freed += 1
         if freed < count:
             self._drained_at = self._pool.num_returns
-        # They are in use now, which also keeps the next call from meeting them first.
+        # They count as used now, which also moves them to the end of the next call's order.
         for page in in_use:
             self._last_used[page] = self._clock
             self._queue(page)
         return freed
 
     def clear(self) -> None:
-        """Forget every prefix, as after a change of the weights; a sequence that holds a page keeps it."""
+        """Drop every prefix, as after a change of the weights; pages that sequences hold stay theirs."""
         self._pool.give_back(self._edges)
         self._pages.clear()
         self._edges.clear()

@@ -15,7 +15,7 @@ from phonograph.sizes import ceil_div
 
 
 class Reservations:
-    """Gives pages to sequences ahead of need, and takes them back; whom to preempt is not its business."""
+    """Allocates pages for sequences ahead of need, and releases them; the scheduler decides whom to preempt."""
 
     def __init__(self, limits: Limits, *, prefix_cache: bool) -> None:
         self.pool = BlockPool(limits.num_pages)
@@ -26,7 +26,7 @@ class Reservations:
 
     @property
     def num_used(self) -> int:
-        """Pages that sequences hold; looks at every page, and is for metrics.
+        """Pages that sequences hold; scans every page, for metrics only.
 
         A page that is not cached has one holder, its sequence: sharing goes through the prefix cache. So the other
         pages with one holder are the cache's alone.
@@ -64,15 +64,15 @@ class Reservations:
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others share the full pages of the first `num_tokens`, which committed steps have written.
 
-        Not past the last known token: after it lies what was launched ahead in vain.
+        Not past the last known token: after it are positions of steps that were launched ahead for nothing.
         """
         self.prefixes.insert(sequence.known()[:num_tokens], sequence.pages)
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Take all pages back; none of its steps may be in flight. Full pages stay cached, unless it failed or was
-        pooled: whoever embeds many texts would push out the prompts that others share."""
+        """Release all pages; none of its steps may be in flight. Full pages stay cached, unless it failed or was
+        embedded: embedding many texts would evict the prompts that others share."""
         if keep and sequence.finish is not FinishReason.ERROR and sequence.request.pooling is None:
-            # What a step computed past the sequence's last token was written to no page of its own.
+            # Tokens that a step computed past the sequence's last one were not written to its pages.
             self.keep(sequence, min(sequence.num_computed, sequence.max_computed))
         self.pool.give_back(sequence.pages)
         sequence.pages = []

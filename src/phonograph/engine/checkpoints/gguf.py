@@ -85,7 +85,7 @@ class GgufCheckpoint:
         return ChatTemplate(template if isinstance(template, str) else None, tokenizer.special_tokens, self.source)
 
     def _in_order(self, num_heads: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Undo llama.cpp's order of the rows of heads that are rotated: it rotates neighbours, we rotate halves."""
+        """Undo llama.cpp's permutation of rotated heads: it rotates adjacent pairs, we rotate halves."""
         pairs = tensor.view(num_heads, self.config.head_dim // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
 

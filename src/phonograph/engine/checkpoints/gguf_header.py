@@ -1,7 +1,7 @@
 """GgufHeader: metadata of a GGUF file, and where each tensor lies, checked against the length of the file.
 
-The `gguf` package has a reader too; it takes seconds for a vocabulary, and a file that was cut short makes it fail
-without a word on where.
+The `gguf` package has a reader too; it takes seconds for a vocabulary, and its errors on a truncated file don't say
+where.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_HEADER_BYTES = 2**28
 _MAX_FIELDS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ITEMS = 2**23
-"""Of all arrays together. These limits lie far above any model: a damaged count is refused before it costs anything."""
+"""Of all arrays together. The limits are far above any model: a corrupt count is refused before it costs anything."""
 _DAMAGED = "The file is cut short or damaged: get it again."
 
 
@@ -103,7 +103,7 @@ class GgufHeader:
 
 
 class _Cursor:
-    """A place in the file that moves on with everything that is read."""
+    """A cursor in the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path

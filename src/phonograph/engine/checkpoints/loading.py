@@ -45,7 +45,7 @@ def load_weights(
 
 
 def _refuse_not_finite(source: str, places: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
-    """Refuse NaN and infinite weights; a sum that is finite, as nearly all are, shows that every weight is."""
+    """Refuse NaN and infinite weights; a finite sum, the usual case, shows that every weight is finite."""
     if not sums or bool(torch.stack(list(sums.values())).isfinite().all()):
         return
     for name, total in sums.items():

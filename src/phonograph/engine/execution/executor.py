@@ -45,7 +45,7 @@ log = logging.getLogger("phonograph")
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way; its results come to the host meanwhile."""
+    """A step in flight; its results are being copied to the host."""
 
     step: Step
     phase: str
@@ -71,8 +71,9 @@ class Executor:
         largest_only: bool = False,
         shadow: Shadowing | None = None,
     ) -> None:
-        """Of the `options`, copies in eager steps and facts are taken; the plan has the others. With `largest_only`,
-        just the largest recording of each kind is made: to see how much memory they take."""
+        """Of the `options`, `eager_copies` and `facts` are used; the plan has the others. With `largest_only`, only the
+        largest recording of each kind is made, to measure the memory they take."""
+        self._declared = tuple(passes)
         self.device = device
         self.limits = limits
         self.model = model
@@ -89,7 +90,9 @@ class Executor:
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
         plans = {one.name: _within(plan.phase(one.name), one.limit(limits)) for one in passes}
-        self.parts = PassParts(model, sampler, self.tables, self.cache, beside, limits)
+        self.parts = PassParts(
+            model, sampler, self.tables, self.cache, beside, limits, any(one.gives_states for one in passes)
+        )
         self.passes = {one.name: one.make(self.parts, plans[one.name].backend) for one in passes}
         for one in self.passes.values():
             _check(one, limits)
@@ -133,7 +136,7 @@ class Executor:
         self, phases: Mapping[str, Phase], plans: Mapping[str, PhasePlan], options: RunnerOptions
     ) -> dict[str, Runner]:
         pool, memory = BufferPool(self.device), self.device.new_pool()
-        # What nobody's request is in is no batch that must have a graph, or that gives anybody a wrong token.
+        # A heartbeat serves no request: it need not have a graph, and can't give anybody a wrong token.
         lenient = replace(options, strict=False, facts="off")
         by_name = {name: options if one.declared.serves else lenient for name, one in self.passes.items()}
         return {
@@ -147,12 +150,11 @@ class Executor:
         of_model = {column.name for column in self.model.columns}
         states = [one for one in self.tables.columns if one.is_of_graph or one.name in of_model]
         prompt_state = tuple(column.name for column in states if column.from_prompt)
-        declared = tuple(one.declared for one in self.passes.values())
-        return StepTables(self.tables.columns, self.tables.sizes, prompt_state, declared)
+        return StepTables(self.tables.columns, self.tables.sizes, prompt_state, self._declared)
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> list[CaptureReport]:
-        """Record all phases, the largest first: the others find room in the memory that it leaves."""
+        """Record all phases, the largest first: the others reuse its pool memory."""
         largest = sorted(self.runners.values(), key=lambda runner: -runner.buckets.largest if runner.buckets else 0)
         shown = progress if progress is not None else bar()
         with ExitStack() as stack:
@@ -178,7 +180,7 @@ class Executor:
         return coverage(runner, range(1, largest + 1), measured=runner.selection is not None)
 
     def coverage_of(self, name: str) -> Coverage | None:
-        """As it was stated, or anew where recordings were given back since; None for a pass that serves nobody."""
+        """As of start-up, or anew where recordings were released since; None for a pass that serves no requests."""
         stated = self.coverage.get(name)
         if stated is not None and stated.num_recordings != len(self.runners[name].captured):
             stated = self.coverage[name] = coverage(self.runners[name], stated.sizes)
@@ -195,9 +197,9 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Bring the tables up to date, start the forward pass, and the way back of what it samples.
+        """Update the tables, launch the forward pass, and start the copy of its sampled tokens to the host.
 
-        Takes each step once, in the order in which they were built.
+        Each step is launched once, in the order in which they were built.
         """
         self._order.take(step)
         begun = self._begun[self._num_launched % len(self._begun)]
@@ -217,7 +219,7 @@ class Executor:
         self.tables.apply(undone.updates)
 
     def collect(self, launched: Launched) -> Sampled:
-        """What a step sampled; waits for the device. Gives the results of each step once, in launch order."""
+        """The sampled tokens of a step; waits for the device. Each step is collected once, in launch order."""
         step, order = launched.step, self._order
         if step.follows != order.collected:
             order.check_collect(step)
@@ -290,8 +292,8 @@ def _num_recordings(phase: Phase, plan: PhasePlan) -> int:
 
 
 def _largest(plan: PhasePlan, bucketed: str) -> PhasePlan:
-    """The largest recording alone. What is to be compiled is not: its ops take as much memory as they stand, or more,
-    and a trace takes many seconds."""
+    """The largest recording alone. What would be compiled is recorded as it is: the plain ops take as much memory, or
+    more, and a trace takes many seconds."""
     backend = "breakable" if plan.backend == "tc_piecewise" else plan.backend
     buckets = buckets_for(plan, bucketed)
     return replace(plan, backend=backend, buckets=plan.buckets if buckets is None else (buckets.largest,))

@@ -13,9 +13,9 @@ Fingerprint = Mapping[str, str]
 
 _PLACES = 256
 _STRIDE = 0x9E3779B97F4A7C15
-"""Odd and far from every width: its multiples meet all rows and columns."""
+"""Odd, and no divisor of usual widths: its multiples hit all rows and columns."""
 _OWN_TO_KERNELS = "prepared"
-"""What kernels made of a matrix for themselves."""
+"""Layouts that kernels derive from a matrix."""
 
 
 def fingerprint(weights: object) -> Fingerprint:
@@ -24,7 +24,7 @@ def fingerprint(weights: object) -> Fingerprint:
 
 
 def difference(theirs: Fingerprint, ours: Fingerprint) -> str:
-    """In words, what tells the weights of a file from those that are loaded; empty where nothing does."""
+    """How the weights of a file differ from the loaded ones, in words; empty where they don't."""
     kinds = {name: (_kind_in(theirs.get(name)), _kind_in(ours.get(name))) for name in {**ours, **theirs}}
     laid_out = [name for name, (one, other) in kinds.items() if one != other]
     if laid_out:

@@ -50,24 +50,24 @@ class Reproducer:
         try:
             file = path.open("rb")
         except OSError as error:
-            raise CheckpointError(f"reading {path}: {error.strerror}. Give a file that --shadow-dir got.") from None
+            raise CheckpointError(f"reading {path}: {error.strerror}. Give a file from --shadow-dir.") from None
         with file:
             _refuse_damaged(path, file)
             try:
                 found = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:
                 raise CheckpointError(
-                    f"reading {path}: it is no reproducer ({type(error).__name__}). Give a file that --shadow-dir got."
+                    f"reading {path}: it is not a reproducer ({type(error).__name__}). Give a file from --shadow-dir."
                 ) from error
         if not isinstance(found, dict) or not {"phase", "rows", "cache"} <= found.keys():
-            raise CheckpointError(f"reading {path}: it is no reproducer. Give a file that --shadow-dir got.")
+            raise CheckpointError(f"reading {path}: it is not a reproducer. Give a file from --shadow-dir.")
         if found.get("format") != FORMAT:
             raise CheckpointError(
                 f"reading {path}: it has the format {found.get('format')}, and this version of phonograph reads "
                 f"{FORMAT}. Use the version that wrote it."
             )
         if not all(isinstance(found.get(name), kind) for name, kind in _KINDS.items()) or not _fits_itself(found):
-            raise CheckpointError(f"reading {path}: its parts don't fit each other. Give a file that --shadow-dir got.")
+            raise CheckpointError(f"reading {path}: its parts don't fit each other. Give a file from --shadow-dir.")
         return cls(path, found)
 
     @property
@@ -81,7 +81,7 @@ class Reproducer:
 
     @property
     def is_repeat(self) -> bool:
-        """Whether the wrong replay was of buffers as they were, which are not in the file."""
+        """Whether the wrong replay was a repeat, whose input buffers are not in the file."""
         return bool(self.content["is_repeat"])
 
     def check_model(self, config: ModelConfig) -> None:
@@ -142,7 +142,7 @@ class Reproducer:
                 tables[name][rows] = before
 
     def _check_engine(self, engine: EngineState) -> None:
-        """Refuse what this engine has no place for."""
+        """Refuse a file that does not fit this engine's limits."""
         content, tables = self.content, engine.tables
         tensors = [tensor for group in engine.caches for tensor in group.tensors]
         rows, count = content["rows"], len(content["pages"])
@@ -164,7 +164,7 @@ class Reproducer:
         self._check_values("length", content["columns"].get("length"), (0, tables.pages.shape[1] * _page_size(engine)))
 
     def _check_values(self, name: str, values: Any, valid: Any) -> None:
-        """Refuse numbers that would lead out of the tables."""
+        """Refuse indices outside of the tables."""
         if not isinstance(values, torch.Tensor) or not values.numel() or valid is None:
             return
         least, most = values.min().item(), values.max().item()
@@ -187,10 +187,10 @@ def _refuse_damaged(path: Path, file: BinaryIO) -> None:
             raise CheckpointError(
                 f"reading {path}: it is damaged, or its end is missing ({error}). Copy it again."
             ) from error
-        what = "it is empty" if not begins else "it is no reproducer"
-        raise CheckpointError(f"reading {path}: {what}. Give a file that --shadow-dir got.") from error
+        what = "it is empty" if not begins else "it is not a reproducer"
+        raise CheckpointError(f"reading {path}: {what}. Give a file from --shadow-dir.") from error
     if damaged is not None:
-        raise CheckpointError(f"reading {path}: it is damaged ({damaged} has another sum). Copy it again.")
+        raise CheckpointError(f"reading {path}: it is damaged ({damaged} has a wrong checksum). Copy it again.")
     file.seek(0)
 
 

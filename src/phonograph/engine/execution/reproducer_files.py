@@ -47,7 +47,7 @@ def described_model(config: ModelConfig) -> dict[str, str]:
 
 
 def told(mismatch: Mismatch, *, with_tokens: bool) -> str:
-    """A mismatch in words; without values and places where token ids may not be told, since a key gives them away."""
+    """A mismatch in words; without values and places where token ids may not be written, since a key reveals them."""
     if with_tokens:
         return mismatch.detail
     words = "differs" if mismatch.of_integers else mismatch.words.partition(" (")[0]
@@ -57,7 +57,7 @@ def told(mismatch: Mismatch, *, with_tokens: bool) -> str:
 class Reproducers:
     """Writes at most 8 files and 1 GiB to a folder; where token ids are not allowed, only what is declared public.
 
-    Keys and values are not: those of the first layer are a function of token and position, and give a prompt away.
+    Keys and values are not: those of the first layer are a function of token and position, and reveal a prompt.
     """
 
     def __init__(self, folder: Path, *, with_tokens: bool) -> None:
@@ -67,10 +67,10 @@ class Reproducers:
     def write(
         self, mismatch: Mismatch, batch: Any, public: Collection[str], engine: EngineState, rows: torch.Tensor
     ) -> str:
-        """Write what it takes to run a batch again; returns a sentence on where it is, or why it is nowhere.
+        """Write what it takes to run a batch again; returns a sentence on where it is, or why there is none.
 
-        `public` are the fields of the batch that tell nothing of tokens. It raises nothing: whoever calls it has a
-        wrong step to undo.
+        `public` are the fields of the batch that reveal nothing of tokens. It never raises: the caller has a wrong step
+        to undo.
         """
         partial: Path | None = None
         try:

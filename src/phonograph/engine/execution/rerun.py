@@ -1,4 +1,4 @@
-"""Rerun: the batch of a reproducer once more, by replay and eagerly, and the segment at which the two part."""
+"""Rerun: the batch of a reproducer, by replay and eagerly, and the first segment at which the two differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phonograph.graphs.trust.shadow import Mismatch, StatePart, shadowed
 
 @dataclass(frozen=True)
 class Rerun:
-    """What became of a batch this time."""
+    """The outcome of a rerun."""
 
     mismatch: Mismatch | None
     """None where replay and eager run give the same bits here."""
@@ -37,7 +37,7 @@ class Rerun:
 
     @property
     def is_verdict(self) -> bool:
-        """Whether it tells about the file: that other weights give no fault says nothing of those that did."""
+        """Whether the outcome is conclusive: with other weights, no fault shows nothing."""
         return self.mismatch is not None or not self.other_weights
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Rerun:
 
     def _on_batch(self) -> Iterator[str]:
         if self.mismatch is None:
-            end = "" if self.is_verdict else ", which on other weights tells nothing"
+            end = "" if self.is_verdict else ", which with other weights is inconclusive"
             yield f"replay and eager give the same bits here{self.served_by}{end}"
             return
         yield f"reproduced: {self.mismatch}{self.served_by}"

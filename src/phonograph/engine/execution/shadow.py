@@ -1,4 +1,4 @@
-"""Shadow: a share of the steps in service runs a second time, eagerly, and is believed where the bits are equal."""
+"""Shadow: a share of the steps in service runs a second time, eagerly, and is committed only if bitwise equal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("phonograph")
 
 
 class MistrustedStepError(VerifyError):
-    """A replay gave other bits than the eager path; the tables are as before the step, and its recording is gone."""
+    """A replay differed from the eager path; the tables are as before the step, and its recording is released."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Shadowing:
     share: float
     """Of the steps that a recording serves."""
     folder: Path | None = None
-    """Where a batch that was computed wrongly is written to; nowhere without."""
+    """The folder for batches that were computed wrongly; None: they are not saved."""
     with_tokens: bool = False
     """Whether token ids may be written, to files and to the log."""
     seed: int = 0
 
 
 def shadowing_for(options: EngineOptions) -> Shadowing | None:
-    """What the options ask for, if anything; refuses a folder that can't be written to, before the first fault."""
+    """From the options, None if off; refuses a folder that can't be written to at start-up, not at the first fault."""
     if not options.shadow_verify:
         return None
     if options.shadow_dir is not None:
@@ -51,11 +51,11 @@ def shadowing_for(options: EngineOptions) -> Shadowing | None:
 
 
 def expect_exact(runners: Mapping[str, Runner]) -> None:
-    """Refuse recordings that round otherwise than the body: all of them would be taken for wrong."""
+    """Refuse backends whose recordings round differently from the body: all of them would count as wrong."""
     rounding = [name for name, runner in runners.items() if not runner.backend.is_exact]
     if rounding:
         raise PlanError(
-            f"shadow_verify compares bits, and what is compiled for {', '.join(rounding)} rounds otherwise than the "
+            f"shadow_verify compares bits, and what is compiled for {', '.join(rounding)} rounds differently from the "
             "eager path. Use --tc-compiler eager, another backend, or no --shadow-verify."
         )
 
@@ -86,7 +86,7 @@ def described_checks(options: EngineOptions, *, is_recorded: bool) -> str:
 
 
 class Shadow:
-    """Checks steps before they are committed: a wrong one reaches nobody.
+    """Checks steps before they are committed, so that no wrong token is sent.
 
     What a step may write is saved first: the rows of the request tables that its batch has, what is one number wide for
     all rows, and the pages that its tokens go to. So the eager run starts from the same state, and what a wrong replay
@@ -130,9 +130,7 @@ class Shadow:
         why = told(mismatch, with_tokens=self._asked.with_tokens)
         runner.mistrust(mismatch.key, f"{why}.{kept}".rstrip("."))
         since = "fail (--graphs strict)" if runner.options.strict else "run eagerly"
-        raise MistrustedStepError(
-            f"{mismatch.key}: {why}. The recording is given back, and such batches {since}.{kept}"
-        )
+        raise MistrustedStepError(f"{mismatch.key}: {why}. The recording is released, and such batches {since}.{kept}")
 
     def state(self, rows: torch.Tensor, positions: torch.Tensor) -> list[StatePart]:
         """What a batch with these tokens may write."""

@@ -43,9 +43,9 @@ _SIZES = (
 """From this much device memory on."""
 _ON_CPU = _StepSize(16, 512)
 _EMULATED = _StepSize(4, 64)
-"""Every recording keeps its intermediates and is run op by op: few and small ones show all that there is to see."""
+"""An emulated recording keeps its intermediates and runs op by op: few and small ones are enough to test with."""
 _BYTES_PER_GRAPH = 6 << 20
-"""What the driver takes for a graph besides the memory of its intermediates; measured: 2 to 6 MB."""
+"""Driver memory of a graph besides its intermediates; measured: 2 to 6 MB."""
 
 
 def plan_for(

@@ -1,62 +1,100 @@
-"""Speculation: who drafts for a model, by the options; a head's weights are loaded beside the model's."""
+"""Speculation: the drafter that the options name, with its weights."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
+from phonograph.engine.checkpoints import Checkpoint, shipped_head
 from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
+from phonograph.engine.checkpoints.mtp import MtpCheckpoint, has_modules
 from phonograph.engine.execution.executor import Executor
-from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Model
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
+from phonograph.engine.passes.mtp import mtp
 from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.registry import TARGET_VERIFY, PassDeclaration, passes_for
 from phonograph.engine.passes.target_verify import PLAIN_STEPS, speculating_passes
 from phonograph.engine.requests.step_costs import StepCosts
+from phonograph.errors import PlanError
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.coverage import replay_seconds
 
 log = logging.getLogger("phonograph")
 
 
-def open_draft(options: EngineOptions, target: ModelConfig) -> DraftCheckpoint | None:
-    """The head that drafts, if one does; refused where it does not fit, before weights are read."""
-    return None if options.draft is None else DraftCheckpoint.open(options.draft, target)
+@dataclass(frozen=True)
+class Chosen:
+    """The drafter that was chosen, and why; its weights are not read yet."""
+
+    name: Literal["ngram", "eagle", "mtp"]
+    why: str = ""
+    """Where it was not asked for by name."""
+    draft: DraftCheckpoint | MtpCheckpoint | None = None
+
+    def __str__(self) -> str:
+        return self.name + (f" (auto: {self.why})" if self.why else "")
+
+    def drafting(self, depth: int, model: Model, num_positions: int) -> Drafting:
+        """The drafter, with weights if it has some."""
+        match self.draft:
+            case None:
+                made = ngram(depth)
+            case DraftCheckpoint() as head:
+                made = eagle(head.load(drafted_for(model, self.name), num_positions), depth)
+            case MtpCheckpoint() as modules:
+                made = mtp(modules.load(drafted_for(model, self.name), num_positions, depth), depth)
+        return replace(made, why=f"auto: {self.why}" if self.why else "")
 
 
-def drafting_for(
-    options: EngineOptions, draft: DraftCheckpoint | None, model: Model, num_positions: int
-) -> Drafting | None:
-    """Whoever drafts for the model, with weights if it has some."""
-    if draft is not None:
-        return eagle(draft.load(drafted_for(model), num_positions), options.draft_depth)
-    return ngram(options.draft_depth) if options.speculates else None
+def choose_drafter(options: EngineOptions, checkpoint: Checkpoint) -> Chosen | None:
+    """The drafter for a model, if there is one; a head or modules that do not fit are refused, before weights are
+    read."""
+    name, folder, target = options.speculate, options.draft, checkpoint.config
+    if name == "off":
+        return None
+    if name == "mtp":
+        assert folder is not None
+        return Chosen("mtp", draft=MtpCheckpoint.open(folder, target))
+    shipped = None if folder is not None or name == "ngram" else shipped_head(checkpoint)
+    head = folder or shipped
+    if name == "eagle" and head is None:
+        raise PlanError(
+            "--speculate eagle drafts by a head, and none comes with this model. Give --draft PATH, or use --speculate "
+            "ngram."
+        )
+    if name == "auto" and folder is not None and has_modules(folder):
+        return Chosen("mtp", "--draft names MTP modules", MtpCheckpoint.open(folder, target))
+    if head is None:
+        return Chosen("ngram", "no head comes with this model, and --draft names none" if name == "auto" else "")
+    why = "--draft names a head" if shipped is None else "a head comes with this model"
+    return Chosen("eagle", why if name == "auto" else "", DraftCheckpoint.open(head, target))
 
 
 def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[PassDeclaration]:
-    """The passes of an engine for which somebody drafts, or nobody."""
-    if drafting is None:
-        return passes_for(embeddings=options.embeddings)
-    return speculating_passes(drafting)
+    """The passes of an engine with this drafter, or without one."""
+    passes = passes_for(embeddings=options.embeddings) if drafting is None else speculating_passes(drafting)
+    return [replace(one, gives_states=one.serves) for one in passes] if options.return_hidden_states else passes
 
 
 def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
-    """What rounds cost, measured; None where they are launched whatever they cost."""
+    """The measured cost of rounds; None where they are launched whatever they cost."""
     where = options.speculate_when or ("always" if executor.device.torch_device.type == "cpu" else "pays")
     if not options.speculates or where == "always":
         return None
     try:
         costs = measured_costs(executor.runners[TARGET_VERIFY.name])
-    except Exception as error:  # no request needs to know what a step costs
+    except Exception as error:  # no request depends on the measurement
         log.warning("what rounds cost could not be measured (%s: %s)", type(error).__name__, error)
         costs = None
     if costs is None:
-        log.warning("nothing tells what rounds cost, so they are launched wherever something is drafted")
+        log.warning("the cost of rounds is unknown, so they are launched wherever something is drafted")
     return costs
 
 

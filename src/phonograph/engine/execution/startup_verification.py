@@ -15,7 +15,7 @@ from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.trust.verify import VerifyReport, verify, verify_some
 
 _SHARE = 0.03
-"""Of the time that capture took: what a quick look may take for more than the largest recordings."""
+"""Share of the capture time that `fast` may spend on more than the largest recordings."""
 
 
 @torch.inference_mode()
@@ -43,7 +43,7 @@ def verify_recordings(
 
 
 def refuse_failures(found: Mapping[str, VerifyReport]) -> None:
-    """Raise where a replay is not what the eager path gives: whoever is served by it would get wrong tokens."""
+    """Raise where a replay differs from the eager path: it would serve wrong tokens."""
     failed = {name: report for name, report in found.items() if not report.ok}
     if failed:
         reports = "\n".join(f"{name}: {report}" for name, report in failed.items())

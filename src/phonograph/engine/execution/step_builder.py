@@ -21,7 +21,7 @@ from phonograph.engine.state.updates import UpdateBuilder
 from phonograph.errors import PhonographError, PlanError
 
 _VERSIONS = count(secrets.randbits(62))
-"""Of all builders; from a random number on, so that those of two processes differ too."""
+"""Numbers all builders, from a random start, so that those of two processes differ too."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StepBuilder:
         self.honoured = HonouredParameters(tables.columns)
         self._updates = UpdateBuilder(tables.columns, tables.sizes)
         self._unknown = [one.name for one in tables.columns if one.is_of_graph and one.restored is None]
-        """Columns that nobody can put back."""
+        """Columns that can't be restored after a failed step."""
         self._sequences: tuple[Sequence, ...] = ()
         self._decodes = NO_ROWS
         self._longest = 0
@@ -91,7 +91,7 @@ class StepBuilder:
         )
 
     def give_up_after(self, last: int) -> None:
-        """Go on after this serial: whether an executor has what was built since is not known, and nobody collects it.
+        """Continue after this serial: steps built since may or may not have been launched, and are not collected.
 
         Rows are put back, or their sequences are over.
         """
@@ -118,12 +118,14 @@ class StepBuilder:
         """
         if self._unknown and (planned.decodes or not all(chunk.enters for chunk in planned.prefills)):
             names = ", ".join(self._unknown)
-            raise PhonographError(f"the step raised, and state by row ({names}) can't be put back. Ask again.")
+            raise PhonographError(
+                f"the step raised, and per-row state ({names}) can't be restored. Send the request again."
+            )
         return Undone(self._updates.undone(planned), self.last)
 
 
 def _prompt_chunk(chunk: Chunk) -> PromptChunk:
     end = chunk.start + chunk.count
-    following = next(iter(chunk.sequence.tokens(end, end + 1)), 0)
+    following = next(iter(chunk.sequence.tokens(end, end + 1)), -1)
     asked = (chunk.samples, chunk.targets, chunk.pooled)
-    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, *asked, following)
+    return PromptChunk(chunk.sequence.row, chunk.start, chunk.tokens, *asked, following, chunk.num_stated)

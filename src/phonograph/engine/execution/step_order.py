@@ -1,11 +1,11 @@
 """StepOrder: an executor takes the steps of one builder, each once and in order, and gives each one's results once.
 
-Tables, pages and rounds advance with every step, so that a step which runs twice, is left out, or comes from somebody
-else than the one before, leaves wrong tokens and no trace. The first step of a new builder takes the executor over: its
-tables and pages are then not what the former builder's side believes, and that one is refused from there on.
+Tables, pages and rounds advance with every step, so a step that runs twice, is skipped, or comes from another builder
+would silently give wrong tokens. The first step of a new builder takes the executor over: its tables and pages no
+longer match the former builder's view, and steps of that one are refused from there on.
 
-A step may be given up by its builder: it raised, somewhere between here and there. The next one says so by what it
-follows. It may or may not have been launched, and its results are not collected.
+A builder may abandon a step that raised on the way. The next step says so by the serial that it follows. The abandoned
+one may or may not have been launched, and its results are not collected.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _HF_WITHOUT_EFFECT = _names(
 )
 """About training, tasks, classes and sampling; transformers takes sampling from generation_config.json alone."""
 _HF_OFF = _names("gradient_checkpointing qk_layernorm rope_interleaved use_flash_attn use_mrope use_qk_norm")
-"""Switches that are off where they are not named: no word is lost on those that are there and off."""
+"""Switches that are off by default: no warning for one that is explicitly off."""
 _HF_QUANTISED = ("quantization_config", "compression_config")
 
 _SCALES = re.compile(r"scal(e|ing|ar)|multiplier|soft_?cap|factor|clip|clamp")

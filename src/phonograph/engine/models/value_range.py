@@ -149,6 +149,6 @@ class _Watched:
         return self._noted(self.inner.rotate_and_store(qkv, heads, places, cache, layer, out))
 
     def _noted(self, values: torch.Tensor) -> torch.Tensor:
-        # What is added to a residual stream in float32 may be as large as it likes.
+        # What is added to a residual stream in float32 may exceed float16's range.
         self.peaks.append(values.abs().amax().float() if values.dtype == self.dtype else values.new_zeros(()))
         return values

@@ -37,6 +37,8 @@ class PassParts:
     beside: Mapping[str, CacheGroup]
     """The groups of passes that keep something of their own, by pass; they have the page numbers of `cache`."""
     limits: Limits
+    gives_states: bool = False
+    """Whether requests may ask for hidden states."""
 
     def model_for(self, backend: str) -> Model:
         """The model as a pass with this backend runs it.
@@ -84,9 +86,9 @@ class Pass:
     """(rows, positions), on the device, whose keys and values a batch writes, rows that decode with all places of
     theirs. A pass that does not say is not checked in service."""
     public: Collection[str] = ()
-    """Fields of its batches that tell nothing of which tokens a request has, so that files may have them."""
+    """Fields of its batches that reveal nothing of a request's tokens, so that reproducers may contain them."""
     is_steady: Callable[[Step], bool] = _never
-    """Whether a step has the batch of the last one, but for what the tables hold: it is repeated then, not loaded."""
+    """Whether a step's batch equals the last one, except for the tables: it is then repeated without a load."""
     dims: Sequence[Dim] = ()
     tail: Callable[[Any, Any], Any] | None = None
     """Takes what the body returned and the batch; runs eagerly, after the recording."""
@@ -96,7 +98,7 @@ class Pass:
     writes: Sequence[str] = ()
     """Columns that its body or tail writes, by name."""
     free: Sequence[str] = ("width",)
-    """Fields of batches, besides slots, that recordings have a value of which serves every batch: as all pages that a
+    """Fields of batches, besides slots, whose value in a recording serves every batch, such as the most pages that a
     row can have."""
 
     @property

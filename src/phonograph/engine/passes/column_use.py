@@ -1,7 +1,7 @@
 """Column use: what passes say that they read and write, against the columns that there are.
 
-A column that nobody writes holds its default for ever, and one that the host does not know of its writer is put back
-wrongly: neither shows in a single step.
+A column without a writer holds its default forever, and one whose writer is not declared is restored wrongly after a
+failed step: neither shows in a single step.
 """
 
 from __future__ import annotations

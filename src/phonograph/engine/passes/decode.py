@@ -12,7 +12,7 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import DECODE
-from phonograph.engine.passes.sampling_tail import SAMPLING
+from phonograph.engine.passes.sampling_tail import axes_for
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.needs import SamplingNeeds
@@ -65,7 +65,8 @@ class DecodeBody:
         tables, pages = parts.tables, parts.tables.pages[:, : batch.width]
         queries = Queries(batch.rows, tables.length, pages, tokens_per_row=1, by_row=True)
         hidden = self._model.hidden(tables.last_token, queries, parts.cache)
-        return parts.tail.next_tokens(self._model.logits(hidden.states), queries, batch.needs)
+        picked = parts.tail.next_tokens(self._model.logits(hidden.states), queries, batch.needs)
+        return picked._replace(states=hidden.states.float()) if batch.needs.states else picked
 
 
 def rows_slot(limits: Limits) -> Slot:
@@ -100,6 +101,6 @@ def decode_pass(parts: PassParts, backend: str = "full") -> Pass:
         is_steady=batches.is_steady,
         body=DecodeBody(parts, backend),
         sample=lambda extent, seed: sample_rows(parts, extent, seed),
-        axes=[SAMPLING],
+        axes=axes_for(parts.gives_states),
         preserve=parts.trials.running,
     )

@@ -79,9 +79,16 @@ class ReadsTarget(Drafter, Protocol):
     def read(self, following: torch.Tensor, features: torch.Tensor, queries: Queries) -> None:
         """Take in tokens of prompts; `following` are those that come after each.
 
-        Where the next token is not known yet, what it says means nothing: `draft` has that place once more.
+        Where that is not known yet it is below 0, and what is taken in means nothing: `draft` has that place once more.
         """
         ...
+
+
+def extended(accepted: Accepted, places: int) -> Queries:
+    """So many places of every row, from where its round began on."""
+    offsets = torch.arange(places, device=accepted.rows.device)
+    rows, positions = accepted.rows.repeat_interleave(places), (accepted.starts[:, None] + offsets).flatten()
+    return Queries(rows, positions, accepted.table, tokens_per_row=places)
 
 
 def _no_columns() -> Sequence[Column]:
@@ -102,6 +109,9 @@ class Drafting:
     """What layers of its own keep in pages."""
     weights: object = None
     """Tensors of its own, in dataclasses."""
+    why: str = ""
+    """How it came to be this one, where nobody asked for it by name."""
 
     def __str__(self) -> str:
-        return f"{self.name} drafts {self.depth} token{'' if self.depth == 1 else 's'} a round"
+        named = f"{self.name} ({self.why})" if self.why else self.name
+        return f"{named} drafts {self.depth} token{'' if self.depth == 1 else 's'} a round"

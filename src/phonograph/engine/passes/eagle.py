@@ -9,7 +9,7 @@ import torch
 from phonograph.engine.models.draft_head import DraftHead
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import PassParts
-from phonograph.engine.passes.drafting import Accepted, Drafting
+from phonograph.engine.passes.drafting import Accepted, Drafting, extended
 from phonograph.engine.passes.registry import TARGET_VERIFY
 
 
@@ -23,7 +23,6 @@ class EagleDrafter:
         self._head = head
         self._depth = depth
         self._cache = parts.beside[TARGET_VERIFY.name]
-        self._last = parts.limits.num_positions - 1
         self.taps = head.config.taps
         self.kept = self._cache.tensors
 
@@ -31,15 +30,14 @@ class EagleDrafter:
         return self._head.features(taps)
 
     def read(self, following: torch.Tensor, features: torch.Tensor, queries: Queries) -> None:
-        self._head.store(following, features, queries, self._cache)
+        self._head.store(following.clamp_min(0), features, queries, self._cache)
 
     def draft(self, accepted: Accepted) -> torch.Tensor:
         head, rows, width = self._head, accepted.rows, accepted.tokens.shape[1]
-        assert accepted.features is not None
-        q = self._extended(accepted, accepted.features)
+        q, hidden = self._extended(accepted)
         lasts = (accepted.counts - 1).clamp_min(0)
         chosen = torch.arange(rows.shape[0], device=rows.device) * width + lasts
-        q, hidden = q[chosen], accepted.features[chosen]
+        q, hidden = q[chosen], hidden[chosen]
         queries = Queries(rows, accepted.starts + lasts, accepted.table, tokens_per_row=1)
         drafted = list[torch.Tensor]()
         while True:
@@ -47,25 +45,18 @@ class EagleDrafter:
             drafted.append(head.likeliest(hidden))
             if len(drafted) == self._depth:
                 return torch.stack(drafted, dim=1)
-            queries = replace(queries, positions=(queries.positions + 1).clamp_max(self._last))
-            q = head.store(drafted[-1], hidden, queries, self._cache)
+            queries = replace(queries, positions=queries.positions + 1)
+            q, hidden = head.store(drafted[-1], hidden, queries, self._cache)
 
     def keep_up(self, accepted: Accepted) -> None:
-        assert accepted.features is not None
-        self._extended(accepted, accepted.features)
+        self._extended(accepted)
 
-    def _extended(self, accepted: Accepted, features: torch.Tensor) -> torch.Tensor:
-        """The attention queries of every place of the round, all of which the cache gets; what is past the last token
+    def _extended(self, accepted: Accepted) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head has for every place of the round, all of which the cache gets; what is past the last token
         that stays is written again later."""
-        width = accepted.tokens.shape[1]
-        offsets = torch.arange(width, device=features.device)
-        whole = Queries(
-            accepted.rows.repeat_interleave(width),
-            (accepted.starts[:, None] + offsets).flatten().clamp_max(self._last),
-            accepted.table,
-            tokens_per_row=width,
-        )
-        return self._head.store(accepted.tokens.flatten(), features, whole, self._cache)
+        assert accepted.features is not None
+        queries = extended(accepted, accepted.tokens.shape[1])
+        return self._head.store(accepted.tokens.flatten(), accepted.features, queries, self._cache)
 
 
 def eagle(head: DraftHead, depth: int) -> Drafting:
@@ -74,6 +65,6 @@ def eagle(head: DraftHead, depth: int) -> Drafting:
         "eagle",
         depth,
         lambda parts: EagleDrafter(parts, head, depth),
-        keeps=lambda model: head.keeps,
-        weights=head.weights,
+        keeps=lambda model: head.layers.keeps,
+        weights=(head.weights, head.layers.weights),
     )

@@ -58,7 +58,7 @@ class EmbedBatches:
 def sum_spans(states: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
     """[num_spans, hidden] in float32: of each span the sum of its states, always in the order of the tokens.
 
-    Atomic additions would be quicker, and give other bits from run to run.
+    Atomic additions would be faster, and not deterministic.
     """
     if starts.shape[0] == 0:  # in a step that is run again for one sequence
         return _fake_sums(states, starts, stops)

@@ -15,7 +15,7 @@ from phonograph.graphs.inputs.extent import Extent
 
 
 def heartbeat_pass(parts: PassParts, backend: str) -> Pass:
-    """The pass that nobody's request is in."""
+    """The pass without requests."""
     return Pass(
         HEARTBEAT,
         tokens_per_row=1,
@@ -37,5 +37,5 @@ def _sample(extent: Extent, seed: int) -> DecodeBatch:
 
 
 def _nothing_to_keep(batch: Any) -> AbstractContextManager[Any]:
-    """The null row and page are nobody's."""
+    """The null row and page belong to no request: nothing to preserve."""
     return nullcontext({})

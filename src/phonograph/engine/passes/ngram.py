@@ -1,4 +1,4 @@
-"""ngram: a drafter that continues as the sequence itself went on after the same words; prompt lookup, on the device."""
+"""ngram: a drafter by prompt lookup on the device: what followed the same tokens earlier in the sequence."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from phonograph.engine.ops.attention.apart import ApartAttention
 from phonograph.engine.ops.attention.gaps import GapAttention
@@ -38,7 +39,7 @@ class PrefillBatch:
     decoding: Any
     ends: Any
     """Index of the last token of every sequence that samples; of one that decodes, all of its tokens. Then those of
-    prompt tokens that the likelihood of the next one is wanted after."""
+    prompt tokens that the likelihood of the next one is wanted after, and of those whose hidden state is wanted."""
     width: int
     needs: SamplingNeeds
     spans: tuple[Span, ...] | None
@@ -46,16 +47,18 @@ class PrefillBatch:
     spans_from: int = 0
     """Index of the first token that spans tell of; before it are those of rows that decode several."""
     targets: Any = None
-    """What follows the last of `ends` in their prompts, as many as there are; None where no prompt is scored."""
+    """What follows the scored ones of `ends` in their prompts; None where no prompt is scored."""
     following: Any = None
-    """The token after each one of a prompt, for rounds that read it; where it is yet to be picked, 0."""
+    """The token after each one of a prompt, for rounds that read it; where it is yet to be picked, -1."""
     tokens_per_row: int = 1
     """Tokens of each row that decodes."""
+    num_stated: int = 0
+    """How many of `ends`, the last, are there for their hidden state."""
 
     @property
     def num_sampled(self) -> int:
         """How many of `ends` something is sampled after."""
-        count: int = self.ends.shape[0]
+        count: int = self.ends.shape[0] - self.num_stated
         return count if self.targets is None else count - len(self.targets)
 
 
@@ -89,12 +92,13 @@ class PrefillBatches:
         spans = [Span(row, index, length - 1, 1) for index, (row, length) in counted if is_exact]
         ends = list(range(num_decoding))
         known = [0] * num_decoding  # their tokens are in the tables
-        following = [0] * num_decoding
-        scored, targets = list[int](), list[int]()
+        following = [-1] * num_decoding
+        scored, targets, stated = list[int](), list[int](), list[int]()
         for chunk in step.prefills:
             spans.append(Span(chunk.row, len(known), chunk.start, len(chunk.tokens)))
             scored += range(len(known), len(known) + len(chunk.targets))
             targets += chunk.targets
+            stated += range(len(known), len(known) + chunk.num_stated)
             known += chunk.tokens
             if self._has_following:
                 following += (*chunk.tokens[1:], chunk.following)
@@ -111,7 +115,7 @@ class PrefillBatches:
             rows,
             positions,
             decoding,
-            np.asarray(ends + scored, dtype=np.int64),
+            np.asarray(ends + scored + stated, dtype=np.int64),
             ceil_div(max(lengths) + self._ahead, self._page_size),
             step.needs,
             tuple(spans),
@@ -119,6 +123,7 @@ class PrefillBatches:
             np.asarray(targets, dtype=np.int64) if targets else None,
             np.asarray(following, dtype=np.int64) if self._has_following else None,
             step.tokens_per_row,
+            len(stated),
         )
 
 
@@ -166,13 +171,27 @@ class PrefillBody:
 
     def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
         """Logits and tokens, of as many sequences as there are."""
-        scores = self._scores(hidden, batch)
-        ends = batch.ends if scores is None else batch.ends[: batch.num_sampled]
+        scores, ends = self._scores(hidden, batch), batch.ends
+        if scores is not None or batch.num_stated:
+            ends = ends[: batch.num_sampled]
         queries = Queries(batch.rows[ends], batch.positions[ends], self._parts.tables.pages, tokens_per_row=1)
         # A graph whose places for them never change in number puts out all of them.
         logits = self._model.logits(hidden[: ends.shape[0]])
         picked = self._parts.tail.next_tokens(logits, queries, batch.needs)
-        return picked if scores is None else picked._replace(scores=scores)
+        picked = picked if scores is None else picked._replace(scores=scores)
+        return self._with_states(picked, hidden, batch)
+
+    def _with_states(self, picked: Picked, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
+        """With the hidden states that requests want; of rounds they lie as their tokens do."""
+        if batch.num_stated:
+            picked = picked._replace(prompt_states=hidden[: batch.ends.shape[0]][-batch.num_stated :].float())
+        if not batch.needs.states:
+            return picked
+        states, first, width = hidden[: batch.num_sampled].float(), batch.spans_from, batch.tokens_per_row
+        if picked.tokens.dim() == 2:
+            rounds, ends = states[:first].view(-1, width, states.shape[1]), states[first:, None]
+            states = torch.cat([rounds, functional.pad(ends, (0, 0, 0, width - 1))])
+        return picked._replace(states=states)
 
     def _scores(self, hidden: torch.Tensor, batch: PrefillBatch) -> PromptScores | None:
         """How likely the tokens of prompts are. Before anything is written: it may fail, and the step be run again."""
@@ -182,14 +201,15 @@ class PrefillBody:
         if hidden.is_cuda:  # from other memory, a copy would wait for the pass, and the host for the copy
             targets = targets.pin_memory()
         targets = targets.to(hidden.device, non_blocking=True)
-        wanted = hidden[batch.num_sampled : batch.ends.shape[0]]
+        wanted = hidden[batch.num_sampled : batch.num_sampled + targets.shape[0]]
         return score_prompts(wanted, targets, self._model.logits, self._parts.sampler)
 
     def rounds_tail(self, found: TokenStates, batch: PrefillBatch) -> Picked:
         """As `tail`, where rows that decode have rounds; the rows of prompts get one token each."""
         scores = self._scores(found.hidden, batch)
         picked = self._picked_rounds(found, batch)
-        return picked if scores is None else picked._replace(scores=scores)
+        picked = picked if scores is None else picked._replace(scores=scores)
+        return self._with_states(picked, found.hidden, batch)
 
     def _picked_rounds(self, found: TokenStates, batch: PrefillBatch) -> Picked:
         assert self._rounds is not None
@@ -253,6 +273,8 @@ class PrefillSample:
             decoding[[span.first for span in spans if span.count == 1]] = True
         width, needs = self._trials.width, SamplingNeeds()
         following = np.roll(tokens, -1) if self._has_following else None
+        if following is not None:
+            following[known:] = following[lasts] = -1
         return PrefillBatch(
             tokens, rows, positions, decoding, ends, width, needs, told, first, None, following, self._width
         )
@@ -285,7 +307,8 @@ def prefill_pass(
             f"{'no rounds' if rounds is None else 'rounds'}. Give rounds where a row decodes several, and only there."
         )
     length, ids = parts.tables.length, (0, parts.model.config.vocab - 1)
-    read = [Slot("following", ("tokens",), torch.int64, pad=Pad.fill(0), valid=ids)] if rounds and rounds.taps else []
+    after = {"pad": Pad.fill(-1), "valid": (-1, ids[1])}
+    read = [Slot("following", ("tokens",), torch.int64, **after)] if rounds and rounds.taps else []  # type: ignore[arg-type]
 
     def written(batch: PrefillBatch) -> tuple[torch.Tensor, torch.Tensor]:
         rows, positions = (torch.as_tensor(one).to(length.device) for one in (batch.rows, batch.positions))

@@ -1,4 +1,4 @@
-"""Readback: sampled tokens on their way to the host, without waiting: pinned memory, and a fence after each copy."""
+"""Readback: asynchronous copies of sampled tokens to the host: pinned memory, and a fence after each copy."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class Picked(NamedTuple):
     scores: PromptScores | None = None
     """Of tokens of prompts, where a request wants them."""
     pooled: torch.Tensor | None = None  # [num_pooled, hidden], float32
+    states: torch.Tensor | None = None
+    """What each token was picked from, where a request wants that: as tokens, [..., hidden], float32."""
+    prompt_states: torch.Tensor | None = None  # [any, hidden], float32: of prompts, where a request wants them
 
 
 class _Details:
@@ -40,7 +43,7 @@ class _Details:
         self.top_logprobs = _pinned(device, torch.float32, max_tokens, MAX_LOGPROBS)
 
     def start(self, found: TopLogprobs) -> Callable[[], list[TokenDetails]]:
-        """Copy behind the work launched so far; returns what reads them, once they are there."""
+        """Copy after the work launched so far; returns a function that reads the results once they have arrived."""
         num_top = found.top_ids.shape[-1]  # fewer where the vocabulary is small
         count = found.top_ids.numel() // num_top
         columns = (self.token_logprob[:count], self.top_ids[:count, :num_top], self.top_logprobs[:count, :num_top])
@@ -81,7 +84,7 @@ def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 class Pending:
-    """Results on their way; the memory is used again after as many further steps as the ring is long."""
+    """Results being copied; the memory is reused after as many further steps as the ring is long."""
 
     def __init__(
         self,
@@ -91,9 +94,10 @@ class Pending:
         logprobs: Callable[[], list[TokenDetails]] | None,
         scores: Callable[[], list[PromptDetails]] | None,
         pooled: Callable[[], npt.NDArray[np.float32]] | None = None,
+        states: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     ) -> None:
         """What is there besides tokens is read by functions; `width` is the number of places of each row, where rows
-        may have several tokens or none."""
+        may have several tokens or none. `states` are those of tokens and of prompts, in memory of their own."""
         self._block = block
         self._use = block.num_uses
         self._count = count
@@ -101,6 +105,7 @@ class Pending:
         self._logprobs = logprobs
         self._scores = scores
         self._pooled = pooled
+        self._states = states
 
     @property
     def fence(self) -> Fence:
@@ -118,22 +123,30 @@ class Pending:
         tokens = block.tokens[:count].tolist()
         logprobs = self._logprobs() if self._logprobs is not None else None
         scores = self._scores() if self._scores is not None else None
+        states, prompt_states = (None if one is None else one.numpy() for one in self._states)
         if self._width is None:
-            return Sampled(tokens, None, logprobs, scores, self._pooled() if self._pooled is not None else None)
-        return _counted(tokens, self._width, logprobs, scores)
+            pooled = self._pooled() if self._pooled is not None else None
+            return Sampled(tokens, None, logprobs, scores, pooled, states, prompt_states)
+        kept, counts = _counted(tokens, self._width)
+        return Sampled(
+            [tokens[place] for place in kept],
+            counts,
+            None if logprobs is None else [logprobs[place] for place in kept],
+            scores,
+            self._pooled() if self._pooled is not None else None,
+            None if states is None else states[kept],
+            prompt_states,
+        )
 
 
-def _counted(
-    tokens: list[int], width: int, logprobs: list[TokenDetails] | None, scores: list[PromptDetails] | None
-) -> Sampled:
-    """Of blocks of so many places, what comes before the first place without a token."""
+def _counted(tokens: list[int], width: int) -> tuple[list[int], list[int]]:
+    """Of blocks of so many places, those before the first place without a token; and how many of each block."""
     counts, kept = list[int](), list[int]()
     for first in range(0, len(tokens), width):
         row = tokens[first : first + width]
         counts.append(row.index(NO_TOKEN) if NO_TOKEN in row else width)
         kept += range(first, first + counts[-1])
-    found = [tokens[place] for place in kept]
-    return Sampled(found, counts, None if logprobs is None else [logprobs[place] for place in kept], scores)
+    return kept, counts
 
 
 class Readback:
@@ -149,11 +162,12 @@ class Readback:
     ) -> None:
         """For so many sampled tokens, and so many of prompts that are scored, at most; `pooled` is how many vectors a
         step may bring, and how long they are."""
+        self._device = device
         self._blocks = [_Block(device, max_tokens, max_scored, pooled) for _ in range(depth)]
         self._next = 0
 
     def start(self, picked: Picked) -> Pending:
-        """Copy behind the work launched so far."""
+        """Copy after the work launched so far."""
         block = self._blocks[self._next]
         self._next = (self._next + 1) % len(self._blocks)
         block.num_uses += 1
@@ -165,5 +179,13 @@ class Readback:
         logprobs = None if picked.logprobs is None else block.details.start(picked.logprobs)
         scores = None if picked.scores is None else block.start_scores(picked.scores)
         pooled = None if picked.pooled is None else block.start_pooled(picked.pooled)
+        states = self._start_states(picked.states), self._start_states(picked.prompt_states)
         block.done.record()
-        return Pending(block, count, width, logprobs, scores, pooled)
+        return Pending(block, count, width, logprobs, scores, pooled, states)
+
+    def _start_states(self, found: torch.Tensor | None) -> torch.Tensor | None:
+        """Copied to memory of their own, which whoever asked for them keeps: few ask, and they are large."""
+        if found is None:
+            return None
+        place = _pinned(self._device, torch.float32, found.numel() // found.shape[-1], found.shape[-1])
+        return place.copy_(found.reshape(place.shape), non_blocking=True)

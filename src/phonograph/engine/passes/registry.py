@@ -53,6 +53,9 @@ class PassDeclaration:
     """Whether requests are served by it. Only such a pass needs a graph for every batch where coverage is strict."""
     pools: bool = False
     """Whether it sums hidden states, for requests that want a vector."""
+    gives_states: bool = False
+    """Whether it gives hidden states, for requests that want them: with recordings of its own, if it picks tokens in
+    them."""
     columns: Callable[[], Sequence[Column]] = _nothing
     """Request state of its own, besides what every engine has."""
     keeps: Callable[[Model], Sequence[Kept]] | None = None

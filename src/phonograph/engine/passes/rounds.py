@@ -1,4 +1,4 @@
-"""Rounds: rows that decode several tokens in a step, of which any number stays; as a speculative decoder has them."""
+"""Rounds: rows that decode several tokens in a step, any number of which is accepted, as in speculative decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rounds(Protocol):
 
     @property
     def ahead(self) -> int:
-        """How many positions past the end of a round it looks at."""
+        """How many positions past the end of a round it reads."""
         ...
 
     def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -34,8 +34,8 @@ class Rounds(Protocol):
     def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         """Take in what the model computed for the tokens of a mixed step, within its recording.
 
-        `following` are the tokens that come after each in its prompt; of tokens that something is picked after they
-        mean nothing. Returns what `accept` and `begin` take of every token, if anything.
+        `following` are the tokens that come after each in its prompt; below 0 where one is yet to be picked. Returns
+        what `accept` and `begin` take of every token, if anything.
         """
         ...
 

@@ -40,11 +40,27 @@ def _sampling_of(batch: Any) -> str:
 
 
 def _with_sampling(batch: Any, value: str) -> Any:
-    return replace(batch, needs=_RECORDED[value])
+    return replace(batch, needs=replace(_RECORDED[value], states=batch.needs.states))
 
 
 SAMPLING = Axis("sampling", tuple(_RECORDED), of=_sampling_of, apply=_with_sampling)
 """For passes that sample within their recording: their batches have a field `needs`."""
+
+
+def _with_states(batch: Any, value: str) -> Any:
+    return replace(batch, needs=replace(batch.needs, states=value == "last"))
+
+
+HIDDEN_STATES = Axis(
+    "hidden_states", ("none", "last"), of=lambda batch: "last" if batch.needs.states else "none", apply=_with_states
+)
+"""For the same passes, of an engine whose requests may ask for hidden states. Those of prompts come out of recordings
+in every case, as many as a step has places for."""
+
+
+def axes_for(gives_states: bool) -> list[Axis]:
+    """What passes that sample within their recording have."""
+    return [SAMPLING, HIDDEN_STATES] if gives_states else [SAMPLING]
 
 
 def _fake_tokens(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
@@ -83,7 +99,7 @@ class SamplingTail:
         return picked
 
     def _traced(self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds) -> Picked:
-        """As one call that a compiler does not look into: it writes the tables, and picks by kernels of our own."""
+        """As one opaque call: it writes the tables, and picks by custom kernels."""
         tables, places = self._tables, (queries.rows, queries.positions, queries.table)
         found = self._opaque(
             *(logits, places, queries.tokens_per_row, queries.by_row),

@@ -34,8 +34,10 @@ class PromptChunk:
     """What follows its first tokens in the prompt, where the likelihood of each is wanted."""
     pooled: tuple[int, int] | None = None
     """Which of the tokens are summed, from the first up to the second; None for none."""
-    following: int = 0
-    """The token that comes after these, where the host knows it."""
+    following: int = -1
+    """The token that comes after these; -1 where the host does not know it."""
+    num_stated: int = 0
+    """Of how many of its first tokens hidden states are wanted."""
 
 
 NO_ROWS = Decodes()
@@ -62,12 +64,12 @@ class Step:
     serial: int = 0
     """Which of its builder's steps it is: an executor takes each once, in this order (see `StepOrder`)."""
     follows: int = 0
-    """The serial of the step before it. Those between the two were given up: nobody knows whether they ran."""
+    """The serial of the step before it. Those between the two were abandoned: whether they ran is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """What puts back the rows of a step that was given up."""
+    """Updates that restore the rows of an abandoned step."""
 
     updates: TableUpdates
     follows: int

@@ -24,7 +24,7 @@ from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting, Reads
 from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
-from phonograph.engine.passes.sampling_tail import SAMPLING
+from phonograph.engine.passes.sampling_tail import axes_for
 from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.request import MAX_LOGPROBS
 from phonograph.engine.requests.step import NO_TOKEN
@@ -189,7 +189,7 @@ class DraftedRounds:
         return (*found, *(part.view(-1, width, *part.shape[1:]) for part in parts))
 
     def draft(self, accepted: Accepted, *, drafts: bool) -> None:
-        """Ask the drafter, and keep what it says for the next round; or let it take in what there is."""
+        """Draft, and keep the drafts for the next round; or only let the drafter take in the new tokens."""
         run = self._opaque_draft if current().stage is Stage.COMPILING else self._draft
         table, features = accepted.table, accepted.features
         places = (accepted.rows, accepted.starts, accepted.tokens, accepted.counts, table)
@@ -214,7 +214,7 @@ class DraftedRounds:
                 self._parts.model.kernels.rounds.keep_drafts(drafts, rows, found)
             else:
                 self._drafter.keep_up(accepted)
-        except Exception as error:  # no request needs what it would have said
+        except Exception as error:  # no output depends on drafts
             log.warning("the drafter failed, and nothing is drafted: %s: %s", type(error).__name__, error)
             drafts.index_fill_(0, rows, -1)
 
@@ -230,9 +230,10 @@ class DraftedRounds:
         return self._reader.features(taps)
 
     def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        if current().stage is not Stage.COMPILING:
+            return self._taken_in(taps, following, queries)
         places = queries.rows, queries.token_positions, queries.table
-        run = self._opaque_read if current().stage is Stage.COMPILING else self._read
-        return run(taps, following, places, self._kept)
+        return self._opaque_read(taps, following, places, self._kept)
 
     def _read(
         self,
@@ -241,9 +242,13 @@ class DraftedRounds:
         places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         kept: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
+        """As one call that no compiler looks into; the last argument says what is written."""
+        return self._taken_in(taps, following, Queries(*places, tokens_per_row=None))
+
+    def _taken_in(self, taps: tuple[torch.Tensor, ...], following: torch.Tensor, queries: Queries) -> torch.Tensor:
         assert self._reader is not None
         features = self._reader.features(taps)
-        self._reader.read(following, features, Queries(*places, tokens_per_row=None))
+        self._reader.read(following, features, queries)
         return features
 
     def accept(
@@ -301,6 +306,9 @@ class _Links:
             tokens, queries = spread.tokens, Queries(spread.rows, spread.positions, pages, tokens_per_row=width)
         hidden = self._model.hidden(tokens, queries, self._parts.cache, taps=self._rounds.taps)
         picked, accepted = self._rounds.verify(self._model.logits(hidden.states), tokens, queries, batch.needs)
+        if batch.needs.states:
+            states = hidden.states.float()
+            picked = picked._replace(states=states if width == 1 else states.view(-1, width, states.shape[1]))
         return picked, replace(accepted, features=self._rounds.features(hidden.taps))
 
     def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted]) -> Picked:
@@ -344,7 +352,7 @@ def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration
         is_steady=batches.is_steady,
         body=links.verify,
         sample=lambda extent, seed: replace(sample_rows(parts, extent, seed), tokens_per_row=rounds.width),
-        axes=[SAMPLING, _drafts_axis(rounds.width)],
+        axes=[*axes_for(parts.gives_states), _drafts_axis(rounds.width)],
         preserve=parts.trials.running,
         reads=rounds.reads,
     )

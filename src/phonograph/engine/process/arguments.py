@@ -1,4 +1,4 @@
-"""EngineArguments: all that an engine is made from, as plain values that can be sent to another process."""
+"""EngineArguments: the arguments of an engine, as plain values that can be sent to another process."""
 
 from __future__ import annotations
 

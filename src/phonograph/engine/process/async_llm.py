@@ -32,7 +32,7 @@ from phonograph.errors import CoreError, PhonographError, RequestError, Unavaila
 from phonograph.graphs.progress import Progress, silent
 
 _CHOICE_SIZE = 16
-"""What it takes to begin a choice, in tokens."""
+"""The cost of starting a choice, in tokens."""
 _LONGEST_WAIT = 60.0
 """The longest Retry-After, in seconds."""
 
@@ -57,7 +57,7 @@ class AsyncLLM:
         self.max_queue = max_queue
         self.checkpoint = arguments.checkpoint()
         self.sampling = self.checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()
-        """What holds for a value that a request leaves open."""
+        """Defaults for values that a request leaves out."""
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         self.text = FrontText(self.checkpoint.source, self.tokenizer, self._opened_template(chat_template))
         self.observer = Observers(observers)
@@ -88,7 +88,7 @@ class AsyncLLM:
         return await self._core.start(progress)
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more requests, and wait until those that run have ended; False if some did not in that time."""
+        """Accept no more requests, and wait until running ones have ended; False if some did not in that time."""
         self._health = Health("draining", "the server is shutting down")
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
@@ -119,12 +119,12 @@ class AsyncLLM:
 
     @property
     def health(self) -> Health:
-        """Whether requests are taken, and whether all of them are served as they should be."""
+        """Whether requests are accepted, and whether some of them fail."""
         return health_in_service(self.stats) if self._health.state == "ready" else self._health
 
     @property
     def about(self) -> Ready:
-        """What the core said of itself when it was ready."""
+        """The core's description of itself, sent when it was ready."""
         if self._ready is None:
             raise CoreError("the engine core has not been started. Call start() first.")
         return self._ready
@@ -243,7 +243,7 @@ class AsyncLLM:
         kept_ids: Collection[int] = (),
         form: TextForm = TextForm(),
     ) -> tuple[Generation, list[msgspec.Raw]]:
-        """The generation, and what the core is told of it; any thread may make them."""
+        """The generation, and its messages to the core; may run on any thread."""
         eos_ids = self.about.limits.eos_ids
         generation = Generation(
             requests,
@@ -275,12 +275,12 @@ class AsyncLLM:
         return request_id in self._live
 
     def refuse_unless_ready(self) -> None:
-        """Raise UnavailableError while no request is taken."""
+        """Raise UnavailableError while no request is accepted."""
         if self._health.state != "ready":
             self.observer.rejected(self._health.state)
             draining = self._health.state in ("draining", "stopped")
             raise UnavailableError(
-                f"no request is taken now: {self._health.reason or 'the engine core is starting'}. Try again later.",
+                f"no request is accepted now: {self._health.reason or 'the engine core is starting'}. Try again later.",
                 "draining" if draining else "down",
                 retry_after=5.0,
             )
@@ -349,11 +349,11 @@ class AsyncLLM:
 
     def down(self, reason: str, *, final: bool) -> None:
         if self._health.state in ("starting", "ready", "down"):
-            hope = "it is not started again" if final else "it is being started again"
+            hope = "it will not be restarted" if final else "it is being restarted"
             self._health = Health("down", f"the engine core is down ({reason}); {hope}")
             if final:
                 self._lost.set()
-        error = CoreError(f"the engine core went down while the request ran: {reason}. Send the request again.")
+        error = CoreError(f"the engine core died while the request was running: {reason}. Send the request again.")
         self._fail_all(error)
         for report in self._checks:
             report.set_exception(error)
@@ -367,7 +367,7 @@ class AsyncLLM:
             self._ended(generation, num_left)
 
     def _closed(self, generation: Generation, num_left: int) -> None:
-        """The reader has left while `num_left` choices had not ended."""
+        """The reader stopped while `num_left` choices had not ended."""
         for request in generation.requests:
             self._core.send(Cancel(request.id))
         self._ended(generation, num_left)

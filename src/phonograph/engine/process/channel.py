@@ -41,7 +41,7 @@ class Frames:
 
 
 class Channel:
-    """The core's end: sends at once, and reads with or without waiting. A front that is gone raises EOFError."""
+    """The core's end: sends at once, and reads with or without blocking. A front that has exited raises EOFError."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -52,7 +52,7 @@ class Channel:
         self._kept: list[bytes] = []
 
     def send(self, data: bytes) -> None:
-        """Waits while the front is so far behind that the socket is full: so nothing piles up. From any thread."""
+        """Blocks while the socket's buffer is full, so that a slow front exerts back pressure. Thread-safe."""
         try:
             with self._sending:
                 self.sock.sendall(frame(data))

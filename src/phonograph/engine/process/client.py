@@ -1,4 +1,4 @@
-"""CoreClient: the front's side of the engine core: starts its process, talks with it, and restarts it when it dies."""
+"""CoreClient: the front's side of the engine core: starts its process, exchanges messages, restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _DYING = 5.0
 """Seconds that a process may take to end once its channel is closed."""
 
 _RESTING = 60.0
-"""Seconds, several times as long as a core with nothing to do is silent."""
+"""Seconds, several times the heartbeat interval of an idle core."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """When a core that died is started again."""
+    """When to restart a core that died."""
 
     most: int = 5
     """Attempts in a row, without `steady` seconds of service between them; 0 never starts it again."""
@@ -59,17 +59,17 @@ class Listener(Protocol):
 
     @property
     def busy_since(self) -> float | None:
-        """Since when the core has had something to do without a pause, in seconds of `time.monotonic`."""
+        """Since when the core has been busy without a pause, in seconds of `time.monotonic`."""
 
     def ready(self, found: Ready) -> None:
-        """The core takes requests, for the first time or again."""
+        """The core accepts requests, for the first time or again."""
 
     def stepped(self, output: StepOutput) -> None: ...
 
     def checked(self, found: IntegrityReport) -> None: ...
 
     def down(self, reason: str, *, final: bool) -> None:
-        """The core is gone, and all that it knew; `final` if it will not be started again."""
+        """The core died, with all of its state; `final` if it will not be restarted."""
 
 
 class _Wire(asyncio.Protocol):
@@ -111,7 +111,7 @@ class _Wire(asyncio.Protocol):
 
 
 class CoreClient:
-    """Keeps one core process running; what is sent while none runs is dropped, and its listener knows."""
+    """Keeps one core process running; messages sent while none runs are dropped, and the listener knows."""
 
     def __init__(
         self,
@@ -211,15 +211,15 @@ class CoreClient:
             return self._wire.failure.reason
         if status < 0:
             hint = "; the machine may be out of memory" if status == -signal.SIGKILL else ""
-            return f"the engine core was ended by {signal.Signals(-status).name}{hint}"
-        return f"the engine core ended with status {status}"
+            return f"the engine core was killed by {signal.Signals(-status).name}{hint}"
+        return f"the engine core exited with status {status}"
 
     @staticmethod
     async def _ended(process: asyncio.subprocess.Process, patience: float) -> int:
         try:
             return await asyncio.wait_for(process.wait(), patience)
         except TimeoutError:
-            log.warning("the engine core did not end in %.0f s and is killed", patience)
+            log.warning("the engine core did not exit within %.0f s and is killed", patience)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             return await process.wait()
@@ -235,7 +235,7 @@ class CoreClient:
             failures = 0 if lasted > self._restarts.steady else failures
             while True:
                 final = failures >= self._restarts.most
-                log.error("the engine core is down: %s%s", reason, "; it is not started again" if final else "")
+                log.error("the engine core is down: %s%s", reason, "; it will not be restarted" if final else "")
                 self._listener.down(reason, final=final)
                 if final:
                     return
@@ -246,7 +246,7 @@ class CoreClient:
                 except CoreError as error:
                     reason = str(error)
                 else:
-                    log.warning("the engine core runs again")
+                    log.warning("the engine core is running again")
                     break
 
     async def _until_gone(self) -> tuple[str, float]:
@@ -259,7 +259,7 @@ class CoreClient:
             since = self._listener.busy_since
             allowed = silence if since is not None else silence + _RESTING
             if time.monotonic() - max(since or begin, self._wire.heard) > allowed:
-                killed = f"the engine core said nothing for {allowed:g} s; it was killed"
+                killed = f"the engine core was silent for {allowed:g} s; it was killed"
                 self._process.kill()
         reason = await self._end()
         return killed or reason, time.monotonic() - begin

@@ -50,11 +50,11 @@ from phonograph.errors import PhonographError, RequestError
 log = logging.getLogger("phonograph")
 
 STATS_SECONDS = 0.25
-"""How often figures are sent while there is something to do."""
+"""Seconds between stats while the core is busy."""
 HEARTBEAT_SECONDS = 10.0
-"""Seconds of rest before a heartbeat pass checks the device; then the front hears from this process too."""
+"""Idle seconds before a heartbeat pass checks the device, and stats are sent to the front."""
 _COMPILING_SECONDS = 0.002
-"""How often is looked whether a grammar is ready while there is nothing else to do."""
+"""Poll interval for grammars being compiled while the core is otherwise idle."""
 _COMPILERS = 2
 
 
@@ -67,7 +67,7 @@ class CoreLoop:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(list[ToCore]).decode
         self._live: dict[str, dict[int, Sequence]] = {}
-        """The sequences of every request whose end the front does not know."""
+        """The sequences of every request whose end was not sent to the front yet."""
         self._compiling: dict[str, tuple[Request, Future[Many[Constraint]]]] = {}
         """Requests whose grammars are being compiled, while the others go on."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
@@ -82,7 +82,7 @@ class CoreLoop:
         self._is_over = False
 
     def run(self) -> None:
-        """Serve until the front says that it is over; EOFError if it is gone without a word."""
+        """Serve until the front sends a stop; EOFError if the front exits without one."""
         try:
             while not self._is_over:
                 self._turn()
@@ -106,7 +106,7 @@ class CoreLoop:
             self._note(update)
 
     def _report(self) -> None:
-        """One message for the step; figures every now and then, and before going to sleep."""
+        """One message for the step; stats now and then, and before going idle."""
         now = time.monotonic()
         outputs, self._outputs = self._outputs, []
         rests = self._core.is_idle and not self._compiling
@@ -163,7 +163,7 @@ class CoreLoop:
             self._outputs.append(Output(request.id, 0, (), FinishReason.ERROR, str(error), refused=True, field=field))
 
     def _note(self, update: Update) -> None:
-        """Keep what the front has to know; it has forgotten what it cancelled or finished itself."""
+        """Collect outputs for the front, except of requests that it cancelled or finished itself."""
         sequence, tokens, finish = update
         request_id, index = sequence.request.id, sequence.index
         if index not in self._live.get(request_id, {}):
@@ -175,12 +175,13 @@ class CoreLoop:
         vector = b"" if sequence.embedding is None else sequence.embedding.tobytes()
         told = (sequence.error, sequence.num_cached, logprobs, False, sequence.error_field, scores, vector)
         drafts = (sequence.num_drafted, sequence.num_accepted)
-        self._outputs.append(Output(request_id, index, tokens, finish, *told, drafts))
+        states = sequence.states[-1].tobytes() if tokens and sequence.states else b""
+        self._outputs.append(Output(request_id, index, tokens, finish, *told, drafts, states))
         if finish is not None:
             self._forget(sequence, finish)
 
     def _new_scores(self, sequence: Sequence) -> tuple[PromptLogprob, ...]:
-        """What the front does not know of the prompt's: as steps bring it, since all of it would be a long message."""
+        """Prompt logprobs not sent yet: sent step by step, since all of them would be a long message."""
         first = self._num_scored.get(sequence, 0)
         self._num_scored[sequence] = len(sequence.prompt_logprobs)
         return tuple(sequence.prompt_logprobs[first:])
@@ -228,7 +229,7 @@ def ready(llm: LLM) -> Ready:
 
 
 class _ToFront(logging.Handler):
-    """Gives what is logged to the front, whose log and status page have it."""
+    """A logging handler that sends records to the front, for its log and status page."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
@@ -266,14 +267,14 @@ def serve(channel: Channel) -> int:
             return 2
         llm.core.prepare_grammars()
         channel.send(encode(ready(llm)))
-        # What was loaded stays: a full collection in the middle of serving need not look at it.
+        # What was loaded stays: exempt it from garbage collection.
         gc.collect()
         gc.freeze()
         CoreLoop(llm.core, channel).run()
     except EOFError:
         return 0
     except Exception as error:
-        log.exception("the engine core can't go on")
+        log.exception("the engine core can't continue")
         channel.send(encode(Failed(f"{type(error).__name__}: {error}")))
         return 1
     return 0
@@ -293,7 +294,7 @@ def end_with(sock: socket.socket) -> None:
 
 def main() -> int:
     """`python -m phonograph.engine.process.core_loop FD LEVEL`: the socket that was inherited, and what is logged."""
-    # A Ctrl-C or a SIGTERM for the whole group is the front's business: it tells this process when it is over.
+    # A Ctrl-C or SIGTERM to the whole group is handled by the front, which tells this process when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=int(sys.argv[2]), format="%(asctime)s %(levelname)s core: %(message)s")

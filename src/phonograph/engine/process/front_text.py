@@ -19,10 +19,10 @@ from phonograph.errors import RequestError
 T = TypeVar("T")
 
 _INLINE = 512
-"""Characters, or tokens, that are handled at once; more go to a thread, so that no request's tokens wait for them."""
+"""Characters, or tokens, that are handled in the event loop; more go to a thread, so that no other request waits."""
 _THREADS = 2
 _NICE = 10
-"""Of these threads: about a tenth of the time that others get on a busy core."""
+"""Niceness of these threads: about a tenth of the CPU time that others get on a busy core."""
 
 
 class FrontText:

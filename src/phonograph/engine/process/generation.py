@@ -33,7 +33,9 @@ class Delta:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """Of further tokens of the prompt, from the second on."""
     embedding: bytes = b""
-    """Of a prompt that is pooled, its vector: numbers of float32."""
+    """Of an embedded prompt, its vector in float32."""
+    hidden_state: bytes = b""
+    """Where the request wants it, the hidden state that the latest of the tokens was picked from, in float32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +163,7 @@ class Generation:
         await self._waiter
 
     def close(self) -> None:
-        """Give up what has not ended; a waiting reader gets nothing more."""
+        """Cancel choices that have not ended; a waiting reader gets nothing more."""
         num_left = self._left
         if num_left:
             for choice in self._choices:
@@ -207,6 +209,9 @@ class Generation:
         delta.text += text
         delta.tokens += output.tokens[:count]
         delta.logprobs += output.logprobs[:count]
+        if output.states and count:
+            size = len(output.states) // len(output.tokens)
+            delta.hidden_state = output.states[(count - 1) * size : count * size]
         if finish is not None:
             delta.finish, delta.error, delta.error_field = finish, output.error, output.field
             delta.embedding = output.embedding

@@ -12,19 +12,19 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Health:
-    """`degraded`: requests are taken, and some fail for want of a graph that the server may use."""
+    """`degraded`: requests are accepted, and some fail for lack of a graph that the server may use."""
 
     state: Literal["starting", "ready", "degraded", "draining", "down", "stopped"]
     reason: str = ""
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self.state in ("ready", "degraded")
 
 
 def health_in_service(stats: EngineStats | None) -> Health:
-    """The health of a core that takes requests, by its newest figures; names recordings and no request."""
+    """The health of a core that accepts requests, by its newest stats; names recordings, but no requests."""
     wrong = [made.label for phase in stats.phases for made in phase.recordings if made.mistrusted] if stats else []
     if stats is None or not wrong:
         return Health("ready")

@@ -34,7 +34,7 @@ class Add(_ToCore, frozen=True):
 
 
 def _refuse_subclass(found: Any, kind: type[Any], field: str) -> None:
-    """The core decodes the class itself: what a subclass adds would be lost on the way, in silence."""
+    """The core decodes the class itself: what a subclass adds would be lost silently."""
     if type(found) is kind:
         return
     further = [one.name for one in fields(found) if one.name not in kind.__dataclass_fields__]
@@ -46,7 +46,7 @@ def _refuse_subclass(found: Any, kind: type[Any], field: str) -> None:
 
 
 class Cancel(_ToCore, frozen=True):
-    """The reader of this request has left; no output has to follow."""
+    """Cancel a request; no output has to follow."""
 
     request_id: str
 
@@ -82,7 +82,7 @@ class LoadProgress(_FromCore, frozen=True):
 
 
 class Ready(_FromCore, frozen=True):
-    """The core takes requests; what it turned out to be."""
+    """The core accepts requests; its resolved configuration."""
 
     limits: Limits
     vocab: int
@@ -90,7 +90,7 @@ class Ready(_FromCore, frozen=True):
     architecture: str
     num_layers: int
     implementation: str
-    """Whose layers the model has: `native: …` or `hf: …`, and what start-up found of them."""
+    """The model implementation: `native: …` or `hf: …`, and findings of start-up."""
     dtype: str
     device: str
     plan: str
@@ -126,6 +126,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """Of a request that is pooled, its vector: numbers of float32, once it has ended."""
     drafts: tuple[int, int] = (0, 0)
     """Tokens that were drafted for it so far, and those of them that it took."""
+    states: bytes = b""
+    """What each of the tokens was picked from, where the request wants that: numbers of float32."""
 
 
 class StepOutput(_FromCore, frozen=True):
@@ -156,7 +158,7 @@ class Logged(_FromCore, frozen=True):
 
 
 class Failed(_FromCore, frozen=True):
-    """The last words of a core that can't go on."""
+    """The last message of a core that can't continue."""
 
     reason: str
 

@@ -59,6 +59,17 @@ def new_requests(
     ]
     for request in requests:
         refuse_pooling(request, embeddings=embeddings)
+        _refuse_all_states(request)
         refuse_unknown_tokens(request, about.vocab)
         refuse_oversized(request, about.limits)
     return requests
+
+
+def _refuse_all_states(request: Request) -> None:
+    """Those of a whole prompt are no message between processes."""
+    if request.params.return_hidden_states == "all":
+        raise RequestError(
+            "return_hidden_states is 'all', and an engine in a process of its own gives those of outputs alone. Ask "
+            "for 'last', or use LLM.",
+            field="return_hidden_states",
+        )

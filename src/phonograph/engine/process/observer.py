@@ -27,10 +27,10 @@ class Observer(Protocol):
         """A sequence ended, `seconds` after its request arrived; `cached_tokens` of its prompt were not computed."""
 
     def traced(self, trace: SequenceTrace) -> None:
-        """What the engine core says became of a sequence; not told of one whose core went down."""
+        """The core's trace of a sequence that ended; none for one whose core died."""
 
     def rejected(self, reason: str) -> None:
-        """A request never ran: `queue_full`, `draining`, `down`, `invalid`, …: few words, fit for a label."""
+        """A request was rejected: `queue_full`, `draining`, `down`, `invalid`, …: a closed set, fit for a label."""
 
 
 class Observers:

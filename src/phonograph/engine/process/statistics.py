@@ -31,7 +31,7 @@ class RecordingStats(msgspec.Struct, frozen=True):
     error: str = ""
     """Why the capture failed; batches of this bucket then run eagerly."""
     mistrusted: str = ""
-    """How a replay differed from the eager path, and where the reproducer is; such a recording is given back."""
+    """How a replay differed from the eager path, and where the reproducer is; such a recording is released."""
 
     @property
     def is_there(self) -> bool:
@@ -104,7 +104,7 @@ class PhaseStats(msgspec.Struct, frozen=True):
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):
-    """What became of drafted tokens."""
+    """Acceptance of drafted tokens."""
 
     rounds: int
     tokens: int
@@ -116,7 +116,7 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Where the engine stands; counters only grow in the life of a core."""
+    """State and counters of the engine; counters only grow in the life of a core."""
 
     clock: float
     """When it was gathered, in seconds of the core's monotonic clock."""

@@ -1,4 +1,4 @@
-"""SequenceTrace: what became of one sequence: how long it waited, which passes ran meanwhile, and why some eagerly."""
+"""SequenceTrace: the life of one sequence: how long it waited, which passes served it, and why some ran eagerly."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Limits:
     max_seqs: int
     """Sequences that hold a row at the same time."""
     max_tokens: int
-    """Tokens of one step; at least those of `max_seqs` decodes, so that they never crowd out a prefill with a row."""
+    """Tokens of one step; at least those of `max_seqs` decodes, so that all of them fit."""
     max_len: int
     """Tokens of one sequence, prompt and outputs together."""
     page_size: int
@@ -23,13 +23,13 @@ class Limits:
     num_pages: int
     """Pages of the KV cache, the null page 0 included."""
     reserve_tokens: int = 64
-    """A sequence that needs pages gets them this far ahead of its launched length, but never past its last token."""
+    """Tokens ahead of its launched length for which a sequence gets pages, but never past its last token."""
     max_ahead: int = 1
     """Steps that may be launched before their predecessor is committed."""
     chunk: int | None = None
     """Prefill tokens of one sequence in one step; None allows all of `max_tokens`."""
     patience: int = 1024
-    """A sequence that is older than this many steps goes before every priority, so none starves."""
+    """A sequence that has waited for this many steps goes before every priority, so that none starves."""
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a sequence, unless its request ignores them."""
     tokens_per_row: int = 1
@@ -86,8 +86,9 @@ class Limits:
 
     @property
     def num_positions(self) -> int:
-        """Positions that a step may compute: the last tokens of a row that decodes may lie past its end."""
-        return self.max_len + self.tokens_per_row - 1
+        """Positions that a step may compute: the last tokens of a row that decodes may lie past its end, and what is
+        drafted after these."""
+        return self.max_len + 2 * (self.tokens_per_row - 1)
 
     @property
     def fewest_per_row(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from phonograph.engine.requests.pooling import Pooling, check_pooling
 from phonograph.errors import RequestError
@@ -19,13 +19,15 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
 """Of one prompt: each is a sequence that the scheduler keeps from the start."""
 _INEXACT = 2**53
-"""From here on not every whole number is a float of 64 bits, as which a grammar's numbers are read."""
+"""From here on a float64, as which numbers of a grammar are parsed, can't represent every integer."""
 _OF_NUMBERS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 """Keywords of JSON schemas whose values are compared with numbers."""
 _MAX_TOKEN_ID = 2**31 - 1
 _FLOAT32 = (2.0**-126, 2.0**128 - 2.0**104)
-"""What sampling parameters become on the device: the least and the greatest number that float32 holds in full."""
+"""The range of sampling parameters on the device: the smallest normal and the largest float32."""
 
+HiddenStates = Literal["last", "all"]
+"""Those that outputs were picked from, or those of prompt and output."""
 
 NEUTRAL: Mapping[str, float] = {
     "temperature": 1.0,
@@ -40,6 +42,7 @@ READ_BY_ENGINE = frozenset(
     (
         *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "prompt_logprobs"),
         *("allowed_token_ids", "bad_words", "bad_token_ids", "grammar", "speculate"),
+        "return_hidden_states",
     )
 )
 """The fields of `SamplingParams` that every engine reads, whatever its sampler is: ends, choices, what is reported,
@@ -120,13 +123,13 @@ class SamplingParams:
     max_tokens: int = 16
     """The most tokens to generate; fewer where the context ends first. With 0 the prompt is computed, and no more."""
     temperature: float | None = None
-    """0 takes the likeliest token, 1 is neutral."""
+    """0 is greedy, 1 is neutral."""
     top_k: int | None = None
-    """Sample among this many likeliest tokens; 0 is off."""
+    """Sample from this many most likely tokens; 0 is off."""
     top_p: float | None = None
-    """Sample among the likeliest tokens of this mass; 1 is off."""
+    """Sample from the most likely tokens of this total probability; 1 is off."""
     min_p: float | None = None
-    """Leave out tokens less likely than this share of the likeliest; 0 is off."""
+    """Drop tokens less likely than this fraction of the most likely one's probability; 0 is off."""
     repetition_penalty: float | None = None
     """Above 1, tokens that were in prompt or output become less likely; 1 is off."""
     presence_penalty: float = 0.0
@@ -136,13 +139,13 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id → what is added to its logit."""
     seed: int | None = None
-    """The same one draws the same tokens; of n sequences the first has it, the others have some that no request can."""
+    """The same seed draws the same tokens; of n sequences the first has it, the others have seeds of their own."""
     stop: tuple[str, ...] = ()
-    """Texts that end the generation; that of a special token stands for the token."""
+    """Stop strings; one that is the text of a special token stops at that token."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the generation, besides the model's own; they are not part of the text."""
     ignore_eos: bool = False
-    """Go on past the model's own end tokens."""
+    """Continue past the model's own end-of-sequence tokens."""
     n: int = 1
     """How many sequences to generate from the prompt, up to 1024."""
     logprobs: int | None = None
@@ -152,17 +155,20 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """How many alternatives to report for each token of the prompt but the first, besides its own; None: nothing."""
     min_tokens: int = 0
-    """The fewest tokens to generate: until then no end token, no stop token and no stop text ends the output."""
+    """The least number of tokens: before that no end-of-sequence token, stop token or stop string ends the output."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens may be generated; None allows all."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are not generated, at the beginning of a word or within one."""
+    """Texts that may not be generated, at the beginning of a word or inside of one."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Tokens in a row that are not generated: the last of them is left out where an output ends with the others. What
-    `bad_words` are for a tokenizer is added to them."""
+    """Token sequences that may not be generated: the last token is masked where an output ends with the others. The
+    tokens of `bad_words` are added to them."""
     speculate: bool | int | None = None
-    """Tokens that may be drafted for it in a round, where the engine speculates: a number, all that it drafts (True,
-    None), or none (False). Changes how fast the output comes, and not what is in it."""
+    """Tokens that may be drafted for it per round, where the engine speculates: a number, all that it drafts (True,
+    None), or none (False). Changes how fast the output is generated, and not what is in it."""
+    return_hidden_states: HiddenStates | None = None
+    """Report hidden states after the last norm: `last` those that outputs were picked from, `all` those of prompt and
+    outputs but the last. Needs EngineOptions(return_hidden_states=True)."""
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, least=0)
@@ -183,6 +189,9 @@ class SamplingParams:
             _whole("prompt_logprobs", self.prompt_logprobs, least=0, most=MAX_LOGPROBS)
         if self.speculate is not None and not isinstance(self.speculate, bool):
             _whole("speculate", self.speculate, least=0)
+        if self.return_hidden_states not in (None, *get_args(HiddenStates)):
+            problem = f"return_hidden_states is 'last' or 'all', or None, found {shown(self.return_hidden_states)}."
+            raise RequestError(problem, field="return_hidden_states")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is True or False, found {self.ignore_eos!r}.", field="ignore_eos")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
@@ -236,7 +245,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One call of a user; it knows nothing of rows, pages and steps."""
+    """One request of a user, independent of rows, pages and steps."""
 
     id: str
     prompt: tuple[int, ...]
@@ -245,9 +254,9 @@ class Request:
     priority: int = 0
     """Higher goes first."""
     deadline: float | None = None
-    """When it is given up, in seconds of the scheduler's clock."""
+    """Its deadline, in seconds of the scheduler's clock."""
     arrival: float = 0.0
-    """When it came, in seconds of the scheduler's clock; of equal priorities the earlier goes first."""
+    """Its arrival, in seconds of the scheduler's clock; of equal priorities the earlier goes first."""
     run_ahead: bool = True
     """False where the next step depends on the text so far (a grammar, words of several tokens that may not come): each
     step waits for the last one's token."""

@@ -12,13 +12,14 @@ from phonograph.engine.requests.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from phonograph.engine.requests.constraints import Constraint
+    from phonograph.engine.requests.hidden_states import States
     from phonograph.engine.requests.parameter import Sampling
     from phonograph.engine.requests.token_masks import TokenMasks
     from phonograph.engine.requests.vectors import PooledSum, Vector
 
 
 class State(Enum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     """For a row and pages; also after a preemption."""
@@ -93,6 +94,12 @@ class Sequence:
     """One for each output, where the request has logprobs."""
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """Of the prompt's tokens from the second on, as far as committed steps have scored them."""
+    states: list[States] = field(default_factory=list)
+    """Hidden states that its outputs were picked from, where the request wants them."""
+    prompt_states: list[States] = field(default_factory=list)
+    """Those of the prompt, as far as committed steps have brought them. Of n sequences the first has those of all."""
+    num_prompt_states: int = 0
+    """How many these are."""
     pooled: PooledSum | None = None
     """Of a request that is pooled, what its committed chunks have summed."""
     embedding: Vector | None = None
@@ -115,7 +122,7 @@ class Sequence:
 
     @property
     def max_computed(self) -> int:
-        """Tokens whose KV it can ever need: the last output is never read."""
+        """Tokens whose keys and values it can ever need: those of the last output are never read."""
         return len(self.request.prompt) + max(self.max_outputs, 1) - 1
 
     @property
@@ -125,15 +132,32 @@ class Sequence:
         return params.prompt_logprobs is None or self.index > 0 or scored >= len(self.request.prompt) - 1
 
     @property
+    def is_stated(self) -> bool:
+        """Whether no hidden state of its prompt is left to be brought."""
+        asked = self.request.params.return_hidden_states
+        return asked != "all" or self.index > 0 or self.num_prompt_states >= len(self.request.prompt)
+
+    @property
+    def places_per_token(self) -> int:
+        """Places of a step that a token of its prompt takes: for its score, and for its hidden state."""
+        return (not self.is_scored) + (not self.is_stated)
+
+    def num_stated(self, start: int, stop: int) -> int:
+        """Of how many tokens from `start` on, up to `stop`, hidden states are wanted: those of the prompt."""
+        return 0 if self.is_stated else max(0, min(stop, len(self.request.prompt)) - start)
+
+    @property
     def num_shareable(self) -> int:
         """Tokens whose pages may be found in the prefix cache: pages don't hold what else is wanted of a prompt.
 
         Of one that is pooled that is every hidden state. The likelihood of a token is read off while the one before it
-        is computed: what is not scored is computed.
+        is computed: what is not scored is computed. So are hidden states that are wanted.
         """
         if self.request.pooling is not None:
             return 0
-        return len(self.request.prompt) + len(self.outputs) if self.is_scored else len(self.prompt_logprobs) + 1
+        known = len(self.request.prompt) + len(self.outputs)
+        scored = known if self.is_scored else len(self.prompt_logprobs) + 1
+        return min(scored, known if self.is_stated else self.num_prompt_states)
 
     def targets(self, start: int, stop: int) -> tuple[int, ...]:
         """The tokens whose likelihood is read off after those from `start` up to `stop`: the prompt, one further."""
@@ -160,8 +184,8 @@ class Sequence:
     def noise_seed(self) -> int:
         """What its noise is made from, in 64 bits: the request's seed for the first of n.
 
-        Those of the others, and of a request that has none, are below 0, and a request's own seed below 0 becomes one
-        that is not: what one user draws second, no other draws first.
+        Seeds of the others, and of requests without one, are negative, and a request's own negative seed is mapped to a
+        non-negative one: so no request can ask for the draws of another's second sequence.
         """
         given = self.request.params.seed
         if given is None:

@@ -37,6 +37,8 @@ class Chunk:
     """What follows its first tokens, where the prompt is scored: the likelihood of each is read off the one before."""
     pooled: tuple[int, int] | None = None
     """Of a request that is pooled, which of the tokens are summed, from the first up to the second."""
+    num_stated: int = 0
+    """Of how many of its first tokens hidden states are wanted."""
 
     @property
     def is_end(self) -> bool:
@@ -72,7 +74,7 @@ class ScheduledStep:
     pass_name: str = field(kw_only=True)
     """The forward pass that runs it."""
     sampling: tuple[Sequence, ...] = field(init=False)
-    """Whose token the step samples, in the order of the batch: decodes, then prefills that reach their end."""
+    """Sequences that the step samples a token for, in batch order: decodes, then prefills that reach their end."""
 
     def __post_init__(self) -> None:
         sampled = tuple(chunk.sequence for chunk in self.prefills if chunk.samples)
@@ -122,6 +124,10 @@ class Sampled:
     """For each of the targets of all prefills, in their order, where there are some."""
     pooled: npt.NDArray[np.float32] | None = None
     """[num_pooled, hidden]: the sums of `step.pooling`, where there are some; None too where all of these failed."""
+    states: npt.NDArray[np.float32] | None = None
+    """[num_tokens, hidden]: what each token was picked from, where a request wants that."""
+    prompt_states: npt.NDArray[np.float32] | None = None
+    """[any, hidden]: of prompts, those that `Chunk.num_stated` tells of, in the order of prefills."""
 
     def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""
@@ -204,6 +210,6 @@ def _no_token(found: int, sequence: Sequence, vocab: int | None = None) -> str:
     position = sequence.num_prompt + len(sequence.outputs)
     among = f"in the vocabulary of {vocab}" if vocab is not None else "a token, nor a problem that is known"
     return (
-        f"at position {position} the step brought {found}, which is not {among}. Look at what picks tokens "
+        f"at position {position} the step returned {found}, which is not {among}. Check what picks tokens "
         "(Sampler.pick, Rounds.accept) and at what brings them to the host (StepExecutor.collect)"
     )

@@ -1,4 +1,4 @@
-"""TokenMasks and BadWords: the tokens that a request's own fields let a sequence generate, as bits.
+"""TokenMasks and BadWords: the tokens that a request's own fields allow, as bit masks.
 
 What depends on how many tokens there are is written to the request tables once, and looked up by position on the
 device: such a sequence runs ahead. What depends on which tokens there are is a constraint, as a grammar is.

@@ -60,7 +60,7 @@ def joined_sums(parts: list[Sampled | None]) -> npt.NDArray[np.float32] | None:
 def embedding_of(sequence: Sequence) -> Vector:
     """What a sequence has ended with; RequestError, with the reason, where that is none."""
     if sequence.embedding is None:
-        why = sequence.error or "it was given up"
+        why = sequence.error or "it was cancelled"
         raise RequestError(f"embedding a prompt of {sequence.num_prompt} tokens: {why}.", field="prompt")
     return sequence.embedding
 

@@ -1,4 +1,4 @@
-"""CpuSampler: C++ passes over the logits by helper threads that the caller does not wait for, and no sort."""
+"""CpuSampler: C++ passes over the logits, without a sort, with helper threads that the caller does not wait for."""
 
 from __future__ import annotations
 

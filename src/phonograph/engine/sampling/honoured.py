@@ -14,7 +14,7 @@ from phonograph.errors import DeclarationError, RequestError
 
 
 class HonouredParameters:
-    """What a column carries is honoured; what no column carries, and nobody else reads, can't be set."""
+    """Parameters that a column carries are honoured; those that nothing reads can't be set."""
 
     def __init__(self, columns: Iterable[Column]) -> None:
         self._declared: dict[str, SamplingParameter] = {}
@@ -51,7 +51,7 @@ class HonouredParameters:
 def _harmless(unread: Field[Any]) -> object:
     """The value of a field at which it does not matter that nobody reads it."""
     if unread.name == "temperature":
-        return 0.0  # without one, the likeliest token is taken
+        return 0.0  # without a temperature, sampling is greedy
     if unread.name in NEUTRAL:
         return NEUTRAL[unread.name]
     if unread.default_factory is not MISSING:

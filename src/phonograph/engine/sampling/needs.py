@@ -20,6 +20,8 @@ class SamplingNeeds:
     """What may come next depends on a request's tokens so far: it follows a grammar."""
     masked: bool = False
     """A request has tokens that may not come, or not yet."""
+    states: bool = False
+    """A request wants hidden states."""
 
     @property
     def is_detailed(self) -> bool:
@@ -29,7 +31,7 @@ class SamplingNeeds:
 
 def needs_of(sequences: Iterable[Sequence], honoured: HonouredParameters) -> SamplingNeeds:
     """What these sequences need together; the level of each is looked for once."""
-    level, logprobs, constrained, masked = Sampling.GREEDY, False, False, False
+    level, logprobs, constrained, masked, states = Sampling.GREEDY, False, False, False, False
     for sequence in sequences:
         params = sequence.request.params
         if sequence.level is None:
@@ -38,4 +40,5 @@ def needs_of(sequences: Iterable[Sequence], honoured: HonouredParameters) -> Sam
         logprobs |= params.logprobs is not None
         constrained |= sequence.constraint is not None
         masked |= sequence.masks is not None
-    return SamplingNeeds(level, logprobs, constrained, masked)
+        states |= params.return_hidden_states is not None
+    return SamplingNeeds(level, logprobs, constrained, masked, states)

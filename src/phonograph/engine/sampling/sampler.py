@@ -40,7 +40,7 @@ class SamplingRows:
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """How likely the model thought the picked tokens, and its favourites, before temperature and penalties."""
+    """Log-probabilities of the picked tokens and of the most likely ones, before temperature and penalties."""
 
     token_logprob: torch.Tensor  # [num_rows]
     top_ids: torch.Tensor  # [num_rows, MAX_LOGPROBS]

@@ -19,6 +19,11 @@ NO_EMBEDDINGS = (
     "--embeddings, or EngineOptions(embeddings=True)."
 )
 
+NO_HIDDEN_STATES = (
+    "this engine gives no hidden states: the recordings for them are made only where they are asked for. Start it with "
+    "--return-hidden-states, or EngineOptions(return_hidden_states=True)."
+)
+
 
 def refuse_unlike_prompts(prompt: object) -> None:
     """Refuse what is neither a text nor a list of token ids."""
@@ -80,6 +85,12 @@ def refuse_pooling(request: Request, *, embeddings: bool) -> None:
     """Refuse a request for a vector where no pass makes one."""
     if request.pooling is not None and not embeddings:
         raise RequestError(NO_EMBEDDINGS, field="pooling")
+
+
+def refuse_hidden_states(request: Request, *, given: bool) -> None:
+    """Refuse a request for hidden states where recordings give none."""
+    if request.params.return_hidden_states is not None and not given:
+        raise RequestError(NO_HIDDEN_STATES, field="return_hidden_states")
 
 
 def refuse_oversized(request: Request, limits: Limits) -> None:

@@ -1,4 +1,4 @@
-"""DecodeSet: the sequences that decode, and for how many steps the same ones can be launched without another look."""
+"""DecodeSet: the sequences that decode, and for how many steps the same set can be launched unchanged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from phonograph.engine.requests.sequence import Sequence, State
 class DecodeSet:
     """Every running sequence whose prefill is launched, with pages ahead of need.
 
-    A look at all of them is `provide` (pages), then `settle` (who is ready); between two looks `take` hands out the
-    same tuple again and again, which is what makes a steady step cheap.
+    An update of the set is `provide` (pages), then `settle` (which are ready); between two updates `take` returns the
+    same tuple again and again, which makes a steady step cheap.
     """
 
     def __init__(self, limits: Limits, rows: Rows) -> None:
@@ -44,12 +44,12 @@ class DecodeSet:
         self._steps_left = 0
 
     def drop_idle(self) -> None:
-        """Let go at once who does not run any more."""
+        """Drop sequences that no longer run."""
         self._members = [sequence for sequence in self._members if sequence.state is State.RUNNING]
         self._steps_left = 0
 
     def unsettle(self) -> None:
-        """A sequence has ended: look again before the next step."""
+        """A sequence has ended: update the set before the next step."""
         self._steps_left = 0
 
     def take(self) -> tuple[Sequence, ...]:
@@ -58,7 +58,7 @@ class DecodeSet:
         return self._ready
 
     def provide(self, committed: int) -> list[Sequence]:
-        """Let go who is done, give pages to who runs low; returns who needs one and got none, first in rank first."""
+        """Drop finished sequences, give pages to those that run low; returns those left without, by rank."""
         running, low, per_step, exact = State.RUNNING, self._low, self._per_step, self._is_exact
         members: list[Sequence] = []
         needy: list[Sequence] = []
@@ -87,7 +87,7 @@ class DecodeSet:
         return sorted(needy, key=_rank)
 
     def settle(self, committed: int) -> None:
-        """Decide who is ready, and for how long that holds."""
+        """Decide which are ready, and for how many steps that holds."""
         if self.is_short or self._has_waits:
             self._settle_each(committed)
         elif (ready := tuple(self._members)) != self._ready:

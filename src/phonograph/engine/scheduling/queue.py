@@ -49,7 +49,7 @@ class WaitingQueue:
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands; nothing happens if it isn't in."""
         self._members.discard(sequence)
-        # Entries of those that left stay until they surface; a mass cancellation must not keep their prompts alive.
+        # Removed entries stay in the heap until they surface; a mass cancellation must not keep prompts alive.
         if len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [(sequence.rank, sequence) for sequence in self._members]
             heapify(self._heap)

@@ -49,7 +49,7 @@ class Scheduler:
         self.width: StepWidth = WhereDrafted(limits)
         self._live: dict[str, list[Sequence]] = {}
         self._followers: dict[Sequence, list[Sequence]] = {}
-        """Siblings that wait until the first of their request has computed the prompt, which they then share."""
+        """Siblings (n > 1), waiting until the first of their request has computed the prompt, which they then share."""
         self._waiting = WaitingQueue(limits.patience)
         self._prefills: list[Sequence] = []
         self._decodes = DecodeSet(limits, self.rows)
@@ -163,7 +163,7 @@ class Scheduler:
         return step
 
     def _plan_pure(self) -> tuple[tuple[Sequence, ...], list[Chunk]]:
-        """Prefills or decodes, never both: prefills first, but not for ever."""
+        """Prefills or decodes, never both: prefills first, but not forever."""
         chunks = self._plan_prefills() if self._prefill_streak < _MAX_PREFILL_STREAK else []
         decodes = () if chunks else self._plan_decodes()
         if not chunks and not decodes:
@@ -214,7 +214,7 @@ class Scheduler:
         return chunks
 
     def _admit(self, budget: StepBudget) -> Sequence | None:
-        """Seat the head of the queue, if there is a row, and pages once every decode has its own; none overtakes it."""
+        """Admit the head of the queue, if there is a row, and pages once every decode has its own; no one overtakes."""
         if self._decodes.is_short or not self.rows.has_free:
             return None
         sequence = self._waiting.peek()
@@ -225,7 +225,7 @@ class Scheduler:
             return None
         self._waiting.discard(sequence)
         self._prefills.append(sequence)
-        is_looked_for = sequence.request.pooling is None and sequence.is_scored
+        is_looked_for = sequence.request.pooling is None and not sequence.places_per_token
         self._prefix_lookup_tokens += sequence.prefill_end if is_looked_for else 0
         self._prefix_hit_tokens += sequence.num_computed
         if not sequence.last_step:
@@ -246,7 +246,8 @@ class Scheduler:
             self._decodes.join(sequence)
         known, targets = sequence.tokens(start, stop), sequence.targets(start, stop)
         part = sequence.pooled_part(start, stop)
-        return budget.spent_on(Chunk(sequence, start, known, samples, enters, targets, part))
+        num_stated = sequence.num_stated(start, stop)
+        return budget.spent_on(Chunk(sequence, start, known, samples, enters, targets, part, num_stated))
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
@@ -277,10 +278,10 @@ class Scheduler:
                 self._waiting.push(sequence)
 
     def drop(self, step: ScheduledStep) -> None:
-        """Take back a step whose results are not to be believed; there must be no other in flight.
+        """Drop a step whose results are wrong; there must be no other in flight.
 
-        All that run wait again, and are computed anew from their prompts and committed tokens, whether they are in the
-        step or not, and no prefix is kept: who knows which pages the same recording has written, now and before.
+        All running sequences go back to the queue, in the step or not, and are computed again from their prompts and
+        committed tokens; the prefix cache is dropped: the same recording may have written any page, now or before.
         """
         self._check_order(step)
         if len(self._in_flight) > 1:

@@ -1,4 +1,4 @@
-"""SpeculationTally: what became of drafts: accepted by place, tokens a round, and why rows decoded plainly."""
+"""SpeculationTally: acceptance of drafts by position, tokens per round, and why rows decoded without drafts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SpeculationCounts:
         places = ", ".join(f"{count / self.rounds:.0%}" for count in self.accepted) if self.rounds else "nothing yet"
         plain = ", ".join(f"{count:,} by {reason}" for reason, count in self.plain.items() if count)
         return (
-            f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds; accepted by place: {places}"
+            f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds; accepted by position: {places}"
             f"{f'; decoded plainly: {plain}' if plain else ''}"
         )
 

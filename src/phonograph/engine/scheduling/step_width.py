@@ -12,8 +12,8 @@ from phonograph.engine.requests.step import ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 
 _HOPED_FOR = 6.0
-"""What may be lost before a drafter that is always wrong is found out, in the time of plain steps: about one in a
-hundred where a sequence has 512 tokens. Only the first sequences lose it."""
+"""The time, in plain steps, that may be lost before a drafter that is always wrong is detected: about one in a hundred
+for a sequence of 512 tokens. Only the first sequences lose it."""
 _WEIGHT, _PROBE_WEIGHT = 1 / 16, 1 / 4
 """Of a round in the running mean: among others, and of one that was made to see whether drafts pay again."""
 _MARGIN = 1.02
@@ -25,7 +25,7 @@ _PROBE_SHARE = 0.005
 
 
 class StepWidth(Protocol):
-    """Who decides; consecutive steps that carry the same tuple of decodes should rarely differ."""
+    """Policy for the width of steps; consecutive steps with the same tuple of decodes should rarely differ."""
 
     def of(self, decodes: tuple[Sequence, ...]) -> int:
         """For a step with these decodes: `Limits.tokens_per_row`, or 1."""
@@ -54,15 +54,15 @@ class WhereDrafted:
         return self._width
 
     def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
-        """It learns nothing."""
+        """Stateless: nothing to record."""
 
     def __str__(self) -> str:
-        return "wherever a request takes drafts"
+        return "wherever a request allows drafts"
 
 
 class WherePaid:
-    """Rounds where they bring more tokens than they cost time, by what recent ones brought; else plain steps, and now
-    and then a probe."""
+    """Rounds while recent ones gain more in tokens than they cost in time; else plain steps, and now and then a
+    probe."""
 
     def __init__(self, limits: Limits, costs: StepCosts) -> None:
         self._drafted = WhereDrafted(limits)
@@ -114,11 +114,11 @@ class WherePaid:
 
 
 def _hope(ratio: float) -> float:
-    """What is believed of drafts before any is seen: so much that as many wrong rounds as may be lost disprove it."""
+    """The prior for tokens per round: so high that the rounds which may be lost are enough to correct it."""
     rounds = min(8.0, _HOPED_FOR / max(ratio - 1, 0.1) - 1)
     return 1 + (ratio - 1) * math.pow(1 - _WEIGHT, -max(rounds, 0.5))
 
 
 def width_by(limits: Limits, costs: StepCosts | None) -> StepWidth:
-    """Who decides: by what rounds cost, where that is known."""
+    """The policy: by the measured cost of rounds, where that is known."""
     return WhereDrafted(limits) if costs is None else WherePaid(limits, costs)

@@ -38,7 +38,7 @@ class ChatTemplate:
         self, template: str | None, special_tokens: Mapping[str, str] | None = None, source: str = "the model"
     ) -> None:
         self.source = Path(source).name
-        """What messages call it: clients read them, and where the file lies is not for them."""
+        """Its name in error messages: clients read these, and must not learn the file's path."""
         self.text = template
         """As the model has it."""
         self._special_tokens = dict(special_tokens or {})
@@ -112,7 +112,7 @@ class ChatTemplate:
         try:
             return self._template.render(known, messages=checked)
         except TypeError:
-            # Some templates tell a call of tools by a content that is none, others join all contents.
+            # Some templates detect tool calls by a content of None, others join all contents.
             texts = [{**message, "content": message["content"] or ""} for message in checked]
         except Exception as error:  # a template can raise anything
             raise self._refusal(error) from None
@@ -273,7 +273,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML, which a model is not."""
+    """jinja2's own filter escapes HTML, which a prompt must not have."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

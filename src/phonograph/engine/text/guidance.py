@@ -115,7 +115,7 @@ class _DeadEndError(Exception):
 
 
 class GuidedText:
-    """How far one text is in its grammar.
+    """The state of one text in its grammar.
 
     What may come next is found when a token is accepted, not when a batch needs it: so a dead end is the failure of
     this text alone, and no step of the others has to be run again.

@@ -1,4 +1,4 @@
-"""StopStrings: a stream of text in which what may still become a stop string is held back, and no more than that.
+"""StopStrings: finds stop strings in a stream of text; only what may still become one is held back.
 
 One that is the text of a special token stands for that token.
 """

@@ -33,20 +33,20 @@ class FoundTensor:
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """What two fields have in common that show the same elements in the same way."""
+        """Equal for two fields that are the same view of the same memory."""
         tensor = self.tensor
         return (self.start, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 @dataclass(frozen=True)
 class Aliases:
-    """Fields that show the same memory: all of it is the root's."""
+    """Fields that view the same memory; the root's view covers all of it."""
 
     root: FoundTensor
     members: Sequence[FoundTensor] = ()
     """The others."""
     tangled: str = ""
-    """The path of another field whose memory overlaps in a way that no single buffer has; empty if there is none."""
+    """The path of another field whose memory overlaps partially, so that no single buffer can hold both; else empty."""
 
     def move_to(self, memory: torch.Tensor) -> None:
         """Copy the values into flat memory, and put views of it in place of all fields."""
@@ -75,7 +75,7 @@ def reach(view: torch.Tensor) -> int:
 
 
 def group_aliases(found: Sequence[FoundTensor]) -> list[Aliases]:
-    """Every field once, in groups that show the same memory, whatever the order in which they were found."""
+    """Every field once, grouped by shared memory; independent of the order in which they were found."""
     groups: list[list[FoundTensor]] = []
     end, device = 0, None
     for one in sorted(found, key=_in_memory_order):
@@ -90,13 +90,13 @@ def group_aliases(found: Sequence[FoundTensor]) -> list[Aliases]:
 
 
 def _in_memory_order(one: FoundTensor) -> tuple[object, ...]:
-    """By address; of those that start together the one that reaches farthest first, and can be the others' root."""
+    """By address; of those with one start the longest first, which can be the others' root."""
     tensor = one.tensor
     return str(tensor.device), one.start, -one.end, not tensor.is_contiguous(), one.path, one.owner
 
 
 def _rooted(group: Sequence[FoundTensor]) -> Iterator[Aliases]:
-    """The group below its root; or each by itself, where there is no field that shows all of it."""
+    """The group under its root; or each alone, where no field covers all of its memory."""
     root, *members = group  # starts first, reaches farthest
     whole = max(one.end for one in group)
     same = all(one.geometry == root.geometry for one in members)

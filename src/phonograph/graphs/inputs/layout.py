@@ -101,7 +101,7 @@ class Fit:
 
 
 def _tails(used: tuple[int, ...], padded: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """Disjoint regions that, with the used one, make up the padded shape."""
+    """Disjoint regions that, together with the used one, cover the padded shape."""
     regions = []
     for axis, (inner, outer) in enumerate(zip(used, padded, strict=True)):
         if inner < outer:
@@ -197,7 +197,7 @@ class Layout:
         return part
 
     def copied(self, cells: Sequence[Cell]) -> dict[Path, torch.Tensor]:
-        """What these cells hold, in memory of its own that no load writes: packed slots in one copy."""
+        """Copies of what these cells hold, in memory that no load writes: packed slots in one copy."""
         if torch.is_inference_mode_enabled():  # an inference tensor could not be written outside inference mode
             with torch.inference_mode(False), torch.no_grad():
                 return self.copied(cells)
@@ -219,12 +219,12 @@ class Layout:
         return made
 
     def passed(self, index: int) -> None:
-        """Mark that a transfer from this host block is on its way."""
+        """Mark that a transfer from this host block is in flight."""
         assert self.block is not None
         self.block.ring[index].fence.record()
 
     def note_tails(self, index: int, steps: Steps) -> None:
-        """Say that a host block was written by these steps alone, pad values and all."""
+        """Note that the last write of a host block was by these steps, pad values included."""
         assert self.block is not None
         self.block.ring[index].padded_for = steps
 
@@ -276,7 +276,7 @@ class Layouts:
             # Whatever the ambient mode: an inference tensor could not be written outside inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 layout = Layout(self._values, self._dims, padded, self.memory, self._adopted, self._owner)
-            # What lies in memory that was replaced is let go, and eager sizes are without number.
+            # Layouts over replaced memory are dropped, and eager sizes are unbounded.
             if self.memory.generation != generation or (self._limits is None and len(self._layouts) >= _MAX_KEPT):
                 self._layouts.clear()
             self._layouts[key] = layout

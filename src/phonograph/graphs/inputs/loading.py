@@ -24,7 +24,7 @@ class LoadMode(Enum):
     EAGER = "eager"
     """Into buffers that grow."""
     NO_COPY = "no_copy"
-    """Device values are carried, and whatever must be made of others is new memory, which a body may keep."""
+    """Device values are passed as they are, and others are converted into new memory, which a body may keep."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Copies:
             target.copy_(value, non_blocking=True)
             counts.plain += 1
         for target, value in self.uploads:
-            # From pageable memory the copy has left the value when the call returns; from pinned memory it has not.
+            # From pageable memory the call returns once the source was read; from pinned memory it may return before.
             target.copy_(value, non_blocking=not value.is_pinned())
             counts.transfers += 1
         for target, value in self.within_host:
@@ -117,7 +117,7 @@ class Load:
             self._layout.note_tails(index, steps)
 
     def take(self, fit: Fit, value: Any) -> None:
-        """Put one value on its way into its buffer, and its pad value into the tail."""
+        """Schedule the write of one value into its buffer, and of its pad value into the tail."""
         if value is None:
             self._take_absent(fit)
             return
@@ -131,9 +131,9 @@ class Load:
             self._take_host(fit, value)
 
     def take_computed(self, fit: Fit, full: Fit, value: Any) -> None:
-        """As `take`, for what a function gave: the used rows, or all padded rows, whose tail then stands.
+        """As `take`, for a computed value: the used rows, or all padded rows, whose tail is then kept.
 
-        It is never carried: it may be memory of the host ring, which a later load writes.
+        It is never passed as it is: it may be memory of the host ring, which a later load overwrites.
         """
         into = full if shape_of(value) == full.shape else fit
         if isinstance(value, torch.Tensor) and value.device == fit.device:
@@ -173,7 +173,7 @@ class Load:
 
     def _copy(self, fit: Fit, value: torch.Tensor) -> None:
         if self._layout.holds(value.data_ptr()):
-            # What lies in a buffer is read before any is written, unless it is in its place already.
+            # A value that lies in a buffer is read before any buffer is written, unless it is in its own place already.
             if not fit.packed and value.data_ptr() == fit.used.data_ptr() and value.stride() == fit.used.stride():
                 return
             value = value.clone()

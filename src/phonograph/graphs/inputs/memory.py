@@ -1,4 +1,4 @@
-"""Buffer memory: what layouts lie in, leased from a pool and fixed, or growing; and its host blocks."""
+"""Buffer memory: backs layouts; leased from a pool and fixed, or growing; and its pinned host blocks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _RING_BLOCKS = 3
 
 
 class HostBlock:
-    """One block of the ring: written by the host, read by a transfer, written again once that has passed."""
+    """One block of the ring: written by the host, read by a transfer, rewritten once that is complete."""
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self.tensor = device.host_block(num_bytes)
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = self.tensor.numpy()
         self.fence = device.fence()
         self.padded_for: object = None
-        """What wrote it last, if that wrote every pad value in it: the same again need not."""
+        """The steps that wrote it last, if they wrote all of its pad values: the same steps need not do so again."""
 
 
 class PackedBlock:
@@ -39,9 +39,9 @@ class PackedBlock:
         self._last = 0
 
     def take(self) -> tuple[int, object]:
-        """The next host block, after the transfer that last read it has passed: its number, and what padded it.
+        """The next host block, once the transfer that last read it is complete: its number, and what padded it.
 
-        From now on its pad values count as gone, until somebody notes them again.
+        Its pad values count as overwritten until they are noted again.
         """
         self._last = (self._last + 1) % len(self.ring)
         block = self.ring[self._last]
@@ -85,7 +85,7 @@ class LeasedMemory:
         return self._block
 
     def _new_block(self, lease: Lease) -> PackedBlock:
-        """Runners that share the memory take turns with one ring too, as large as the largest of them needs."""
+        """Runners that share the memory share one ring too, as large as the largest of them needs."""
         block = self._pool.rings.get(lease.key) if lease.shared else None
         if not isinstance(block, PackedBlock):
             block = PackedBlock(self._pool.device, lease.allocation)

@@ -108,11 +108,11 @@ class BufferPool:
         self.device = device
         self.sealed = False
         self.in_use = threading.Lock()
-        """Held by the runner that runs, captures, verifies or releases right now: its load must stay in the buffers."""
+        """Held by a runner while it runs, captures, verifies or releases: its load must stay in the buffers."""
         self.num_loads = 0
-        """Grows with every load for a graph, whatever buffers it writes."""
+        """Counts loads for graphs, whichever buffers they write."""
         self.num_adopted_loads = 0
-        """Grows with every load into tensors that are not leased: they may lie in any runner's buffer."""
+        """Counts loads into tensors that are not leased: these may lie in any runner's buffer."""
         self._loads: dict[Key, LoadCount] = {}
         self.rings: dict[Key, object] = {}
         """Host memory for each shared allocation: one for all runners."""
@@ -129,7 +129,7 @@ class BufferPool:
 
     @contextmanager
     def using(self, doing: str) -> Iterator[None]:
-        """Hold the buffers for one runner, which is `doing` this; refused where another has them."""
+        """Hold the buffers for one runner, which is `doing` this; refused while another holds them."""
         if not self.in_use.acquire(blocking=False):
             raise self.busy(doing)
         try:
@@ -226,14 +226,14 @@ class BufferPool:
         log.info("buffer %s of %s is not shared: %s", lease.name, lease.owner, reason)
 
     def _lease_found(self, found: Sequence[FoundTensor]) -> Callable[[], None]:
-        """Lease memory for tensors that were found; call what comes back to put views of it in their place."""
+        """Lease memory for tensors that were found; the returned function puts views of it in their place."""
         moves: list[tuple[Lease, Aliases]] = []
         for aliases in group_aliases(found):
             root = aliases.root
             lease = Lease(root.path, root.tensor.numel(), root.tensor.dtype, root.tensor.device, root.owner)
             if aliases.tangled:
                 self._leases.append(lease)
-                self._keep_private(lease, f"shows memory of {aliases.tangled} in part, and stays where it is")
+                self._keep_private(lease, f"partially overlaps the memory of {aliases.tangled}, and stays where it is")
                 continue
             by_mode = "made under inference mode, it can't be written outside it" if root.tensor.is_inference() else ""
             moves.append((self._lease(lease, by_mode), aliases))

@@ -43,7 +43,7 @@ class _Carrier:
     axis: int
     optional: bool
     neutral: bool
-    """Whether a neutral value stands for it where it is absent."""
+    """Whether it has a neutral value for when it is absent."""
 
 
 def _carriers(slots: Sequence[Slot], dim: str) -> list[_Carrier]:
@@ -246,7 +246,7 @@ class Registry:
         return _view(batch, kwargs, values, extent)
 
     def prepare(self, extent: Extent, *, without: frozenset[str] = frozenset()) -> Prepared:
-        """All that loads of this extent for a graph have in common; valid for good, since graphs' buffers stay."""
+        """What all loads of this extent for a graph share; always valid, since graphs' buffers are fixed."""
         return self._steps(extent, LoadMode.GRAPH, without)
 
     def fill_prepared(self, batch: Any, extent: Extent, kwargs: Mapping[str, Any], prepared: Prepared) -> None:
@@ -274,7 +274,7 @@ class Registry:
 
     @property
     def num_loads(self) -> int:
-        """Grows with every load, anybody's, that may write a buffer which graphs of this registry read."""
+        """Counts all loads, by any runner, that may write a buffer which graphs of this registry read."""
         if self._pool is None or self._adopted:
             return 0 if self._pool is None else self._pool.num_loads
         return sum([lease.loads.count for lease in self._leases], self._pool.num_adopted_loads)
@@ -310,7 +310,7 @@ class Registry:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Loads inside are undone: graphs' buffers hold what they held, and nobody counts a load."""
+        """Loads inside are undone: graphs' buffers get their content back, and no load is counted."""
         memory = [*(lease.allocation for lease in self._leases), *self._adopted.values()]
         held, counts = [tensor.clone() for tensor in memory], [lease.loads.count for lease in self._leases]
         pool, not_live, issued = self._pool, self._not_live, replace(self.counts)
@@ -334,7 +334,7 @@ class Registry:
         return self._growing.holds(tensor) or (self._graph is not None and self._graph.holds(tensor))
 
     def poison_unread(self, extent: Extent, pattern: int) -> None:
-        """Write legal nonsense into the tails that slots claim nobody reads."""
+        """Write poison, within the legal range, into the tails that slots declare as unread."""
         self._count_load()
         _, steps = self._steps(extent, LoadMode.GRAPH, frozenset())
         for fit in steps.fits:

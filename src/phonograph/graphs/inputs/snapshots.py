@@ -16,10 +16,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, torch
 
 
 class Same:
-    """An object that can only be recognised: a module, a configuration; of tensors, the memory and how it is seen."""
+    """An object compared by identity: a module, a configuration; of tensors, memory, shape and strides."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value  # held, so that neither its identity nor its memory is given to another
+        self._value = value  # held, so that neither its id() nor its memory is reused
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Same):
@@ -33,8 +33,8 @@ def _seen(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def snapshot(value: Any) -> Any:
-    """Equal to another snapshot only if type and content are: containers and frozen dataclasses are looked into, and
-    numbers keep their sign."""
+    """Equal to another snapshot only if type and content are: containers and frozen dataclasses by their items, and
+    -0.0 is not 0.0."""
     if isinstance(value, _PLAIN):
         return (type(value), repr(value))
     if isinstance(value, dict):

@@ -62,7 +62,7 @@ def _key_shown(key: object) -> str:
 Parts = list[tuple[str | Item, Any]]
 Keep = Callable[[TreePath, Any], Any]
 """Takes what is neither leaf nor dict, list or tuple; returns what replaces it as a whole, or None to open it."""
-_MAX_DEPTH = 4  # for objects that outlive a call: a whole program may be reachable from them
+_MAX_DEPTH = 4  # a bound for objects that outlive a call: the whole program may be reachable from them
 
 
 def is_number(leaf: Any) -> bool:
@@ -124,11 +124,11 @@ def put_at(tree: Any, path: TreePath, value: Any) -> None:
 
 
 class Noted:
-    """Objects that were met, and are recognised when they are met again; held weakly where their class allows that."""
+    """A set of visited objects; held weakly where their class allows it."""
 
     def __init__(self, *, holds: bool) -> None:
         self._holds = holds
-        """Whether objects that can't be held weakly are held, or not noted."""
+        """Whether objects that can't be held weakly are held strongly, or left out."""
         self._references: dict[int, Callable[[], Any]] = {}
 
     def add(self, met: Any) -> None:
@@ -173,7 +173,7 @@ def _leaves(tree: Any, path: TreePath, keep: Keep | None, above: tuple[int, ...]
 
 
 _Trail = tuple[Any, Any, bool] | None
-"""A path while it is walked, which costs nothing until it is shown: what is above, the step, whether it is an item."""
+"""A path during a walk, formatted only when it is shown: the parent, the step, whether it is an item."""
 
 
 def _path_of(trail: _Trail) -> TreePath:
@@ -196,7 +196,7 @@ class _Mapping:
     def of(self, tree: Any, trail: _Trail) -> Any:
         if isinstance(tree, _CONSTANTS):
             return self._change(trail, tree)
-        identity = id(tree)  # held by the caller, so it is not given to another
+        identity = id(tree)  # held by the caller, so its id() is not reused
         if identity not in self._done:
             if identity in self._open:
                 raise _closed(tree, _path_of(trail), "holds itself")

@@ -66,7 +66,7 @@ class SlotValues:
         if found.shape != shape:
             if found.size or 0 not in shape:
                 raise self.wrong_shape(found.shape, shape)
-            found = found.reshape(shape)  # [] has no inner axes to tell
+            found = found.reshape(shape)  # [] does not show its inner axes
         return found
 
     def tensor(self, value: Any, shape: tuple[int, ...]) -> torch.Tensor:
@@ -150,7 +150,7 @@ class SlotValues:
             array = np.asarray(value)
         except (ValueError, TypeError, RuntimeError) as error:
             raise LoadError(
-                f"{self._who} got a {type(value).__name__} that makes no array: {error}. "
+                f"{self._who} got a {type(value).__name__} that is not an array: {error}. "
                 f"Give values of {self.slot.dtype} in the shape {self.slot.shape}."
             ) from None
         return array if array.size else array.astype(self.kind)  # numpy gives [] the type float64

@@ -1,1 +1,1 @@
-"""Phases: forward passes as data, the sizes and axes that are recorded, and what runs right now."""
+"""Phases: forward passes as data, the sizes and axes that are recorded, and the ambient context of a run."""

@@ -34,13 +34,13 @@ class GraphBreak(Generic[P, R]):
         now = current()
         breaker, stage = now.breaker, now.stage
         if breaker is None:
-            if now.backend in BREAKING:  # inside another gap, or in a run of the whole body at once
+            if now.backend in BREAKING:  # inside another gap, or in an eager run of the body
                 if stage is not Stage.EAGER:
                     args, kwargs = shown((args, kwargs))
             elif stage is Stage.CAPTURING:
                 log.warning(
                     "%s is marked @graph_break, but this recording has no breaks: it is recorded with the rest, for "
-                    "the batch of now. Use backend='breakable', or call %s.inline",
+                    "the current batch. Use backend='breakable', or call %s.inline",
                     *(self.inline.__qualname__, self.inline.__name__),
                 )
             return self.inline(*args, **kwargs)
@@ -74,15 +74,15 @@ def graph_break(
     """Mark a function or method to run eagerly, with the live batch, between two graphs of one recording.
 
     At replay it is called with the tensors that it was captured with; containers, and objects that the
-    body makes, hold what they held at this call, plain values keep the value they had at capture, and
-    objects from outside are live, and so is a live argument. What changes from step to step is in
-    `current().batch`. Its outputs are copied to where the next graph reads them: what that should see
-    must be returned. With `enabled=False` the mark does nothing; at one call site, `f.inline(...)` does
-    the same.
+    body makes, hold what they held at this call; plain values keep the value that they had at capture;
+    objects from outside, and live arguments, are those of the live call. What changes from step to step
+    is in `current().batch`. Its outputs are copied to where the next graph reads them: return whatever
+    that graph should see. With `enabled=False` the mark does nothing; `f.inline(...)` does the same at
+    one call site.
 
     `tc_piecewise` traces the code around it and never looks inside: `fake` takes the arguments (of a method, without
-    self) and returns tensors of the shapes and dtypes that the function does, with anything in them; arguments are
-    tensors and plain values. `mutates` names the arguments that it writes.
+    self) and returns tensors of the function's output shapes and dtypes, with any content; arguments are tensors and
+    plain values. `mutates` names the arguments that it writes.
     """
     if function is None:
         return functools.partial(graph_break, enabled=enabled, fake=fake, mutates=mutates)

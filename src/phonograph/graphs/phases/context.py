@@ -1,4 +1,4 @@
-"""Current run: what is recorded or run right now, and for which batch. The one ambient value of the package."""
+"""Current run: the phase, backend, stage and batch of the code that runs. The one ambient value of the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BREAKING = frozenset({"breakable", "tc_piecewise"})
 
 
 class Stage(Enum):
-    """Why code runs now."""
+    """Why the code runs."""
 
     COMPILING = "compiling"
     """torch.compile traces the code, and nothing is computed."""
@@ -34,7 +34,7 @@ class Breaker(Protocol):
 
 
 OnGap = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], None]
-"""Takes the function of a gap, what it was called with, and what it returned."""
+"""Takes the function of a gap, its arguments, and its result."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _current: ContextVar[Current] = ContextVar("phonograph_current", default=_OUTSID
 
 @dataclass
 class _Tracing:
-    """What code sees as current while a trace of ours looks at it: the tracer can't read a context variable."""
+    """The current run as traced code sees it: Dynamo can't read a context variable."""
 
     now: Current | None = None
 
@@ -70,8 +70,8 @@ _one_trace = threading.RLock()
 
 
 def current() -> Current:
-    """What runs right now: phase, backend, stage and the live batch."""
-    if torch.compiler.is_dynamo_compiling():  # False for all code that really runs, on every thread
+    """The current run: phase, backend, stage and the live batch."""
+    if torch.compiler.is_dynamo_compiling():  # False for all code that runs for real, on every thread
         traced = _tracing.now
         if traced is not None:
             return traced
@@ -79,13 +79,13 @@ def current() -> Current:
 
 
 def is_traced() -> bool:
-    """Whether the code is looked at by a trace of ours."""
+    """Whether `tc_piecewise` is tracing the code."""
     return torch.compiler.is_dynamo_compiling() and _tracing.now is not None
 
 
 @contextmanager
 def tracing(now: Current) -> Iterator[None]:
-    """Code that is traced inside sees `now` as current."""
+    """Inside, traced code sees `now` as the current run."""
     with _one_trace, entering(now):
         before, _tracing.now = _tracing.now, now
         try:
@@ -96,7 +96,7 @@ def tracing(now: Current) -> Iterator[None]:
 
 @contextmanager
 def entering(now: Current) -> Iterator[None]:
-    """Make `now` current; what was current is restored, also after an exception."""
+    """Make `now` the current run; the previous one is restored, also after an exception."""
     token = _current.set(now)
     try:
         yield

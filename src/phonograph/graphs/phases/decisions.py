@@ -1,4 +1,4 @@
-"""Decisions: replay or run eagerly, as values with reasons, and each reason is counted."""
+"""Decisions: replay or run eagerly, as values with counted reasons."""
 
 from __future__ import annotations
 
@@ -19,28 +19,38 @@ class Reason(Enum):
     """Why a batch is run eagerly."""
 
     DISABLED = "disabled"
-    """The phase's backend is `disabled`: it was asked for, or a rule of the plan, which `explain` names, chose it."""
+    """The phase's backend is `disabled`: it was asked for (`--graphs off`, `--PHASE-graph-backend disabled`), or a rule
+    of the plan, which `explain` names, chose it."""
     TOO_LARGE = "too large"
-    """The batch is larger than the largest bucket, or than a dim's limit: raise the buckets or the limit."""
+    """The batch is larger than the largest bucket, or than a dim's limit: raise the buckets (`--PHASE-graph-limit`,
+    `--PHASE-graph-buckets`; `buckets=` of `graphed`) or the limit (`Dim(limit=)`)."""
     TOO_SMALL = "too small"
-    """The batch has fewer rows than the phase declares (`smallest`)."""
+    """The batch has fewer rows than the phase declares (`smallest=`), because fewer were said to be no legal batch.
+    Lower it if they are one, or pad the batch yourself. No pass of the engine declares it."""
     OVER_PADDED = "over-padded"
-    """The next bucket would waste more than `max_padding_ratio` and `max_padding_rows` allow: add a bucket."""
+    """The next bucket would waste more than `max_padding_ratio` and `max_padding_rows` allow: add a bucket
+    (`--PHASE-graph-buckets`), or raise one of these (`--PHASE-graph-max-padding-ratio`, `-rows`)."""
     NOT_CAPTURED = "not captured"
-    """There is no recording of this size: call `capture()`, or, with exact sizes, add this one."""
+    """There is no recording of this size: call `capture()`, or, with exact sizes (`--PHASE-graph-exact`), add this
+    one."""
     CAPTURE_FAILED = "capture failed"
-    """The recording of this bucket could not be made: `explain` has the op, the line and the remedy."""
+    """The recording of this bucket could not be made: `explain` has the op, the line and the remedy. Without memory:
+    lower `--memory`, or make fewer recordings."""
     FEATURE_NOT_CAPTURED = "feature not captured"
-    """The batch has what no recording has: another argument, a hook, a product of axes that was left
-    out, or what a rule of `admission` refuses."""
+    """The batch needs what no recording has. An argument that is no slot and has another value: make it a slot. A hook:
+    call `capture()` again. A product of axes that was left out: raise `--PHASE-graph-max-recordings`. What a rule of
+    `admission` refuses: the detail says why."""
     NOT_TRIMMED = "not trimmed"
-    """Batches that do not fill this dim could not be tried at capture, so none of them is replayed."""
+    """Batches that do not fill this dim could not be tried at capture, so none of them is replayed: have
+    the body and `sample=` take smaller sizes of the dim, or pass it filled, with a mask."""
     MISTRUSTED = "mistrusted"
-    """A check in service found this recording wrong, and gave it back: see `--shadow-verify`."""
+    """A check in service (`--shadow-verify`) found this recording wrong, and released it. The log has the batch's
+    difference; restart the server to record again."""
     DEBUG = "debug"
-    """The plan asks for `debug`: the body runs in the place of every replay."""
+    """The plan asks for `debug` (`--graph-debug`): the body runs in the place of every replay. Leave it out."""
     STALE = "stale"
-    """Something that the recording took for granted has changed: put it back, or call `refresh()`."""
+    """Something that the recording assumes has changed: restore it, or call `refresh()`. In a server it
+    is a field of a batch that no recording has: a fault of a pass, which needs a report."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ class ShapeKey:
 
     @property
     def in_table_order(self) -> tuple[int, Values, list[str], int]:
-        """What tables sort recordings by: those of fewer features come first."""
+        """The sort key of tables: recordings of fewer features come first."""
         return len(self.values), self.values, sorted(self.absent), self.size
 
     def __str__(self) -> str:
@@ -116,7 +126,7 @@ class Stats:
         self.used_rows[key] += used
 
     def count_eager(self, decision: RunEagerly, phase: str) -> None:
-        """Count the call; the first for each reason is logged, but for stale facts, which are told one by one."""
+        """Count the call; the first for each reason is logged, except stale facts, which are logged one by one."""
         if decision.reason not in self.eager and decision.reason is not Reason.STALE:
             is_meant = decision.reason in (Reason.DISABLED, Reason.DEBUG)
             level = logging.INFO if is_meant else logging.WARNING

@@ -130,7 +130,7 @@ def shown(tree: Any) -> Any:
 
 
 def value_now(leaf: Any) -> Any:
-    """What a leaf is in this call."""
+    """The value of a leaf in this call."""
     return leaf.now() if type(leaf) is LiveArgument else leaf
 
 

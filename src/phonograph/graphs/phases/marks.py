@@ -1,4 +1,4 @@
-"""Marks: functions that a trace does not look into, by number, and the call that stands for theirs in its graph."""
+"""Marks: functions that are not traced, by number, and the custom op that stands for their calls in a traced graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _marks: WeakValueDictionary[int, Mark] = WeakValueDictionary()
 
 
 class Mark:
-    """What is known of a function that is called in a traced graph."""
+    """A function that a traced graph calls without tracing it."""
 
     def __init__(
         self, function: Callable[..., Any], fake: Fake | None, mutates: tuple[str, ...] = (), *, breaks: bool = True
@@ -32,7 +32,7 @@ class Mark:
         self.mutates = mutates
         """The names of the arguments that it writes."""
         self.number = next(_numbers)
-        """Its name in traced graphs, which can hold no functions of ours."""
+        """Its number in traced graphs, which can't hold Python functions."""
         _check_mutates(function, mutates)
         _marks[self.number] = self
 
@@ -47,8 +47,8 @@ def marked(number: int) -> Mark:
 
 
 def traced_call(number: int, owner: int, *args: Any, **kwargs: Any) -> Any:
-    """Stands for a marked call in a traced graph: the call of the function, or of the method of the object that has
-    the id `owner`. It is only ever run by the tracer, which asks what comes out."""
+    """Stands for a marked call in a traced graph: of the function, or of a method of the object with the id `owner`.
+    Only the tracer runs it, for the shapes of its outputs."""
     mark = _marks[number]
     if mark.fake is None:
         raise CaptureError(
@@ -60,7 +60,7 @@ def traced_call(number: int, owner: int, *args: Any, **kwargs: Any) -> Any:
 
 
 def _contiguous(result: Any, args: Any) -> Any:
-    """As graphs read what a gap returns: each tensor in memory of its own, but for arguments that it hands back."""
+    """A gap's outputs as graphs read them: each tensor in memory of its own, except arguments that it returns."""
     if isinstance(result, torch.Tensor):
         return result if any(result is one for one in args) else result.contiguous()
     if type(result) in (tuple, list):

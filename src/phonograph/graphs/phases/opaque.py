@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Opaque(Generic[P, R]):
-    """A function that a trace does not look into; made by `opaque`."""
+    """A function that is not traced; made by `opaque`."""
 
     def __init__(self, function: Callable[P, R], mark: Mark) -> None:
         self.inline = function
@@ -30,9 +30,9 @@ class Opaque(Generic[P, R]):
 
 
 def opaque(function: Callable[P, R], *, fake: Fake, mutates: Sequence[str] = ()) -> Opaque[P, R]:
-    """A function whose launches are part of the graph around it, and which no compiler looks into.
+    """Mark a function whose launches are part of the graph around it, and which is neither traced nor compiled.
 
-    For kernels of one's own, and for writes to large state: what a compiler sees written it may copy. `fake` is that of
+    For custom kernels, and for writes to large state, which a compiler may copy where it sees them. `fake` is that of
     `graph_break`, and so are the arguments; `mutates` names those that are written. A method is made opaque for each
     object: `self.attend = opaque(self._attend, fake=…)`.
     """

@@ -68,15 +68,15 @@ class Phase:
     eager_without: frozenset[str] = frozenset()
     """Slots that the eager path leaves out."""
     preserve: Preserve | None = None
-    """Keeps capture and `verify` from changing the model's state, in tensors and in Python; without it, all that the
-    body writes is found by running it, copied and put back."""
+    """Saves and restores the model's state, in tensors and in Python, around trial runs of capture and `verify`;
+    without it, all that the body writes is found by running it, copied and restored."""
     adopt: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Existing tensors to use as buffers."""
     compares_others: bool = False
     """Whether admission compares all that a batch has besides slots with what the recording's sample had."""
     free: Sequence[str] = ()
-    """Fields besides slots that a recording reads, and that may differ from its sample's: what the sample has serves
-    every batch. A batch that differs in any other one that is read runs eagerly."""
+    """Fields besides slots that a recording reads and that may differ: the sample's value serves every batch. A batch
+    that differs in any other field that is read runs eagerly."""
     break_ops: frozenset[str] = frozenset()
     """Ops that `tc_piecewise` breaks at too, by name (`scaled_dot_product_attention`): for code that no mark is on."""
     live: Sequence[Live] = ()
@@ -147,13 +147,13 @@ class Phase:
 
     @property
     def code(self) -> list[Callable[..., Any]]:
-        """Whatever trial runs call of the phase."""
+        """All callables of the phase that trial runs call."""
         called = (self.body, self.tail if self.tail_captured else None, self.host_plan)
         return [function for function in called if function is not None]
 
     def forward(self, batch: Any, kwargs: Mapping[str, Any], noting: Callable[[Any], Any] | None = None) -> Any:
         """The part of the pass that is recorded; `noting` makes a batch that notes what is read of it."""
-        # A trace can't look at placeholders: those of a view that is traced are there already.
+        # Dynamo can't trace placeholders; a view that is traced has its own already.
         is_recorded = len(self.live) > 0 and current().stage not in (Stage.EAGER, Stage.COMPILING)
         if is_recorded:
             batch = hidden(batch, self.live)

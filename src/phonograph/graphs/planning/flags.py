@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.kinds import BACKENDS, NAMES, SWITCH, Value, described, nearest, unknown
 from phonograph.graphs.planning.settings import PLAN_FIELDS, Ask, Asked, Level, PhaseDefaults, Setting, Settings
-from phonograph.graphs.planning.sglang_flags import ALIASES, Alias, variable_warning
+from phonograph.graphs.planning.sglang_flags import ALIASES, JSON_KEYS, Alias, variable_warning
 
 GRAPH_BACKEND = "--graph-backend"
 
@@ -88,7 +89,7 @@ def asked_from(namespace: argparse.Namespace, phases: Sequence[PhaseDefaults], v
     for alias in _aliases(by_flag):
         for found in _found(given, alias.flag):
             if alias.stands_for == GRAPH_BACKEND:
-                asks += asks_of_graph_backend(found, phases, alias.flag)
+                asks += asks_of_graph_backend(found, phases, alias.flag, JSON_KEYS)
             else:
                 asks += _asks_of_alias(alias, found, by_flag)
             warnings.append(alias.warning)
@@ -136,15 +137,26 @@ def _asks_of_alias(alias: Alias, found: object, by_flag: Mapping[str, Setting[Va
 
 
 def asks_of_graph_backend(
-    found: object, phases: Iterable[PhaseDefaults], origin: str = GRAPH_BACKEND
+    found: object,
+    phases: Iterable[PhaseDefaults],
+    origin: str = GRAPH_BACKEND,
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Ask, ...]:
-    """What a text in `--graph-backend`'s form asks for: a backend for all phases, or the canonical JSON."""
+    """What a text in `--graph-backend`'s form asks for: a backend for all phases, or the canonical JSON.
+
+    `aliases` are further keys of a phase's object, and the settings that they stand for.
+    """
     if isinstance(found, str) and found.lstrip()[:1] in ("{", "["):
-        return asks_of_json(found, phases, origin)
+        return asks_of_json(found, phases, origin, aliases)
     return tuple(Ask(f"{phase.name}.backend", found, origin, Level.JSON) for phase in phases)
 
 
-def asks_of_json(text: str, phases: Iterable[PhaseDefaults], origin: str = GRAPH_BACKEND) -> tuple[Ask, ...]:
+def asks_of_json(
+    text: str,
+    phases: Iterable[PhaseDefaults],
+    origin: str = GRAPH_BACKEND,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Ask, ...]:
     """What canonical JSON asks for. Keys are plan settings, and phases with a backend or an object each."""
     document = _object(_parsed(text, origin), "an object of phases", origin)
     asks: list[Ask] = []
@@ -159,7 +171,9 @@ def asks_of_json(text: str, phases: Iterable[PhaseDefaults], origin: str = GRAPH
             asks.append(Ask(f"{key}.backend", value, origin, Level.JSON))
         else:
             fields = _object(value, f"a backend or an object for {key}", origin)
-            asks += [Ask(f"{key}.{name}", inner, origin, Level.JSON) for name, inner in fields.items()]
+            for name, inner in fields.items():
+                setting = aliases[name].format(phase=key) if name in aliases else f"{key}.{name}"
+                asks.append(Ask(setting, inner, origin, Level.JSON))
     return tuple(asks)
 
 

@@ -16,7 +16,7 @@ BackendName = Literal["full", "breakable", "tc_piecewise", "disabled"]
 GraphsMode = Literal["on", "off", "strict"]
 CompilerName = Literal["eager", "inductor"]
 GuardMode = Literal["refuse", "report", "off"]
-"""What becomes of a shape whose ops depend on the sample: no recording, a recording and a finding, nobody looks."""
+"""For a shape whose ops depend on the sample: no recording; a recording and a finding; or no check."""
 Value = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
 
 BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "tc_piecewise", "disabled")

@@ -1,4 +1,4 @@
-"""Plan: resolved from requests, measurements and facts of the device; frozen, and every value has its reason."""
+"""Plan: the configuration resolved from requests, measurements and device facts; frozen, every value with a reason."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def guard(self) -> GuardMode:
-        """What becomes of a shape whose ops depend on the sample."""
+        """What to do about a shape whose ops depend on the sample."""
         return GUARD_WORD.convert(self["guard"].value)
 
     @property
@@ -181,7 +181,7 @@ def resolve(
 ) -> Plan:
     """Decides every setting of these phases: a request, else a measured value, else the default, subject to the rules.
 
-    Pure, and total: it gives a Plan or raises a PlanError. Asking for the plan's own values gives them again.
+    Pure: returns a Plan or raises a PlanError. Asking for the plan's own values returns an equal plan.
     """
     given = asked if isinstance(asked, Asked) else Asked(tuple(asked))
     settings = Settings(tuple(phases))

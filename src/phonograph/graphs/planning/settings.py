@@ -56,7 +56,7 @@ KNOWN_PHASES: Mapping[str, PhaseDefaults] = {
     "draft_extend": PhaseDefaults("draft_extend"),
     "idle": PhaseDefaults("idle"),
 }
-"""The usual names of an engine's forward passes. A plan has those that its owner names."""
+"""The usual names of an engine's forward passes. A plan has those that its caller names."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,16 @@ def _phase_settings(defaults: PhaseDefaults) -> tuple[Setting[Value], ...]:
             help=f"serve {phase} by graph only when its size is exactly a bucket, without padding",
         ),
         Setting(
-            f"{phase}.max_padding_ratio", RATIO, MAX_PADDING_RATIO, "a replay of twice the work may still beat eager",
-            help=f"run {phase} eagerly when its padded size is above this many times the used one "
-            "and max-padding-rows is exceeded as well",
+            f"{phase}.max_padding_ratio", RATIO, MAX_PADDING_RATIO,
+            "chosen, not measured: a replay saves launches, and may pad for that",
+            help=f"run {phase} eagerly when the bucket has more than this many times the used rows, and more rows of "
+            "padding than max-padding-rows",
         ),
         Setting(
-            f"{phase}.max_padding_rows", ROWS, MAX_PADDING_ROWS, "a small replay beats eager whatever it pads",
-            help=f"run {phase} eagerly when more rows than this are padding "
-            "and max-padding-ratio is exceeded as well",
+            f"{phase}.max_padding_rows", ROWS, MAX_PADDING_ROWS,
+            "chosen, not measured: below this, launches are taken to cost more",
+            help=f"run {phase} eagerly when more rows than this are padding, and the bucket has more than "
+            "max-padding-ratio times the used rows",
         ),
         Setting(
             f"{phase}.max_recordings", COUNT, MAX_RECORDINGS, "a recording costs megabytes and a share of the start",

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from phonograph.graphs.planning.settings import Level
 
 PIECEWISE_RULES = ("tc-architecture", "tc-debug", "tc-deterministic", "tc-packed-weights", "tc-untraceable")
-"""What SGLang's flag goes past: rules that keep a phase from tc_piecewise where it could be tried."""
+"""Rules that SGLang's flag overrides: those that keep a phase from tc_piecewise where it could be tried."""
+
+JSON_KEYS = {"max_bs": "{phase}.limit", "bs": "{phase}.buckets", "tc_compiler": "tc_compiler"}
+"""Keys that SGLang's JSON has for a phase, and our settings."""
+_KEYS_NOTE = "for max_bs write limit, for bs buckets, and tc_compiler beside the phases"
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A flag of SGLang's that is accepted, and says what to write in its place."""
+    """An accepted flag of SGLang's, and what to write instead."""
 
     flag: str
     stands_for: str = ""
@@ -27,7 +31,7 @@ class Alias:
     """Whether it takes several values in a row, which our flag takes with commas."""
     note: str = ""
     ignores: tuple[str, ...] = ()
-    """The rules that it goes past."""
+    """The rules that it overrides."""
 
     @property
     def instead(self) -> str:
@@ -39,14 +43,24 @@ class Alias:
 
     @property
     def warning(self) -> str:
-        """What the user is told."""
+        """The warning for the user."""
         if self.stands_for:
-            return f"{self.flag} is deprecated; use {self.instead}"
+            return f"{self.flag} is deprecated; use {self.instead}{f' ({self.note})' if self.note else ''}"
         return f"{self.flag} is accepted and changes nothing: {self.note}"
 
 
 ALIASES: tuple[Alias, ...] = (
-    Alias("--cuda-graph-mode", "--graph-backend", Level.JSON),
+    Alias("--cuda-graph-config", "--graph-backend", Level.JSON, note=_KEYS_NOTE),
+    Alias("--cuda-graph-backend-decode", "--decode-graph-backend", Level.FLAG),
+    Alias("--cuda-graph-backend-prefill", "--prefill-graph-backend", Level.FLAG),
+    Alias("--cuda-graph-max-bs-decode", "--decode-graph-limit", Level.FLAG),
+    Alias("--cuda-graph-max-bs-prefill", "--prefill-graph-limit", Level.FLAG),
+    Alias("--cuda-graph-bs-decode", "--decode-graph-buckets", Level.FLAG, many=True),
+    Alias("--cuda-graph-bs-prefill", "--prefill-graph-buckets", Level.FLAG, many=True),
+    Alias("--cuda-graph-tc-compiler", "--tc-compiler", Level.FLAG),
+    Alias("--disable-decode-cuda-graph", "--decode-graph-backend", value="disabled"),
+    Alias("--disable-prefill-cuda-graph", "--prefill-graph-backend", value="disabled"),
+    Alias("--cuda-graph-mode", "--graph-backend", Level.JSON, note=_KEYS_NOTE),
     Alias("--decode-cuda-graph-backend", "--decode-graph-backend", Level.FLAG),
     Alias("--prefill-cuda-graph-backend", "--prefill-graph-backend", Level.FLAG),
     Alias("--decode-disable-cuda-graph", "--decode-graph-backend", value="disabled"),
@@ -56,6 +70,8 @@ ALIASES: tuple[Alias, ...] = (
     Alias("--enable-breakable-cuda-graph", "--prefill-graph-backend", value="breakable"),
     Alias("--enforce-piecewise-cuda-graph", "--prefill-graph-backend", value="tc_piecewise", ignores=PIECEWISE_RULES),
     Alias("--piecewise-cuda-graph-compiler", "--tc-compiler", Level.FLAG),
+    Alias("--piecewise-cuda-graph-max-tokens", "--prefill-graph-limit", Level.FLAG),
+    Alias("--piecewise-cuda-graph-tokens", "--prefill-graph-buckets", Level.FLAG, many=True),
     Alias("--enable-cudagraph-gc", "--graph-gc", value=True),
     Alias("--debug-cuda-graph", "--graph-debug", value=True),
     Alias("--enable-profile-cuda-graph", "--graph-profile", value="phonograph-profile"),
@@ -69,7 +85,7 @@ _INSTEAD_OF_VARIABLES = {"SGLANG_USE_BREAKABLE_CUDA_GRAPH": "--graph-backend bre
 
 
 def variable_warning(name: str) -> str | None:
-    """What is said of an environment variable that configures SGLang's graphs; None for any other."""
+    """The warning for an environment variable that configures SGLang's graphs; None for any other."""
     if not _FOREIGN_VARIABLE.match(name):
         return None
     instead = _INSTEAD_OF_VARIABLES.get(name, "--graph-backend or another flag of its group, if one does what it did")

@@ -1,1 +1,1 @@
-"""Recording: warm-ups, capture, the state that trial runs find, and the backends."""
+"""Recording: warm-ups, capture, saving and restoring state around trial runs, and the backends."""

@@ -37,7 +37,7 @@ class Binder:
     registry: Registry
     backend: Backend
     state: SavedState
-    """What trial runs have written: each begins with what was there before the first."""
+    """State that trial runs have written: each run starts from the state before the first."""
     _bind: Bind | None = None
     _views: list[View] = field(default_factory=list)
     _varying: Mapping[ShapeKey, frozenset[str]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Binder:
             return self.phase.forward(view.batch, view.kwargs, noting)
 
     def load(self, sample: Sample, extent: Extent, mode: LoadMode = LoadMode.GRAPH) -> View:
-        """New views for each run, which begins with the state of the first; kept, so that none gets another's id()."""
+        """New views for each run, which starts from the state of the first; kept alive, so that no id() is reused."""
         self.state.restore()
         without = self.phase.without
         view = self.registry.load(sample.batch, extent, mode=mode, kwargs=sample.kwargs, without=without, anew=True)

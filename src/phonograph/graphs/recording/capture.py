@@ -94,7 +94,7 @@ class Capture:
     def record(self, keys: Sequence[ShapeKey]) -> Captured:
         """Capture all that could be warmed."""
         start = time.perf_counter()
-        # Warm-ups may still run on the device, and their memory is wanted now.
+        # Warm-ups may still be running on the device, and their memory is needed now.
         self.device.synchronize()
         self.device.free_unused()
         self._warm_seconds += time.perf_counter() - start
@@ -149,7 +149,7 @@ class Capture:
                     self.phase.name,
                 )
         else:
-            # The phase declares what its body writes, so it is not searched for; the largest sizes the workspaces.
+            # The phase declares what its body writes, so there is no search; the largest shape sizes the workspaces.
             for key in keys:
                 if key.size in (keys[0].size, keys[-1].size):
                     self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
@@ -164,7 +164,7 @@ class Capture:
             self._guard_all(keys)
 
     def _note_reads(self, key: ShapeKey) -> None:
-        """What a capture runs is made of the body, and reads nothing in Python: a run of the body itself does."""
+        """Captures run compiled pieces, which read nothing in Python; so a run of the body itself notes its reads."""
         reads = self._reads[key] = FieldReads()
         with self._kept(key):
             bound = self._binder.bound(key, Stage.WARMING, as_written=True, noting=reads.noting)
@@ -190,7 +190,7 @@ class Capture:
                 self.backend.warm_up(key, bound.body, WarmUp.REHEARSAL)
 
     def _attempt(self, key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
-        """One step of a key that has not failed yet; ranks meet after it, whether it ran or not."""
+        """One step of a key that has not failed yet; followed by the barrier of ranks, whether it ran or not."""
         if key not in self._errors:
             try:
                 self._refuse_input_write()
@@ -254,13 +254,13 @@ class Capture:
                 self._run_warm_up(key, WarmUp.REHEARSAL)  # what only one run reads may be a temporary
         except Exception as error:
             if self.barrier is not None:
-                raise  # one run more than the other ranks have would wait for them for ever
+                raise  # an extra run would wait for the other ranks forever
             self._rehearse_again(key, error)
 
     def _rehearse_again(self, key: ShapeKey, error: Exception) -> None:
-        """Once more with every op watched, to name op and line; after a free run where the key has had none.
+        """Run once more with every op watched, to name op and line; after a free run where the key has had none.
 
-        What the free run made may be all that was missing.
+        The free run may already create what was missing.
         """
         found, is_new = as_capture_error(error, key), self.phase.preserve is not None
         if is_new or not isinstance(error, CaptureError):
@@ -373,14 +373,14 @@ class Capture:
         return recordings[0] if recordings else None
 
     def _named(self, key: ShapeKey, error: Exception) -> Exception:
-        """In the place of a device's error, what names op and line.
+        """An error that names op and line, in place of the device's own.
 
-        A body that catches what a rehearsal refuses goes on; the device says only later that the capture is spoilt.
+        A body that catches what a rehearsal refuses goes on; the device reports only later that the capture is invalid.
         """
         if self.barrier is None and not isinstance(error, CaptureError):
             try:
                 self._run_warm_up(key, WarmUp.DIAGNOSIS)
-            except Exception as second:  # the device may be in no state to tell more
+            except Exception as second:  # the device may be unusable after the failure
                 return second if isinstance(second, CaptureError) else error
         return error
 

@@ -22,4 +22,4 @@ class Captured:
     trimmings: dict[RecordingGroup, Trimming]
     report: CaptureReport
     facts: Settlement | None = None
-    """What the recordings took for granted; None where nobody asked, or nothing is recorded."""
+    """What the recordings assume; None where facts are off, or nothing is recorded."""

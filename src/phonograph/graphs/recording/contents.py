@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from phonograph.graphs.recording.fact import items_of
-from phonograph.graphs.recording.lookup import instance_dict
+from phonograph.graphs.recording.lookup import instance_dict, lookup
 from phonograph.graphs.recording.places import ABSENT, PLAIN
 
 CONTAINERS = (list, dict, set, deque, bytearray, array.array, np.ndarray)
@@ -26,7 +26,7 @@ _MAX_ARRAY_BYTES = 1 << 14
 
 
 class TooLargeError(Exception):
-    """A container holds too much to be compared at calls."""
+    """A container is too large to be compared at every call."""
 
 
 def is_container(value: Any) -> bool:
@@ -196,8 +196,16 @@ def _frozen_bytes(value: Any) -> Any:
 
 
 def _frozen_record(value: Any, depth: int, left: list[int]) -> Any:
-    held = instance_dict(value) or {}
-    return type(value), *((key, _frozen(one, depth - 1, left)) for key, one in held.items())
+    return type(value), *((key, _frozen(one, depth - 1, left)) for key, one in fields_of(value).items())
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """What a record holds, by name; of a dataclass with slots, what lies in these."""
+    held = instance_dict(record)
+    if held is not None or not dataclasses.is_dataclass(record):
+        return held or {}
+    places = ((one.name, lookup(record, one.name)) for one in dataclasses.fields(record))
+    return {name: found[-1].value for name, found in places if found}
 
 
 _FLAT = frozenset({str, int, type(None)})

@@ -1,6 +1,6 @@
 """Derived weights: attributes that a hook of torch computes anew before every call of a module (pruning, weight norm).
 
-They are no state: a replay computes them too, in memory of its own.
+They are not state: a replay computes them too, in memory of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dict versions: whether anything was stored in any of many dicts, in a few nanoseconds each.
 
-From 3.12 on Python tells of stores (`dict_watcher`). Before, it counts them in each dict, and torch's guards, which are
-private to it, can read the counts. Where a self-test shows that a store is not seen, nobody uses them.
+From 3.12 on CPython reports stores (`dict_watcher`). Before, each dict has a version tag, which torch's private guards
+can read. Where a self-test shows that a store goes unnoticed, versions are not used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Dict watcher: Python itself tells of every store into a dict that is watched (its C API, from 3.12 on).
+"""Dict watcher: CPython's dict watchers (C API, 3.12 and later), which are called for every store into a watched dict.
 
-So many dicts cost as little to check as one: a flag that is put down. What is told is only noted, since nothing may
-touch a dict while it is stored into.
+Many dicts then cost as little to check as one: a flag that is cleared. The callback only clears it, since a dict may
+not be touched during a store.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class DictWatcher:
 
     def __init__(self) -> None:
         self._flags: dict[int, list[weakref.ref[Unchanged]]] = {}
-        """By address of a dict, who wants to know."""
+        """By address of a dict, the flags to clear."""
         self._num_stores: dict[int, int] = {}
         self._callback = _Callback(self._told)  # kept: Python has its address from now on
         add = ctypes.pythonapi.PyDict_AddWatcher
         add.argtypes, add.restype = (_Callback,), ctypes.c_int
         self._number = add(self._callback)
         self._is_over = False
-        atexit.register(self._end)  # what is stored while Python takes itself apart can't be told any more
+        atexit.register(self._end)  # stores during interpreter shutdown can't be reported
 
     def watch(self, dicts: Sequence[dict[Any, Any]]) -> Unchanged:
         """A flag for these dicts; while it is there, they are."""

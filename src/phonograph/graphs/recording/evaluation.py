@@ -50,6 +50,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 _PURE = (str, int, float, bool, min, max, abs, round, operator.itemgetter, operator.attrgetter, operator.methodcaller)
 """Functions that give for plain values what they would give in the body."""
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_OVER_DATA = (UserDict, UserList, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _BY_IDENTITY: Any = object
 _FINDERS = (weakref.ref, operator.itemgetter, operator.attrgetter)
 _METHODS = (types.BuiltinMethodType, types.MethodWrapperType, types.MethodType)
@@ -168,6 +169,8 @@ def is_key(value: Any) -> bool:
     """Whether a dict can be asked for a value without running code of its own."""
     if isinstance(value, (*PLAIN, enum.Enum)) or (type(value) is tuple and all(map(is_key, value))):
         return True
+    if isinstance(value, types.BuiltinFunctionType):
+        return isinstance(value.__self__, types.ModuleType | None)
     kind: Any = type(value)
     return kind.__hash__ is _BY_IDENTITY.__hash__ and kind.__eq__ is _BY_IDENTITY.__eq__
 
@@ -196,8 +199,10 @@ def attribute_of(base: Any, name: str) -> Any:
 
 def unwrapped(value: Any) -> Any:
     """What a container of the standard library keeps its items in."""
-    if isinstance(value, UserDict | UserList | weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+    if isinstance(value, _OVER_DATA):
         return vars(value)["data"]
+    if isinstance(value, memoryview):
+        return value.obj
     if isinstance(value, (types.MappingProxyType, *_VIEWS)):
         return next((one for one in gc.get_referents(value) if isinstance(one, dict)), value)
     return value

@@ -1,4 +1,4 @@
-"""Fact: something that a recording took for granted, where it lies, and what it was."""
+"""Fact: an assumption of a recording: a value, where it is stored, and what it was at capture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TENSOR_PARTS = ("_version", "requires_grad", "grad")
 
 
 class Source(Protocol):
-    """Where a fact's value lies now. Reading it runs nobody's code."""
+    """Where a fact's value is stored. Reading it runs no user code."""
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -202,7 +202,7 @@ class HooksOf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """A mode of torch, asked for by a function of its own."""
+    """A mode of torch, read by its own function."""
 
     name: str
     ask: Callable[[], Any]
@@ -221,7 +221,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fact:
-    """What a recording took for granted."""
+    """An assumption of a recording."""
 
     kind: FactKind
     name: str
@@ -242,7 +242,7 @@ class Fact:
 
     @property
     def change(self) -> str:
-        """In words, what it is now, and was."""
+        """In words, its value now and at capture."""
         where = f" ({self.frame.file}:{self.frame.line})" if self.frame is not None else ""
         now, then = self._shown(self.source.get()), self._shown(self.value)
         if now == then:

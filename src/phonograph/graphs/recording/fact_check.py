@@ -44,20 +44,20 @@ from phonograph.graphs.recording.rebinding import rebound
 log = logging.getLogger("phonograph")
 
 WINDOW = 64
-"""Within so many checks everything has been looked at."""
+"""Every fact is checked at least once in this many checks."""
 _ALWAYS = 16
-"""So many that take turns are looked at in every check: of a small model, all."""
+"""How many of those that take turns are checked each time: of a small model, all."""
 _MAX_SLOW = 2
-"""So many containers of containers are looked at in every check; further ones take turns."""
+"""Nested containers that are checked every time; further ones take turns."""
 _OF_DICTS = (InDict, AllItems, HasKey, KeptEntries)
 _FEW = 80
 """So many values in dicts are looked at one by one faster than by versions, unless Python tells of stores."""
 _MAX_STRIKES = 2
-"""After so many stores that changed no fact, a dict's facts are looked at one by one."""
+"""After this many stores that changed no fact, a dict's facts are checked one by one."""
 
 
 class FactCheck:
-    """Checks facts. A fact that differs is remembered, and asked first from then on."""
+    """Checks facts. A fact that differs is remembered, and checked first from then on."""
 
     def __init__(self, facts: Sequence[Fact], by_value: Iterable[int] = ()) -> None:
         self.facts = tuple(facts)

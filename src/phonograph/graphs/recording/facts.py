@@ -16,6 +16,7 @@ from typing import Any
 
 from phonograph.errors import Frame
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.recording import frame_memory
 from phonograph.graphs.recording.contents import tensors_in
 from phonograph.graphs.recording.fact import (
     FUNCTION_PARTS,
@@ -177,6 +178,8 @@ class FactRecorder:
         kept = [fact for fact in found.values() if not fact.is_named(self.ignored) and not _is_in(fact, whole)]
         unsteady += [fact.name for fact in kept if fact.differs]
         notes = [f"no values that the body reads: {self.problem}"] if self.problem else []
+        if not frame_memory.are_known():
+            notes.append("the frames of this Python are not known: what is read of results of calls may not be seen")
         if unsteady:
             notes.append(f"not watched, since warm-ups of other shapes change them: {', '.join(sorted(set(unsteady)))}")
         if self._left_out:

@@ -72,6 +72,11 @@ def memory_of(frame: FrameType) -> FrameMemory | None:
     return None if layout is None else FrameMemory(frame, layout)
 
 
+def are_known() -> bool:
+    """Whether the memory of frames can be read on this Python."""
+    return _layout() is not None
+
+
 def is_in_passing(memory: FrameMemory, index: int) -> bool:
     """Whether nothing but the stack has the value at this depth. Such a value is gone after the run."""
     return memory.references(index) <= _references_of_one()

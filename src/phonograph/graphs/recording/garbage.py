@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def gc_frozen(collect: bool) -> Iterator[None]:
     """Keep the garbage collector from running: a collection in the middle of a capture may free device memory.
 
-    Where the caller has turned it off, collecting is left to the caller. What the caller has frozen stays frozen:
-    only all objects at once can be unfrozen.
+    Where the caller has disabled it, collecting is left to the caller. Objects that the caller has frozen stay frozen:
+    gc can only unfreeze all objects at once.
     """
     if collect or not gc.isenabled():
         yield

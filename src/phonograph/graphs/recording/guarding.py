@@ -31,7 +31,7 @@ _PLAIN = (bool, int, float, complex, str)
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """Whether and where the guard looks."""
+    """Whether the guard is on, and which recordings it checks."""
 
     mode: GuardMode = "refuse"
     sizes: GuardedSizes = "all"
@@ -76,7 +76,7 @@ class Guard:
     measure: Callable[[Any, Mapping[str, Any]], Mapping[str, int]]
     """Takes a batch and its keyword arguments; how much of every dim they use."""
     max_others: int = 3
-    """Samples that the first is compared with at most; 1 where other ranks run as often."""
+    """The most samples that the first is compared with; 1 where all ranks must run equally often."""
     findings: list[Finding] = field(default_factory=list)
     _first: tuple[Drawn, OpTrace] | None = None
 
@@ -154,7 +154,7 @@ class Guard:
         try:
             sample = self.phase.sample_for(key, Extent(sizes, sizes), seed)
             measured = self.measure(sample.batch, sample.kwargs)
-        except Exception:  # whether samples of this size can be made, only their maker knows
+        except Exception:  # only the sample function knows whether it can make samples of this size
             return drawn_for(self.phase, key, seed)
         return Drawn(Extent(measured, self.phase.padded(key.size)), sample)
 

@@ -37,7 +37,7 @@ def lookup(owner: Any, name: str) -> list[Held]:
         return list(_in_classes(_after(owner), name))
     if isinstance(owner, type):
         members = vars(owner)["_member_map_"] if isinstance(owner, enum.EnumMeta) else {}
-        return [Held(None, name, members[name])] if name in members else list(_in_classes(owner.__mro__, name))
+        return [Held(None, name, members[name])] if name in members else _of_class(owner, name)
     found = list(_in_classes(type(owner).__mro__, name))
     by_class = found[-1].value if found else ABSENT
     if isinstance(by_class, types.MemberDescriptorType):
@@ -48,6 +48,14 @@ def lookup(owner: Any, name: str) -> list[Held]:
     if held is None or (by_class is not ABSENT and hasattr(type(by_class), "__set__")):
         return found  # a property: its own code is what reads
     return _in(held, name) if name in held else _outside(owner, name, held, found)
+
+
+def _of_class(owner: type, name: str) -> list[Held]:
+    """Where a class has an attribute: in the order of its classes, else in its metaclass."""
+    found = list(_in_classes(owner.__mro__, name))
+    is_there, kind = bool(found) and found[-1].value is not ABSENT, type(owner)
+    order: Sequence[type] = type.__getattribute__(kind, "__mro__")
+    return found if is_there or kind is type else [*found, *_in_classes(order, name)]
 
 
 def _outside(owner: Any, name: str, held: dict[str, Any], found: list[Held]) -> list[Held]:

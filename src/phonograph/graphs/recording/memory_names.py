@@ -1,4 +1,4 @@
-"""Memory names: what the user calls the tensors that a body reads: parameters, buffers, fields, closure variables."""
+"""Memory names: user-visible names of the tensors that a body reads: parameters, buffers, fields, closure variables."""
 
 from __future__ import annotations
 

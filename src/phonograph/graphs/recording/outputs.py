@@ -1,4 +1,4 @@
-"""Output buffers: one for all buckets, of the largest size; and the axes of an output that are trimmed."""
+"""Output buffers: one per output for all buckets, of the largest size; and the axes of an output to trim."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Standing:
                 self._storages[id(found)] = [StorageWeakRef(one) for one in storages]  # type: ignore[no-untyped-call]
 
     def keep(self, path: TreePath, found: Any) -> Any:
-        """The object itself if it stood before this run, or None."""
+        """The object itself if it existed before this run, else None."""
         if found not in self._objects:
             return None
         storages = self._storages[id(found)]
@@ -134,7 +134,7 @@ class Standing:
         return found
 
     def kept(self, path: TreePath, found: Any) -> Any:
-        """As `keep`, for what was looked at when it was recorded."""
+        """As `keep`, for outputs that were checked when they were recorded."""
         return found if found in self._objects else None
 
 
@@ -190,7 +190,7 @@ class OutputBuffers:
         return specs
 
     def expect(self, outputs: Specs) -> None:
-        """Make room for these outputs."""
+        """Plan buffers for these outputs."""
         for path, spec in outputs.items():
             if isinstance(spec, OutputSpec):
                 count = 1
@@ -200,7 +200,7 @@ class OutputBuffers:
                 self._largest[key] = max(self._largest.get(key, 0), count)
 
     def allocate(self) -> None:
-        """Allocate what was expected and is not there yet."""
+        """Allocate the planned buffers that don't exist yet."""
         with torch.inference_mode(False):
             for (path, dtype), count in self._largest.items():
                 held = self._flats.get((path, dtype))
@@ -221,7 +221,7 @@ class OutputBuffers:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Afterwards the buffers hold what they held: a caller may still look at views of them."""
+        """Restores the buffers at the end: a caller may still hold views of them."""
         held = [(flat, flat.clone()) for flat in self._flats.values()]
         try:
             yield

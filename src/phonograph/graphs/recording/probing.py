@@ -25,8 +25,8 @@ class Trimming:
 def find_trimming(phase: Phase, smallest: int, recorded: Sequence[Run], probe: Probe, *, exact: bool) -> Trimming:
     """Trimming from the runs of all buckets, and from probes that change one dim alone, so that no axis follows two.
 
-    Sizes go down to 1: an axis that is clipped at some length shows it only below that. A body of one bucket must run
-    at one other size at least; raises what the last try raised.
+    Sizes go down to 1: an axis that is clamped at some length shows that only below it. A body of one bucket must run
+    at one other size at least; raises the last attempt's error.
     """
     runs, tried = list(recorded[-1:] if exact else recorded), dict[str, tuple[int, ...]]()
     if not exact:

@@ -30,5 +30,5 @@ def profiled(folder: str | None, name: str) -> Iterator[None]:
     with torch.profiler.profile() as profiler:
         yield
     profiler.export_chrome_trace(str(file))
-    # A warning, since the times of this start are not those of others.
+    # A warning, since profiling makes this start slower than others.
     log.warning("profiled %s, which takes longer for it; the trace is in %s (ui.perfetto.dev shows it)", name, file)

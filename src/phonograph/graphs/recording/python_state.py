@@ -44,7 +44,7 @@ class PythonState:
         self.refuse_what_cant_be_undone()
 
     def refuse_what_cant_be_undone(self) -> None:
-        """Raise if an iterator was met, or a lazy module: what a step of it does can't be undone."""
+        """Raise if the body reaches an iterator or a lazy module: advancing or initializing one can't be undone."""
         if self.now.lazy:
             raise CaptureError(
                 f"{self.now.lazy[0]} has no shape yet, and the first call makes it for good",
@@ -139,7 +139,7 @@ def _callers_line(frame: FrameType, outside: FrameType) -> Frame:
 
 
 def line_of(change: StateChange, run: Callable[[], object]) -> Frame | None:
-    """The line that makes a change, found by a run that is traced; None where a debugger has the trace.
+    """The line that makes a change, found by a traced run; None while a debugger traces.
 
     Where the standard library makes it, that is the line that calls it.
     """

@@ -26,7 +26,7 @@ from phonograph.graphs.recording.places import PLAIN, STATEFUL, Data, Items, Nam
 
 _MAX_PLACES = 500_000
 _MAX_ARRAY_BYTES = 1 << 20
-# Their objects are looked into; other objects of the standard library (locks, loggers, files) keep no model's state.
+# Modules whose objects are traversed; others of the standard library (locks, loggers, files) hold no model state.
 _OPEN_MODULES = {"collections", "types", "weakref", "argparse", "functools"}
 _CLOSED_PACKAGES = ({"torch", "numpy", "phonograph", "builtins"} | sys.stdlib_module_names) - _OPEN_MODULES
 
@@ -60,7 +60,7 @@ class _Found:
 
 
 class Snapshot:
-    """What the objects that a body can reach held at one time. Reading runs no code of theirs.
+    """A snapshot of the objects that a body can reach. Taking it runs none of their code.
 
     Roots are functions, objects and containers; the globals that functions use are added as these run.
     """
@@ -154,7 +154,7 @@ class Snapshot:
             visit = self._visitors[kind] if kind in self._visitors else self._visitors.setdefault(kind, _visitor(kind))
             if visit is None or id(value) in self._met or self.is_cut_short:
                 continue
-            self._met[id(value)] = value  # held, so that its identity is not given to another
+            self._met[id(value)] = value  # held, so that its id() is not reused
             visit(self, value, before, key)
 
     def _add(self, place: Place, before: _Found | None, key: Any, name: str = "") -> _Found:
@@ -276,7 +276,7 @@ _BY_TYPE: tuple[tuple[Any, _Visit], ...] = (
 
 
 def _visitor(kind: type) -> _Visit | None:
-    """How objects of a type are looked into; None for those that hold nothing of interest."""
+    """How objects of a type are traversed; None for those that hold nothing of interest."""
     if issubclass(kind, (*PLAIN, enum.Enum, types.ModuleType, io.IOBase)):
         return None
     for kinds, visit in _BY_TYPE:

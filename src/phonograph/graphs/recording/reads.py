@@ -45,11 +45,10 @@ from phonograph.graphs.recording.library_objects import library_reads
 from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
 from phonograph.graphs.recording.places import PLAIN
 from phonograph.graphs.recording.tracing import Callbacks, traced
-from phonograph.graphs.recording.uses import uses_of
+from phonograph.graphs.recording.uses import items_in, uses_of
 
 _NOTHING: dict[int, tuple[CodeType, Any]] = {}
 CONTAINERS_OF_MODULES = (ModuleList, Sequential, ModuleDict)
-_MAX_ENTRIES = 128
 _OF_ONE_CLASS = (*PLAIN, torch.Tensor, torch.nn.Module, type, types.ModuleType, types.FunctionType)
 """Values whose class can't be exchanged; those of modules are looked at anyway."""
 _BY_NAME = ("__getattribute__", "__getattr__")
@@ -69,6 +68,8 @@ class Reads:
         self._looks_into = looks_into if looks_into is not None else is_looked_into
         self._paused = 0
         self._entered: dict[int, CodeType] = {}
+        self._methods: dict[tuple[int, int], tuple[CodeType, type]] = {}
+        """Methods that ran, by code and class of the owner."""
         self._known: set[int] = set()
         """Identities of the objects that were read: a function that returns one has read it from somewhere."""
         self._inside: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -118,15 +119,18 @@ class Reads:
         elif id(code) not in self._entered:
             for function in self._functions.of(frame):
                 self.called[id(function)] = function, _line(frame)
-        if id(code) not in self._entered:
-            self._entered[id(code)] = code
-            self._note_method(frame)
+        self._entered[id(code)] = code
+        self._note_method(frame)
 
     def _note_method(self, frame: FrameType) -> None:
         """That a class gives this method: operators, `with`, `for` and calls of classes find theirs without a name."""
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0], UNKNOWN) if code.co_argcount else UNKNOWN
-        if owner is UNKNOWN or isinstance(owner, PLAIN) or is_of_library(owner) or is_ours(owner):
+        identity, kind = (id(code), id(type(owner))), type(owner)
+        if owner is UNKNOWN or (identity in self._methods and not isinstance(owner, type)):
+            return
+        self._methods[identity] = code, kind
+        if isinstance(owner, PLAIN) or is_of_library(owner) or is_ours(owner):
             return
         found = lookup(owner, code.co_name)
         method = found[-1].value if found else None
@@ -222,7 +226,7 @@ class Reads:
                 self._note_paths(first, owner, keys_of(callee.function), frame)
             return
         for getter in (one for one in values if type(one) is operator.attrgetter):
-            for owner in (held for one in values if isinstance(one, list | tuple) for held in one[:_MAX_ENTRIES]):
+            for owner in (held for one in values for held in items_in(one)):
                 self._note_paths(first, owner, keys_of(getter), frame)
         owner, name = [*values, UNKNOWN, UNKNOWN][:2]
         if callee.owner is not UNKNOWN and callee.name in _BY_NAME:

@@ -1,4 +1,4 @@
-"""Stand-in: a value equal to another, and told from it: a run that writes the same value again replaces it."""
+"""Stand-in: an equal but distinct object in place of a value, to see whether a run writes the same value again."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _CLOSED_OPS = ("aten", "prims", "prim")
 
 @dataclass(eq=False)
 class MemoryRun:
-    """What one trial run did to memory. Weak references keep a freed storage's identity from becoming another's."""
+    """What one trial run did to memory. Weak references keep a freed storage's id from being reused."""
 
     made: dict[int, StorageWeakRef] = field(default_factory=dict)
     versions: dict[int, list[torch.Tensor]] = field(default_factory=dict)

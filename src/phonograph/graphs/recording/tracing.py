@@ -30,13 +30,13 @@ class Callbacks:
 
 
 class TracingUnavailableError(Exception):
-    """Somebody else traces: a debugger, or the measurement of coverage."""
+    """Another tracer is active: a debugger, or coverage."""
 
 
 def traced(callbacks: Callbacks, looks_into: LooksInto) -> AbstractContextManager[None]:
     """Inside, functions in files that are looked into are followed."""
     if sys.gettrace() is not None:
-        raise TracingUnavailableError("a debugger, or the measurement of coverage, has Python's trace")
+        raise TracingUnavailableError("a debugger, or coverage, has Python's trace function")
     if sys.version_info >= (3, 12):
         return _monitored(callbacks, looks_into)
     return _traced(callbacks, looks_into)

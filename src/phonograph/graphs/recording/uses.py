@@ -27,6 +27,7 @@ from phonograph.graphs.recording.contents import (
     InContext,
     IsTrue,
     KeptEntries,
+    fields_of,
     is_container,
     is_record,
 )
@@ -124,7 +125,7 @@ def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
         yield from _item(name, owner, arguments[0].value if is_key(arguments[0].value) else UNKNOWN)
     elif isinstance(owner, torch.nn.Module):
         yield from _walk(owner, callee)
-    elif not is_container(unwrapped(owner)):
+    elif not is_container(unwrapped(owner)) and not isinstance(owner, ChainMap):
         yield from _of_function(read, callee, arguments, scene, looks_into)
     else:
         if callee.name not in _WRITES:
@@ -146,9 +147,11 @@ def _of_function(
             yield from _item(arguments[0].name, arguments[0].value, key if is_key(key) else UNKNOWN)
     elif _is_closed(callee, looks_into) or (function is UNKNOWN and _is_made_by_closed(read, scene, looks_into)):
         yield from _passed(arguments)
-        if getattr(function, "__module__", None) == "copy":
+        if function is dir or getattr(function, "__module__", None) == "copy":
             for one in arguments:
                 yield from _contents(one.name, instance_dict(one.value))
+        if isinstance(function, types.FunctionType):  # what `functools.singledispatch` chooses from
+            yield from _contents(f"{read.base}.registry", function.__dict__.get("registry"))
 
 
 def _passed(arguments: Sequence[Argument]) -> Iterator[Use]:
@@ -180,6 +183,10 @@ def _contents(name: str, value: Any, *, is_in_passing: bool = False) -> Iterator
     """All that a container holds; and of what may be a temporary, all that the containers in it hold."""
     if isinstance(value, PLAIN):
         return
+    if isinstance(value, ChainMap):
+        yield Use(f"{name}.maps", AllItems(value.maps))
+        for one in value.maps:
+            yield from _contents(name, one)
     value = unwrapped(value)
     whole: Source | None = None
     if is_container(value) or is_record(value):
@@ -203,7 +210,7 @@ def _whole(value: Any) -> Source:
 
 def _containers_in(value: Any) -> Iterator[Any]:
     """The outermost containers in tuples, and in the items of a container; not those of hundreds."""
-    left, todo = _MAX_ENTRIES, list(_items_of(value))
+    left, todo = _MAX_ENTRIES, list(items_in(value))
     while todo and left:
         one, left = unwrapped(todo.pop(0)), left - 1
         if is_container(one) or is_record(one):
@@ -212,11 +219,13 @@ def _containers_in(value: Any) -> Iterator[Any]:
             todo.extend(one)
 
 
-def _items_of(value: Any) -> Iterator[Any]:
+def items_in(value: Any) -> Iterator[Any]:
+    """The first of what a container holds, one level deep."""
+    value = unwrapped(value)
     if isinstance(value, tuple | list | set | deque):
         yield from itertools.islice(value, _MAX_ENTRIES)
     elif isinstance(value, dict) or is_record(value):
-        held = value if isinstance(value, dict) else instance_dict(value) or {}
+        held = value if isinstance(value, dict) else fields_of(value)
         yield from itertools.islice(dict.values(held), _MAX_ENTRIES)
 
 
@@ -247,6 +256,7 @@ def _item(name: str, base: Any, key: Any) -> Iterator[Use]:
         if isinstance(key, str):
             yield Use(f"environ[{key!r}]", InDict(getattr(base, "_data", {}), base.encodekey(key)))
     elif isinstance(base, ChainMap):
+        yield Use(f"{name}.maps", AllItems(base.maps))
         for one in base.maps:
             yield from _item(name, one, key)
     elif isinstance(base, dict):

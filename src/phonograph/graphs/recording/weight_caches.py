@@ -1,7 +1,7 @@
-"""Weight caches: what torch's autocast and parametrizations made of a weight, kept for its next use.
+"""Weight caches: values that torch's autocast and parametrizations derive from a weight, and cache.
 
-A recording that finds a value there reads it for good, and a weight that is changed in place is not seen. One that puts
-its own there leaves graph memory for eager code to read.
+A recording that hits such a cache reads that value for good, and misses in-place changes of the weight. One that fills
+it leaves graph memory for eager code to read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PARAMETRIZE = "torch.nn.utils.parametrize"
 
 @contextmanager
 def weights_uncached() -> Iterator[None]:
-    """Inside, every use of a weight makes what it needs; afterwards the caches are on or off as they were."""
+    """Inside, the caches are off, so that every use of a weight derives its value; afterwards they are as before."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)

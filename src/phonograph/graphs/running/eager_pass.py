@@ -29,7 +29,7 @@ class EagerOptions:
 def eager_pass(
     phase: Phase, registry: Registry, batch: Any, kwargs: Mapping[str, Any], used: dict[str, int], options: EagerOptions
 ) -> Any:
-    """What the body gives for a batch as it is, and the tail for that; inputs that the body wrote are written back."""
+    """Run body and tail on an unpadded batch; inputs that the body wrote are copied back to the caller."""
     extent = Extent(used, used)
     mode = LoadMode.EAGER if options.copies else LoadMode.NO_COPY
     view = registry.load(batch, extent, mode=mode, kwargs=kwargs, without=phase.eager_without)

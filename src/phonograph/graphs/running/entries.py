@@ -64,7 +64,7 @@ class RecordingEntry:
         self.axes = trimming.axes
         self.tried = trimming.tried
         self.must_fill = [name for name, sizes in trimming.tried.items() if not sizes]
-        """Dims that a batch must use all of: nobody knows how to trim what it puts out."""
+        """Dims that a batch must fill: how to trim the outputs for less is unknown."""
         self._kept = kept
         self._fitted: dict[tuple[int, ...], Fitted] = {}
 

@@ -1,4 +1,4 @@
-"""Installation: a module whose calls are served by callables that are installed on it, the latest first."""
+"""Installation: replaces a module's calls by callables that are installed on it, the latest first."""
 
 from __future__ import annotations
 

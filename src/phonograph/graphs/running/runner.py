@@ -68,7 +68,7 @@ class Runner:
         self.stats = Stats()
         self.report: CaptureReport | None = None
         self.verified: Verified | None = None
-        """What was checked of the recordings that there are, by whoever made them."""
+        """How much of the current recordings was verified."""
         self.last: Decision | None = None
         """What the latest call ran."""
         self.output_buffers = OutputBuffers(device.torch_device)
@@ -116,7 +116,7 @@ class Runner:
         )
 
     def refresh(self, progress: Progress | None = None) -> CaptureReport:
-        """Record again if what the recordings took for granted has changed; the old ones are given back first."""
+        """Record again if what the recordings assume has changed; the old ones are released first."""
         return self.report if self.report is not None and self.stale.find() is None else self.capture(progress)
 
     @property
@@ -126,7 +126,7 @@ class Runner:
 
     @contextmanager
     def warmed(self, progress: Progress) -> Iterator[Callable[[], CaptureReport]]:
-        """Old recordings are given back and all shapes have run; call what comes out to record them.
+        """Release old recordings and warm up all shapes; the returned function records them.
 
         Several runners may be warmed before the first records: the device is busy with one while the host begins the
         next. What is raised meanwhile leaves none of them with recordings.
@@ -181,7 +181,7 @@ class Runner:
         return report
 
     def release(self) -> None:
-        """Give all graphs back; calls are served eagerly until the next capture."""
+        """Free all graphs; calls are served eagerly until the next capture."""
         with self._using("releasing"):
             self._release()
 
@@ -196,7 +196,7 @@ class Runner:
         self._route()
 
     def mistrust(self, key: ShapeKey, why: str) -> None:
-        """Give a recording back that was found wrong; its batches are served eagerly until the next capture."""
+        """Release a recording that was found wrong; its batches are served eagerly until the next capture."""
         with self._using("giving back a recording of"):
             self._entries.pop(key).recording.release()
             self._refused[key] = RunEagerly(Reason.MISTRUSTED, f"{key} is not to be trusted: {why}")
@@ -241,7 +241,7 @@ class Runner:
     # -- decide -------------------------------------------------------------------------------------------
 
     def decide(self, batch: Any, kwargs: Mapping[str, Any] = _NOTHING) -> Decision:
-        """What `run` does with this batch; changes nothing, and refuses what `run` refuses to measure."""
+        """What `run` would do with this batch; changes nothing, and raises where `run` can't measure the batch."""
         with torch.no_grad():
             return self._decide(batch, kwargs, self.registry.measure(batch, kwargs))
 
@@ -320,7 +320,7 @@ class Runner:
         return not self.stale.is_on or self.stale.refusal() is None
 
     def repeat(self) -> Any:
-        """Replay the last batch once more: one launch, nothing is loaded. For a body that advances its own state."""
+        """Replay the last batch again without a load: one launch. For a body that advances its own state."""
         if not self.pool.in_use.acquire(blocking=False):
             raise self.pool.busy(f"repeating {self.phase.name}")
         try:

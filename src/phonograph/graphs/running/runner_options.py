@@ -31,7 +31,8 @@ class RunnerOptions:
     strict: bool = False
     """A call that no graph can serve is an error."""
     tc_compiler: CompilerName = "eager"
-    """What compiles the pieces of `tc_piecewise`."""
+    """What compiles the pieces of `tc_piecewise`. `eager`, which every device takes, is the default of a bare `Runner`;
+    `graphed` and the engine have that of the plan: `inductor` where the device records its kernels."""
     tc_fallback: bool = False
     """Whether `tc_piecewise` records shapes that torch.compile can't trace as `breakable` does."""
     debug: bool = False
@@ -44,14 +45,13 @@ class RunnerOptions:
     barrier: Callable[[], None] | None = None
     """Called after every warm-up and capture where ranks must stay together, also by one that failed."""
     guard: GuardMode = "refuse"
-    """What becomes of a shape whose ops depend on the sample: it gets no recording, or one and a finding; or nobody
-    looks."""
+    """For a shape whose ops depend on the sample: no recording, or one and a finding, or no check."""
     guarded: GuardedSizes = "all"
     """Every recording, or the largest and the smallest of each product."""
     profile: str | None = None
     """A folder for traces of warm-ups and captures."""
     facts: FactsOption = "check"
-    """When to check what recordings took for granted: at every call, when `verify` runs (by one shape), or never."""
+    """When to check what recordings assume: at every call, when `verify` runs (by one shape), or never."""
     ignore: tuple[str, ...] = ()
     """Facts and Python state that don't matter, by dotted name (`cache.hits`)."""
 

@@ -34,7 +34,7 @@ _NUMBERS = (-191.0, 223.0)
 
 @dataclass(frozen=True)
 class Bisected:
-    """Where replay and eager run part."""
+    """The first difference between replay and eager run."""
 
     gaps: Sequence[RecordedGap]
     boundary: int | None
@@ -190,7 +190,7 @@ def described_gap(gap: RecordedGap) -> str:
 
 
 def mismatch_of_bits(found: torch.Tensor, wanted: torch.Tensor | None) -> str:
-    """How the bits of two results differ, in words; empty where they don't."""
+    """How two results differ bitwise, in words; empty where they don't."""
     return _apart(found, wanted, wanted)
 
 

@@ -45,7 +45,7 @@ class Checks:
         """Whether rows are judged by their largest number before rounding is tried, which takes many runs."""
 
     def all(self) -> list[Check]:
-        """Everything that is known to go wrong."""
+        """All checks."""
         found = [self._check("inputs", self._inputs)]
         found.append(self._check("poison", self._poison))
         found.append(self._check("same view", self._same_view))
@@ -124,7 +124,7 @@ class Checks:
         return problem or ("" if tolerance else _all_of(_state(replayed), _state(eager)))
 
     def _unpadded(self) -> str:
-        """The replay is near the eager run without padding."""
+        """The replay is close to the eager run without padding."""
         self._trial.discover()
         replayed, eager = self._trial.result(self._replay), self._trial.result(_UNPADDED)
         problem = _all_of(_outputs(replayed), _outputs(eager), self._tolerance, self._allowed(_UNPADDED))

@@ -30,7 +30,7 @@ _RUNS = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """What a batch without a graph takes, beside one that has one; in seconds."""
+    """The cost of a batch without a graph next to a replay, in seconds."""
 
     size: int
     eager: float
@@ -159,7 +159,7 @@ def _add(gaps: list[Gap], group: RecordingGroup, used: int, decision: RunEagerly
 
 
 def _cost(runner: Runner, gap: Gap) -> Cost | None:
-    """None where a batch can't be run eagerly either: that is no reason not to serve the others."""
+    """None where a batch can't be run eagerly either: the others are still served."""
     try:
         return _measured_cost(runner, gap)
     except Exception as error:

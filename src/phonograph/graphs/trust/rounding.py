@@ -48,7 +48,7 @@ def near_of(dtype: torch.dtype) -> float:
 
 
 class Rounding:
-    """What rounding may move each result of one run by; found when it is first asked for."""
+    """How far rounding may move each result of one run; computed on first use."""
 
     def __init__(self, run: Callable[[AbstractContextManager[None]], Values], *, is_thorough: bool = True) -> None:
         """With `is_thorough`, what looks wrong after few runs gets many."""

@@ -21,7 +21,7 @@ from phonograph.graphs.trust.comparison import described, mismatch, same_bits
 
 _NO_ROOM = (torch.OutOfMemoryError, MemoryError)
 _Difference = tuple[str, str, bool]
-"""Of a Mismatch: where, words, and whether of integers."""
+"""Fields of a Mismatch: where, in words, and whether the values are integers."""
 
 
 @dataclass(frozen=True)

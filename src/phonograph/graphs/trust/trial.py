@@ -27,7 +27,7 @@ from phonograph.graphs.trust.left_out import ReadsOfLeftOut
 
 _MAX_STATE_BYTES = 1 << 30
 _FAR_SEED = 1_000_003
-"""Between the seeds of batches that are to be unlike: from neighbours, generators draw first numbers that are alike."""
+"""Distance between seeds: generators with neighbouring seeds draw similar first numbers."""
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 State = Mapping[str, torch.Tensor]
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result:
-    """What one run gave, and what it left behind."""
+    """Outputs of one run, and the state after it."""
 
     outputs: Mapping[TreePath, Any]
     start: State
@@ -316,7 +316,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Raised:
-    """In the place of a result."""
+    """An exception in place of a result."""
 
     error: Exception
 

@@ -200,7 +200,7 @@ class _Trials:
 
 
 def _doing(runner: Runner, checks: Sequence[Check]) -> str:
-    """What is being done, and how it goes: a failing check takes many runs."""
+    """Progress, with the number of failures: a failing check takes many runs."""
     num_failed = sum(not check.passed for check in checks)
     return f"verifying {runner.phase.name}{f', {num_failed} failed' if num_failed else ''}"
 

@@ -1,4 +1,4 @@
-"""Looks at the batch: what an adapted model takes from its batch as a whole is left out, where that is right.
+"""Batch-wide looks: parts of an adapted model that depend on its batch as a whole, disabled where that is correct.
 
 A step has tokens of many sequences, one after the other. A model that looks at the longest of them, or counts places in
 the batch, would compute another thing.

@@ -153,7 +153,7 @@ class HfCheckpoint:
 
 
 def refuse_strange(source: str, fields: Fields, *, trust_remote_code: bool) -> None:
-    """Refuse a folder's own code that nobody asked to run, and weights that are no plain numbers."""
+    """Refuse a folder's own code without --trust-remote-code, and quantised weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type = fields.text("model_type", "")

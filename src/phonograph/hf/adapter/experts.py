@@ -24,7 +24,7 @@ def implementation(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def reading_module(model: Any, error: BaseException) -> str | None:
-    """The innermost module with experts that was at work when a value was to be read; None for any other error.
+    """The innermost module with experts that was running when a value was read; None for any other error.
 
     The run is over tensors without storage, which say so when their values are asked for.
     """

@@ -24,14 +24,14 @@ class Decoded(ModelOutput):  # type: ignore[misc]
 
 
 class GivenStates(torch.nn.Module):
-    """Stands where the layers are, and gives the states that the forward pass was called with."""
+    """Replaces the layers, and returns the states that the forward pass was called with."""
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> Decoded:
         return Decoded(last_hidden_state=inputs_embeds)
 
 
 def head_of(model: Any, decoder: str) -> Any:
-    """The model with nothing in the place of its layers; weights are shared, and the model stays as it is."""
+    """The model without its layers; weights are shared, and the model itself is unchanged."""
     first, _, rest = decoder.partition(".")
     twin = copy.copy(model)
     inner = GivenStates() if not rest else head_of(model.get_submodule(first), rest)

@@ -14,7 +14,7 @@ log = logging.getLogger("phonograph")
 
 @dataclass
 class Answer:
-    """What came back."""
+    """Status, headers and body of a response."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Answer:
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> Answer:
-    """Send a body of JSON; cancelled, the app hears that its client is gone."""
+    """Send a JSON body; on cancellation the app sees a client disconnect."""
     found, is_read = Answer(), False
     gone = asyncio.get_running_loop().create_future()
 
@@ -46,7 +46,9 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Answer:
     except Exception:
         if not found.status:
             raise
-        log.debug("the app raised after it had answered", exc_info=True)  # as it does for what it did not expect
+        log.debug(
+            "the app raised after it had answered", exc_info=True
+        )  # Starlette sends a 500 and raises for an unexpected exception
     finally:
         gone.cancel()
     return found

@@ -1,4 +1,4 @@
-"""Batch files on disk: lines of the input one at a time, and what an output that was begun has already."""
+"""Batch files on disk: input lines one at a time, and the requests that an unfinished output already answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _decode = msgspec.json.Decoder(BatchResult).decode
 
 
 def numbered_lines(stream: BinaryIO, most: int) -> Iterator[tuple[int, bytes | BadLineError]]:
-    """Lines from 1 on, without blank ones; one of more than `most` bytes is read past and never kept."""
+    """Numbered from 1, without blank ones; one of more than `most` bytes becomes an error, and is never held whole."""
     number = 0
     while line := stream.readline(most + 1):
         number += 1
@@ -34,7 +34,7 @@ def numbered_lines(stream: BinaryIO, most: int) -> Iterator[tuple[int, bytes | B
 
 
 def count_lines(path: Path) -> int:
-    """Of a file, by its ends of lines."""
+    """The number of lines of a file, by its newlines."""
     count, last = 0, b"\n"
     with path.open("rb") as file:
         while part := file.read(_MANY):
@@ -43,13 +43,13 @@ def count_lines(path: Path) -> int:
 
 
 def digest(custom_id: str) -> bytes:
-    """What an id is remembered by: of many lines, all of them are."""
+    """A digest of an id: those of all lines are held in memory."""
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 @dataclass
 class Done:
-    """What an output has: ids, and lines of the input that had none."""
+    """Requests that an output file answers: by id, and by line number where a line had no id."""
 
     ids: set[bytes] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)
@@ -59,7 +59,7 @@ class Done:
 
 
 def resumed(path: Path) -> Done:
-    """What an output file has; a line that was not written to its end is cut off."""
+    """Read an output file; a partial last line is truncated."""
     done, end = Done(), 0
     if not path.exists():
         return done
@@ -71,7 +71,7 @@ def resumed(path: Path) -> Done:
             try:
                 found = _decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                problem = f"line {number} is no output of run-batch ({error})"
+                problem = f"line {number} was not written by run-batch ({error})"
                 raise PlanError(f"resuming {path}: {problem}. Give another --output.") from None
             if found.custom_id is not None:
                 done.ids.add(digest(found.custom_id))

@@ -1,4 +1,4 @@
-"""Batch lines: one request of a batch file, read and checked, and the line that tells what became of it."""
+"""Batch lines: one request of a batch file, parsed and checked, and its line of the output file."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the input."""
 
     custom_id: str
-    """What the answer is found by."""
+    """The id that matches an output line to its request."""
     method: str
     url: str
     body: msgspec.Raw
-    """As the route takes it."""
+    """JSON, passed to the route unchanged."""
 
 
 class BatchResponse(msgspec.Struct, frozen=True):
-    """The answer of a route."""
+    """A route's response."""
 
     status_code: int
     request_id: str
@@ -34,12 +34,12 @@ class BatchResponse(msgspec.Struct, frozen=True):
 
 
 class BatchError(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why a line never got as far as a route."""
+    """Why a line never reached a route."""
 
     code: str
     message: str
     line: int = 0
-    """Where it is in the input."""
+    """Its line number in the input."""
 
 
 class BatchResult(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class _WithId(msgspec.Struct):
 
 
 class BadLineError(Exception):
-    """A line that is no request."""
+    """A line that is not a valid request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -109,17 +109,17 @@ def read_request(line: bytes) -> BatchRequest:
 
 
 def answered(request: BatchRequest, status: int, body: bytes) -> BatchResult:
-    """The line for an answer of a route."""
+    """The output line for a route's response."""
     try:
         found = _decode_id(body).id
-    except msgspec.DecodeError:  # none of ours; a line must be JSON all the same
+    except msgspec.DecodeError:  # not an error body of ours; the output line must be JSON all the same
         found, body = None, _encode(body.decode(errors="replace"))
     name = found or f"req_{uuid.uuid4().hex}"
     return _result(request.custom_id, BatchResponse(status, name, msgspec.Raw(body)), None)
 
 
 def failure_in(status: int, body: bytes) -> str:
-    """What a route says of a request that it refused or failed."""
+    """The error of a request that a route refused, or that failed."""
     try:
         return _decode_error(body).error.message
     except msgspec.DecodeError:
@@ -143,7 +143,7 @@ def _streams(body: msgspec.Raw) -> bool:
 
 
 def _id_in(line: bytes) -> str | None:
-    """The id of a line that is otherwise wrong, if it has one."""
+    """The id of an otherwise invalid line, if it has one."""
     try:
         found: Any = _decode_custom_id(line).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -10,15 +10,15 @@ from phonograph.server.batch.running import Tally
 _WIDTH = 24
 _DRAWN_SECONDS = 0.1
 _QUIET_SECONDS = 10.0
-"""How long a stream that is no terminal may hear nothing."""
+"""Seconds between lines where the stream is not a terminal."""
 _MOST_REPORTS = 20
 
 
 class BatchProgress:
-    """What a run says on one stream while it works."""
+    """Progress of a run, written to one stream."""
 
     def __init__(self, stream: TextIO, total: int | None) -> None:
-        """`total` lines are to be answered; None where nobody knows."""
+        """`total` lines are to be answered; None where that is unknown."""
         self._stream = stream
         self._total = total
         self._is_live = stream.isatty()
@@ -26,20 +26,20 @@ class BatchProgress:
         self._reports = 0
 
     def show(self, tally: Tally) -> None:
-        """Draw, unless that was done just now."""
+        """Redraw, at most once per interval."""
         now, pause = time.monotonic(), _DRAWN_SECONDS if self._is_live else _QUIET_SECONDS
         if now - self._told >= pause:
             self._told = now
             self._draw(tally, end="" if self._is_live else "\n")
 
     def report(self, failed: str) -> None:
-        """A line of the input that failed; the first of them, since the output has them all."""
+        """Report an input line that failed; only the first few, since the output file has them all."""
         self._reports += 1
         if self._reports <= _MOST_REPORTS:
             self._clear()
             self._stream.write(f"{failed}\n")
         if self._reports == _MOST_REPORTS:
-            self._stream.write("further lines that fail are in the output alone\n")
+            self._stream.write("further failures are in the output file only\n")
 
     def end(self, tally: Tally, how: str) -> None:
         """The last line."""

@@ -26,9 +26,9 @@ from phonograph.server.batch.lines import (
 )
 
 _TRIES = 3
-"""Of a request under which the engine core went down: it may be the one that is at fault."""
+"""Attempts for a request during which the engine core died: the request may be the cause."""
 _READ_AHEAD = 16
-"""Lines that wait for their turn."""
+"""Lines read ahead of the requests in flight."""
 _LONGEST_WAIT = 5.0
 """Seconds until a request that found the queue full is sent again."""
 
@@ -38,7 +38,7 @@ Lines = Iterator[Line]
 
 @dataclass
 class Tally:
-    """How far a run is."""
+    """Counts of a run so far."""
 
     succeeded: int = 0
     failed: int = 0
@@ -74,9 +74,10 @@ class BatchRun:
         self._progress = progress
 
     async def run(self, lines: Lines, lost: Awaitable[str], *, waits: bool = True) -> Tally:
-        """Answer all lines; cancelled, it leaves what was written.
+        """Answer all lines; on cancellation the output keeps what was written.
 
-        `lost` ends when no core will come up again; `waits` says that lines may be long in coming, as from a pipe.
+        `lost` completes when the core will not be restarted again; `waits` says that input may arrive slowly, as
+        from a pipe.
         """
         gone = asyncio.ensure_future(lost)
         work = asyncio.create_task(self._all(_read_aside(lines) if waits else _read(lines)))
@@ -108,7 +109,7 @@ class BatchRun:
                 tasks.create_task(self._answer(number, request))
 
     def _checked(self, number: int, line: bytes | BadLineError) -> BatchRequest | None:
-        """The request of a line; None where it was answered by an earlier run."""
+        """The request of a line; None if an earlier run answered it."""
         if number in self._done.lines:
             return None
         if isinstance(line, BadLineError):
@@ -142,7 +143,7 @@ class BatchRun:
             self._failed(number, result, failure_in(found.status, body))
 
     async def _sent(self, request: BatchRequest) -> Answer:
-        """The answer; a request that finds no room, or whose core went down, is sent again."""
+        """The response; a request that found the queue full, or whose core died, is sent again."""
         body, tries = bytes(request.body), 0
         while True:
             found = await post(self._app, request.url, body)
@@ -158,13 +159,13 @@ class BatchRun:
         self._write(result)
 
     def _write(self, result: BatchResult) -> None:
-        """A whole line at a time, so that whatever ends the run leaves a file that can be gone on with."""
+        """A whole line at a time, so that an interrupted run leaves a file that --resume can continue."""
         try:
             self._output.write(written(result))
             self._output.flush()
         except OSError as error:
             raise PlanError(
-                f"writing the output: {error.strerror or error}. Make room, and go on with --resume."
+                f"writing the output: {error.strerror or error}. Free some space, and continue with --resume."
             ) from None
         self._progress(self.tally)
 
@@ -175,7 +176,7 @@ async def _read(lines: Lines) -> AsyncIterator[Line]:
 
 
 async def _read_aside(lines: Lines) -> AsyncIterator[Line]:
-    """The lines, read by a thread, since a pipe may have none for long. It ends with the process."""
+    """Lines, read by a daemon thread, since reading from a pipe may block for long."""
     loop = asyncio.get_running_loop()
     waiting: asyncio.Queue[Line | Exception | None] = asyncio.Queue(_READ_AHEAD)
 
@@ -183,7 +184,7 @@ async def _read_aside(lines: Lines) -> AsyncIterator[Line]:
         asyncio.run_coroutine_threadsafe(waiting.put(found), loop).result()
 
     def read() -> None:
-        with contextlib.suppress(RuntimeError, CancelledError):  # nobody is left to read for
+        with contextlib.suppress(RuntimeError, CancelledError):  # the event loop is closed
             try:
                 for found in lines:
                     put(found)
@@ -199,4 +200,4 @@ async def _read_aside(lines: Lines) -> AsyncIterator[Line]:
 
 
 def _refuse_lost(reason: str) -> NoReturn:
-    raise CoreError(f"{reason}. What was answered is in the output; run it again with --resume to go on.")
+    raise CoreError(f"{reason}. Finished responses are in the output; run it again with --resume to continue.")

@@ -1,4 +1,4 @@
-"""Access: only requests with an API key, and only under the names that the server goes by."""
+"""Access: API keys, allowed Host headers and CORS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _API = "/v1/"
 
 
 class KeyGuard:
-    """Wraps an app: without one of the keys there is a 401, except on open paths, and below those that end in `/*`.
+    """Wraps an app: a request without a valid key gets a 401, except on open paths, and below those that end in `/*`.
 
     A key comes as `Authorization: Bearer KEY`, or as the password of Basic authentication, which browsers ask for.
     """
@@ -42,7 +42,7 @@ class KeyGuard:
         return path in self._open or path.startswith(self._open_below)
 
     def _is_known(self, key: bytes | None) -> bool:
-        """Takes the same time for every key: each is compared in full, by digests of one length."""
+        """In constant time: the digest is compared in full with that of every key."""
         digest = _digest(key or b"")
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return key is not None and any(matches)
@@ -60,7 +60,7 @@ class KeyGuard:
 
 
 class CorsGuard(CORSMiddleware):
-    """Lets web pages of some origins in; a page of another one gets an error of the usual form."""
+    """CORS for the given origins; other origins get an error body of the usual form."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         found = super().preflight_response(request_headers)
@@ -75,8 +75,8 @@ class CorsGuard(CORSMiddleware):
 class HostGuard:
     """Wraps an app: a request whose Host header has another name is refused.
 
-    Any web page can let its own name point at this machine, and would then count as of the same origin as
-    the server; its browser still sends that name.
+    Against DNS rebinding: a web page can let its own name resolve to this machine, and would then count as of the
+    same origin as the server; its browser still sends that name in the Host header.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
@@ -108,7 +108,7 @@ def _name_in(host: str) -> str:
 
 
 def owner_of(headers: Headers) -> bytes:
-    """Who sent a request, told by its key; nothing can be read from it."""
+    """The owner of a request: a digest of its API key, which does not reveal the key."""
     return _digest(_key_in(headers.get("authorization", "")) or b"")
 
 

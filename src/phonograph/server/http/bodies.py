@@ -1,4 +1,4 @@
-"""BodyReader: the body of a request, read within its limits; an error says what to change where it does not fit."""
+"""BodyReader: reads a request's body within its limits, and decodes it; errors name the field and what to change."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _CHARSET = re.compile(r"; *charset *= *\"?([^;\" ]*)", re.IGNORECASE)
 
 
 class OffLoop(Protocol):
-    """Does work at once if it is small, else in a thread."""
+    """Run small work in the event loop, large work in a thread."""
 
     async def __call__(self, size: int, work: Callable[[], R], /) -> R: ...
 
 
 class Arrivals:
-    """Bytes of all large bodies that are on their way; with too many, further large ones are turned away."""
+    """Budget for bytes of large bodies being received; past it, further large bodies are refused."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -43,13 +43,13 @@ class Arrivals:
 
     @contextmanager
     def arriving(self) -> Iterator[Callable[[int], None]]:
-        """Yields a function to call with the size of every piece; all are given back in the end."""
+        """Yields a function to call with the size of every chunk; all are returned to the budget at the end."""
         mine, total = 0, 0
 
         def add(size: int) -> None:
             nonlocal mine, total
             total += size
-            if total <= _SMALL:  # what nearly all requests have is never turned away
+            if total <= _SMALL:  # bodies of ordinary size are never refused
                 return
             if self._held + size > self._most:
                 message = f"{self._held:,} of {self._most:,} bytes for bodies are in use. Try again later."
@@ -75,7 +75,7 @@ class BodyReader(Generic[T]):
         bounds: Callable[[], ModelBounds],
         neutral: Mapping[str, NeutralField],
     ) -> None:
-        """`neutral` are fields that bodies may have beside those of their kind."""
+        """`neutral` are further fields that are accepted at values that change nothing."""
         self._kind = kind
         self._decode = msgspec.json.Decoder(kind).decode
         self._fields = tuple(field.encode_name for field in msgspec.structs.fields(kind))
@@ -86,7 +86,7 @@ class BodyReader(Generic[T]):
         self._neutral = neutral
 
     async def read(self, request: Request, off_loop: OffLoop, then: Callable[[T], R]) -> tuple[R, int]:
-        """What `then` makes of the body, and how many bytes that had; ApiError where it can't be read.
+        """The result of `then` on the decoded body, and the body's size in bytes; ApiError where it can't be read.
 
         A large body is decoded, and handed to `then`, outside the event loop's thread.
         """
@@ -108,7 +108,7 @@ class BodyReader(Generic[T]):
         except msgspec.ValidationError as error:
             raise self._misfit(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"the body is no valid JSON: {_sentence(error, data)}", code="invalid_json") from None
+            raise ApiError(400, f"the body is not valid JSON: {_sentence(error, data)}", code="invalid_json") from None
 
     async def _parts(self, request: Request, arrived: Callable[[int], None]) -> list[bytes]:
         announced = request.headers.get("content-length", "")
@@ -128,7 +128,7 @@ class BodyReader(Generic[T]):
             message = f"the body did not arrive within {self._seconds:g} s. Send it faster, or make it smaller."
             raise ApiError(408, message, code="body_timeout") from None
         except ClientDisconnect:
-            raise ApiError(499, "the client is gone.") from None
+            raise ApiError(499, "the client disconnected.") from None
         return parts
 
     def _too_large(self, found: str) -> ApiError:
@@ -138,7 +138,7 @@ class BodyReader(Generic[T]):
         return ApiError(413, message, code="body_too_large")
 
     def _misfit(self, problem: str) -> ApiError:
-        """The sentence of the decoder, with the field that it is about."""
+        """The decoder's message, with the field that it is about."""
         if found := _UNKNOWN.search(problem):
             inside = _PLACE.search(problem)
             return unknown_field(found[1], self._fields) if not inside else self._unknown_inside(inside[1], found[1])
@@ -153,7 +153,7 @@ class BodyReader(Generic[T]):
         return ApiError(400, f"the body: {said}.", code="invalid_value")
 
     def _unknown_inside(self, place: str, name: str) -> ApiError:
-        """Of an object that is a field of the body."""
+        """The known fields of an object in the body."""
         kind = msgspec.inspect.type_info(self._kind)
         assert isinstance(kind, msgspec.inspect.StructType)
         named = [one.type for one in kind.fields if one.encode_name == place]
@@ -165,7 +165,7 @@ class BodyReader(Generic[T]):
 
 
 def _refuse_other_types(request: Request) -> None:
-    """Refuse what is not declared to be JSON: any web page may send forms and texts, but no JSON."""
+    """Refuse other content types than JSON: any web page can post forms and plain text across origins, but not JSON."""
     given = request.headers.get("content-type", "")
     if not _JSON.fullmatch(given):
         found = f"is {given[:100]!r}" if given else "is missing"
@@ -188,5 +188,5 @@ def _sentence(error: Exception, data: bytes) -> str:
         return "it is not UTF-8. Encode it so."
     if isinstance(error, RecursionError):
         return "it is nested too deeply. Make it flat."
-    hint = " NaN and Infinity are no JSON numbers." if re.search(rb"\bNaN\b|\bInfinity\b", data) else ""
+    hint = " NaN and Infinity are not JSON numbers." if re.search(rb"\bNaN\b|\bInfinity\b", data) else ""
     return f"{str(error).removeprefix('JSON is malformed: ')}.{hint} Send one JSON object in UTF-8."

@@ -1,4 +1,4 @@
-"""Failures: every one as an OpenAI error body with the right status."""
+"""Failures: exceptions as OpenAI error bodies with the right status."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """A request ends here, with this status and error body."""
+    """Ends a request with this status and error body."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ApiError(Exception):
     ) -> None:
         self.status = status
         self.detail = detail
-        """What only the log says."""
+        """For the log only."""
         self.error = Error(message, type, param, code)
         self.headers = headers or {}
         super().__init__(message)
@@ -61,12 +61,12 @@ class ApiError(Exception):
         return Response(_encode(ErrorBody(self.error)), self.status, self.headers, "application/json")
 
     def event(self) -> bytes:
-        """For a stream whose status has been sent."""
+        """As an event, for a stream whose status has been sent."""
         return b"data: " + _encode(ErrorBody(self.error)) + b"\n\n"
 
 
 def unknown_field(name: str, known: Iterable[str], place: str = "") -> ApiError:
-    """For a field that would do nothing, in silence; `place` is the object that has it."""
+    """For an unknown field, which would be ignored silently; `place` is the object that has it."""
     near = difflib.get_close_matches(name[:100], known, 1)
     hint = f"did you mean `{place}{near[0]}`?" if near else "it would have no effect here: leave it out."
     where = f"{place}{name[:100]}"
@@ -74,7 +74,7 @@ def unknown_field(name: str, known: Iterable[str], place: str = "") -> ApiError:
 
 
 def failure_of(error: Exception) -> ApiError:
-    """The client's view of an exception; nothing internal for one that was not expected."""
+    """The error that the client gets for an exception; an unexpected one reveals nothing internal."""
     match error:
         case ApiError():
             return error
@@ -96,7 +96,7 @@ def failure_of(error: Exception) -> ApiError:
 
 
 def failure_of_finish(delta: Delta, timeout: float | None) -> ApiError | None:
-    """The client's view of a choice that did not end well."""
+    """The error that the client gets for a choice that failed or timed out."""
     if delta.finish is FinishReason.DEADLINE:
         said = f"the request did not finish within its {timeout:g} s. " if timeout is not None else ""
         return ApiError(504, f"{said}Request fewer tokens, or try again later.", type=SERVER, code="deadline_exceeded")
@@ -115,7 +115,7 @@ def failure_of_finish(delta: Delta, timeout: float | None) -> ApiError | None:
 
 
 def _http_failure(error: HTTPException) -> ApiError:
-    """What the router refuses."""
+    """The router's own errors: 404 and 405."""
     headers = dict(error.headers or {})
     if error.status_code == 404:
         return ApiError(404, "there is no such route; see /openapi.json.", code="unknown_route", headers=headers)

@@ -24,22 +24,22 @@ from phonograph.server.http.request_limits import HEADERS, NUM_HEADERS, PIPELINE
 log = logging.getLogger("phonograph")
 
 _RESERVE = 32
-"""Descriptors that connections don't take, at most a quarter of all: for the core's restart, for files, for others."""
+"""File descriptors reserved for the core's restart, files and the like, at most a quarter of all."""
 _LINGERING = 8
-"""Refused connections, of the reserve, that may wait for their client to read why."""
+"""Refused connections, out of the reserve, that stay open until their client has read why."""
 _MANY = 65536
 _LINGER = 2.0
 """Seconds for which a refused client may go on sending, so that it reads the refusal and not a reset."""
 _WARN_EVERY = 60.0
 _UPGRADE_HEADERS = frozenset((b"upgrade", b"http2-settings"))
 _PIECES = 2048
-"""Chunks of a body that may lie in what is read at once: more are too small to be worth their time."""
+"""Chunks of a body in one read: more are so small that parsing them costs too much."""
 _QUEUED = 64 << 10
-"""Bytes of bodies that may wait with pipelined requests: so much is read to notice a client that leaves."""
+"""Bytes of pipelined requests' bodies that are buffered: reading goes on so that a disconnect is noticed."""
 
 
 def room_for_connections() -> int:
-    """How many connections this process has descriptors for; takes as many as it is allowed to."""
+    """How many connections this process has file descriptors for; raises its soft limit to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MANY if hard == resource.RLIM_INFINITY else min(hard, _MANY)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -57,15 +57,15 @@ class Door:
     head_timeout: float
     open: set[GuardedProtocol] = field(default_factory=set)
     idle: dict[GuardedProtocol, None] = field(default_factory=dict)
-    """Connections without a request, the one that has been so longest first."""
+    """Connections without a request, the longest idle first."""
     receiving: dict[GuardedProtocol, None] = field(default_factory=dict)
-    """Connections whose request has a body that is still on its way, the oldest first."""
+    """Connections whose request body is still arriving, the oldest first."""
     lingering: dict[GuardedProtocol, None] = field(default_factory=dict)
     """Connections that were refused and are not closed yet, the oldest first; they are not among the open ones."""
     _warned: float = -_WARN_EVERY
 
     def admit(self, one: GuardedProtocol) -> bool:
-        """Take a connection in; if there are too many, one that runs nothing has to leave. False if none can."""
+        """Admit a connection; at the limit an idle one is closed for it. False if there is none."""
         if len(self.open) >= self.max_connections:
             self.warn(f"{len(self.open)} connections are open, as many as can be; idle ones are closed for new ones")
             leaving = next(iter(self.idle or self.receiving), None)
@@ -84,14 +84,14 @@ class Door:
         self.lingering.pop(one, None)
 
     def linger(self, one: GuardedProtocol) -> None:
-        """A connection is refused, and stays until its client has read why, or until too many others do."""
+        """Refuse a connection; it stays until its client has read why, or until there are too many such."""
         self.forget(one)
         self.lingering[one] = None
         if len(self.lingering) > _LINGERING:
             next(iter(self.lingering)).leave()
 
     def warn(self, problem: str) -> None:
-        """Once a minute: who floods the server must not flood its log."""
+        """Log a warning at most once a minute: a flood of connections must not flood the log."""
         now = time.monotonic()
         if now - self._warned >= _WARN_EVERY:
             self._warned = now
@@ -107,16 +107,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
         self._is_over = False
-        """What still comes is thrown away."""
+        """Whether further input is discarded."""
         self._has_message = False
-        """Between the first byte of a request and its last."""
+        """Whether a request has begun to arrive and is not complete."""
         self._in_head = False
         self._ended_now = False
         self._asks_upgrade = False
         self._takes_no_more = False
-        """Requests that are there get a response, and no others."""
+        """Whether the connection closes after responses to the requests received so far."""
         self._without_response: list[RequestResponseCycle] = []
-        """The request that runs, and those that wait for it."""
+        """The running request, and pipelined ones after it."""
         self._head_bytes = self._line_bytes = self._pieces = 0
 
     # -- the connection ---------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self._door.admit(self):
-            busy = "all connections are taken by requests that run. Try again later."
+            busy = "all connections are in use by running requests. Try again later."
             self._refuse(ApiError(503, busy, type=SERVER, code="busy", headers={"Retry-After": "1"}))
             return
         self._arm(self._door.head_timeout)
@@ -133,7 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._disarm()
         self._door.forget(self)
         self.pipeline.clear()
-        for cycle in self._without_response:  # uvicorn notifies the newest alone
+        for cycle in self._without_response:  # uvicorn notifies only the newest cycle
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -161,18 +161,18 @@ class GuardedProtocol(HttpToolsProtocol):
             if self._takes_no_more:
                 self.cycle.keep_alive, self._is_over = False, True
                 return
-            problem = "the request is no valid HTTP. Send HTTP/1.1."
+            problem = "the request is not valid HTTP. Send HTTP/1.1."
             self._refuse(self._refusal or ApiError(400, problem, code="invalid_http"))
             return
-        if self._in_head and not self._ended_now:  # else the beginning of what came belongs to the last request
+        if self._in_head and not self._ended_now:  # otherwise the data begins with the end of the previous request
             self._head_bytes += len(data)
             if self._head_bytes > HEADERS.most:
                 self._refuse(HEADERS.refusal(f"{self._head_bytes:,} or more", HEADERS.field, 431))
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser; a request to speak something else is read again without that wish, as HTTP/1.1 has it.
+        """Feed the parser; a request with an Upgrade header is parsed again without it, as HTTP/1.1 allows.
 
-        The parser takes what follows the headers of such a request to be in the other language, a body included.
+        The parser would take everything after the headers of such a request, its body too, as the other protocol.
         """
         try:
             self.parser.feed_data(data)
@@ -199,14 +199,14 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._arm(self._door.head_timeout)  # the next request may wait for the response to this one
             return
-        if self.cycle is not None and not self._in_head:  # a connection that is kept, or a body without an end
+        if self.cycle is not None and not self._in_head:  # a keep-alive connection, or a body that does not end
             self.transport.close()
             return
         seconds = self._door.head_timeout
         self._refuse(ApiError(408, f"no request came within {seconds:g} s. Send it at once.", code="head_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Respond, if that does not fall into another response, and end the connection."""
+        """Respond, unless another response is being written, and close the connection."""
         self._disarm()
         self._is_over = True
         if self.transport.is_closing():
@@ -215,7 +215,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if self.cycle.response_started or self.pipeline:
                 self.transport.close()
                 return
-            self.cycle.disconnected = True  # the request is refused while its body comes; the app need not respond
+            self.cycle.disconnected = True  # the request is refused while its body arrives; the app need not respond
             self.cycle.message_event.set()
         self.transport.write(_written(error))
         if self.transport.can_write_eof():
@@ -264,7 +264,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle,
         ]
         if self.pipeline:
-            self.flow.resume_reading()  # uvicorn reads no further, and so would not notice a client that leaves
+            self.flow.resume_reading()  # uvicorn pauses reading, and so would not notice a disconnect
         if self.parser.get_http_version() == "1.0":
             _end_with_connection(self.cycle)
 
@@ -283,7 +283,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._disarm()
         self._door.receiving.pop(self, None)
         super().on_message_complete()
-        if self.cycle.response_complete:  # the response was there before the body was
+        if self.cycle.response_complete:  # the response was complete before the body
             self._door.idle[self] = None
             self._arm(self.timeout_keep_alive)
 
@@ -292,12 +292,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._has_message and not self._in_head:
-            self._arm(_LINGER)  # a body that is no longer read must end soon
+            self._arm(_LINGER)  # a body that nobody reads any more must end soon
         elif not self.pipeline and self.cycle.response_complete:
             self._door.idle[self] = None
 
     def _drop_newest(self) -> None:
-        """Forget the pipelined request whose body comes: the connection ends with the responses to those before."""
+        """Drop the pipelined request whose body is arriving: the connection closes after the responses before it."""
         self.pipeline.popleft()
         self._without_response.pop()
         self.cycle = self._without_response[-1]
@@ -306,13 +306,13 @@ class GuardedProtocol(HttpToolsProtocol):
         raise _RefusedError
 
     def _stop(self, refusal: ApiError) -> None:
-        """Make the parser give up: what it has in hand is not looked at further."""
+        """Stop the parser: the rest of its input is not parsed."""
         self._refusal = refusal
         raise _RefusedError
 
 
 class _RefusedError(Exception):
-    """Out of the parser, which makes an error of its own of it."""
+    """Raised through the parser, which wraps it in an error of its own."""
 
 
 def _plain_head(parser: httptools.HttpRequestParser, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -328,7 +328,7 @@ def _plain_head(parser: httptools.HttpRequestParser, url: bytes, headers: Iterab
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:
-    """For HTTP/1.0, which knows no chunks: a response without a length ends where the connection does."""
+    """For HTTP/1.0, which has no chunked encoding: a response without a length ends with the connection."""
     send = cycle.send
     cycle.chunked_encoding = False
 
@@ -341,7 +341,7 @@ def _end_with_connection(cycle: RequestResponseCycle) -> None:
 
 
 def _written(error: ApiError) -> bytes:
-    """An error body with its head, for a request that the app never sees."""
+    """A whole HTTP response with an error body, for a request that never reaches the app."""
     response = error.response()
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
     lines += [name + b": " + value for name, value in response.raw_headers]

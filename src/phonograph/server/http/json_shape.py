@@ -1,4 +1,4 @@
-"""JSON shape: size and depth of a JSON text, counted before it is decoded: its cost is known before it is paid."""
+"""JSON shape: values and depth of a JSON text, counted before it is decoded, so that decoding has a bounded cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 _BLOCK = 64 << 10
-"""Bytes that are looked at in one go: Python's lock is free between blocks."""
+"""Bytes that are scanned at a time: the GIL is released between blocks."""
 _QUOTE, _BACKSLASH, _COMMA, _POINT = ord('"'), ord("\\"), ord(","), ord(".")
 SHORT = 20
 """Characters of a number, up to which it is quick to read."""
@@ -16,7 +16,7 @@ SHORT = 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Of well-formed JSON exactly; of anything else some numbers, and the decoder says what is wrong."""
+    """Exact for well-formed JSON; for anything else the numbers mean nothing, and the decoder reports what is wrong."""
 
     values: int
     """Lists, objects and what they hold; an empty one counts twice."""
@@ -31,7 +31,7 @@ class Shape:
     """Characters of numbers after their 20th."""
 
     def __add__(self, other: Shape) -> Shape:
-        """Of two texts together."""
+        """The shape of two texts together."""
         return Shape(
             self.values + other.values,
             self.containers + other.containers,
@@ -45,7 +45,7 @@ class Shape:
 def shape_of(data: bytes, most_values: int) -> Shape:
     """Count values, lists and levels; counting ends above `most_values`."""
     if b"\\\\" in data:
-        data = data.replace(b"\\\\", b"__")  # from here on a quote after a backslash is always part of a text
+        data = data.replace(b"\\\\", b"__")  # from here on a quote after a backslash is always inside a string
     codes = np.frombuffer(data, np.uint8)
     commas, containers, depth, deepest, in_text, after_backslash = 0, 0, 0, 0, False, False
     numbers = _Numbers()
@@ -73,19 +73,19 @@ def shape_of(data: bytes, most_values: int) -> Shape:
 
 
 class _Numbers:
-    """Counts what makes numbers slow to read, block after block: what a number has may be in two of them."""
+    """Counts what makes numbers slow to decode, block by block; a number may straddle two blocks."""
 
     def __init__(self) -> None:
         self.fractions = self.exponents = self.further_digits = 0
         self._before = np.zeros(SHORT, np.bool_)  # which of the last characters belong to a number
 
     def add(self, block: npt.NDArray[np.uint8], outside: npt.NDArray[np.bool_]) -> None:
-        """The next block, and which of its characters are outside of texts."""
+        """The next block, and which of its characters are outside of strings."""
         if not outside.any():
             self._before = np.zeros(SHORT, np.bool_)
             return
         points = (block == _POINT) & outside
-        digits = (block - ord("0") <= 9) & outside  # what is below 0 is far above 9: these have no sign
+        digits = (block - ord("0") <= 9) & outside  # unsigned: characters below "0" wrap around to far above 9
         found = np.concatenate((self._before, digits | points))
         # Of the words that JSON has outside of texts, true and false have an e, and no digit before it.
         self.exponents += int(np.count_nonzero(((block | 0x20) == ord("e")) & outside & found[SHORT - 1 : -1]))

@@ -1,4 +1,4 @@
-"""NeutralField: a field of other servers that is taken at the values that change nothing, and refused at all others."""
+"""NeutralField: a field of other servers, accepted at values that change nothing here, and refused at all others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from phonograph.server.http.failures import ApiError
 
 _MOST_BYTES = 32
-"""Of a value that could be a neutral one: larger ones are not decoded."""
+"""The largest neutral value in bytes: larger ones are not decoded."""
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
@@ -18,7 +18,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True)
 class NeutralField:
-    """What a field may be, and why it can't be anything else. Null is as if it were absent."""
+    """Values that a field may have, and why no others. Null counts as absent."""
 
     because: str
     values: tuple[object, ...] = ()

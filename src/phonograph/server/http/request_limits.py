@@ -1,4 +1,4 @@
-"""Request limits: every list, text and number has a bound, checked before any work is done for it."""
+"""Request limits: bounds of every list, text and number, checked before any work is done for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bound:
             raise self.refusal(f"{found:,}", field or self.field)
 
     def check_size(self, value: object, field: str | None = None) -> None:
-        """Raise if a JSON value is larger; it is looked at only as far as that takes."""
+        """Raise if a JSON value is larger; measuring stops at the bound."""
         if (found := json_size(value, self.most)) > self.most:
             raise self.refusal(f"{found:,} or more", field or self.field)
 
@@ -103,11 +103,11 @@ class ModelBounds:
 
     prompts: Bound
     prompt_chars: Bound
-    """Of one prompt, or of all messages. More can't fit: no token has more characters than the longest."""
+    """Of one prompt, or of all messages. More can't fit the context: no token has more characters than the longest."""
     prompt_tokens: Bound
     """Of all prompts together."""
     tokens: Bound
-    """To be made a text of."""
+    """Token ids of one /detokenize."""
     values: Bound
     """Of one body: numbers, texts, lists and objects."""
 
@@ -124,7 +124,7 @@ class ModelBounds:
         )
 
     def check_shape(self, shape: Shape, field: str | None = None) -> None:
-        """Raise if a JSON text would take long to decode, which is one call that holds the interpreter's lock."""
+        """Raise if a JSON text would take long to decode, which is one call that holds the GIL."""
         DEPTH.check(shape.depth, field)
         CONTAINERS.check(shape.containers, field)
         self.values.check(shape.values, field)

@@ -12,7 +12,7 @@ from phonograph.server.http.failures import failure_of
 log = logging.getLogger("phonograph.requests")
 
 _MOST_WORDS = 1000
-"""Characters of a reason that a line takes."""
+"""Characters of a reason that a log line shows."""
 
 
 class RequestLog:
@@ -42,7 +42,7 @@ class RequestLog:
         return f"failed ({why})" if self._with_texts or failure.status >= 500 else f"failed (status {failure.status})"
 
     def end(self, generation: Generation, outcome: str) -> None:
-        """How it went."""
+        """Log the outcome, with token counts and seconds."""
         for choice, text in self._texts.items():
             log.info("%s output %d: %r", self._name, choice, text)
         usage, seconds = generation.usage, time.monotonic() - self._begin

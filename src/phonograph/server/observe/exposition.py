@@ -23,8 +23,8 @@ _PREFIX = "phonograph:"
 _Figure = Callable[[EngineStats], float]
 
 _GAUGES: tuple[tuple[str, str, _Figure], ...] = (
-    ("num_requests_running", "Sequences that hold a row of the batch.", lambda s: s.running),
-    ("num_requests_waiting", "Sequences that wait for a row and pages.", lambda s: s.waiting),
+    ("num_requests_running", "Running sequences: those that hold a row of the batch.", lambda s: s.running),
+    ("num_requests_waiting", "Waiting sequences: those without a row and pages yet.", lambda s: s.waiting),
     ("kv_cache_usage_perc", "The share of KV pages that sequences hold, from 0 to 1.", lambda s: s.kv_use),
 )
 _COUNTERS: tuple[tuple[str, str, _Figure], ...] = (
@@ -33,9 +33,9 @@ _COUNTERS: tuple[tuple[str, str, _Figure], ...] = (
     ("generation_tokens", "Tokens generated.", lambda s: s.generated_tokens),
     ("prefix_cache_queries", "Tokens looked for in the prefix cache.", lambda s: s.prefix_lookup_tokens),
     ("prefix_cache_hits", "Tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens),
-    ("num_preemptions", "Sequences sent back to the queue for want of pages.", lambda s: s.preemptions),
-    ("shadow_checks", "Steps that ran a second time, eagerly.", lambda s: s.shadow_checks),
-    ("shadow_mismatches", "Replays that gave other bits than the eager path.", lambda s: s.shadow_mismatches),
+    ("num_preemptions", "Sequences preempted for lack of KV pages.", lambda s: s.preemptions),
+    ("shadow_checks", "Steps that ran a second time eagerly, to check the replay.", lambda s: s.shadow_checks),
+    ("shadow_mismatches", "Replays that were not bitwise equal to the eager path.", lambda s: s.shadow_mismatches),
     ("engine_steps", "Steps launched.", lambda s: s.steps),
 )
 
@@ -71,7 +71,9 @@ class Exposition:
                 yield from self._speculation(stats.speculation)
 
     def _info(self) -> Metric:
-        family = InfoMetricFamily(f"{_PREFIX}build", "What is served, and by what.", labels=["model_name"])
+        family = InfoMetricFamily(
+            f"{_PREFIX}build", "The model, and the versions that serve it.", labels=["model_name"]
+        )
         family.add_metric([self._model], dict(self._facts()))
         return family
 
@@ -81,9 +83,9 @@ class Exposition:
         finished = [((reason,), count) for reason, count in metrics.num_finished.items()]
         yield self._counter("request_success", "Sequences that ended, by reason.", ["finished_reason"], finished)
         rejected = [((reason,), count) for reason, count in metrics.num_rejected.items()]
-        yield self._counter("request_rejected", "Requests that never ran, by reason.", ["reason"], rejected)
+        yield self._counter("request_rejected", "Requests that were rejected, by reason.", ["reason"], rejected)
         restarts = [((), metrics.core_stats.restarts)]
-        yield self._counter("core_restarts", "How often the engine core was started again.", [], restarts)
+        yield self._counter("core_restarts", "Restarts of the engine core.", [], restarts)
         for name, text, found in (
             ("time_to_first_token_seconds", "From arrival to the first token.", metrics.first_token_seconds),
             ("inter_token_latency_seconds", "Between tokens of a sequence.", metrics.token_gap_seconds),
@@ -100,7 +102,12 @@ class Exposition:
             yield self._counter(name, text, [], [((), figure(stats))])
         idle = stats.total_pages - stats.free_pages - stats.used_pages
         pages = [(("used",), stats.used_pages), (("cached",), idle), (("free",), stats.free_pages)]
-        yield self._gauge("kv_cache_pages", "KV pages: used by sequences, only cached, free.", ["state"], pages)
+        yield self._gauge(
+            "kv_cache_pages",
+            "KV pages by state: used by sequences, held by the prefix cache only, free.",
+            ["state"],
+            pages,
+        )
 
     def _speculation(self, found: SpeculationStats) -> Iterator[Metric]:
         for name, text, value in (
@@ -111,7 +118,7 @@ class Exposition:
         ):
             yield self._counter(name, text, [], [((), value)])
         places = [((str(place),), count) for place, count in enumerate(found.accepted)]
-        text = "Drafted tokens that were accepted, by their place in the round."
+        text = "Drafted tokens that were accepted, by position in the round."
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, ["position"], places)
         plain = [((reason,), count) for reason, count in found.plain.items()]
         text = "Steps in which a sequence decoded one token, by reason."
@@ -138,13 +145,18 @@ class Exposition:
         failed = [((p.name,), sum(bool(made.error) for made in p.recordings)) for p in phases]
         yield self._gauge("graph_capture_failures", "Buckets whose capture failed.", ["phase"], failed)
         wrong = [((p.name,), sum(bool(made.mistrusted) for made in p.recordings)) for p in phases]
-        text = "Recordings given back, since a replay differed from the eager path."
+        text = "Recordings released because a replay differed from the eager path."
         yield self._gauge("graph_recordings_mistrusted", text, ["phase"], wrong)
         left_out = [((p.name,), len(p.left_out)) for p in phases]
-        yield self._gauge("graph_products_left_out", "Products with sizes left out by a bound.", ["phase"], left_out)
+        yield self._gauge(
+            "graph_products_left_out",
+            "Products of axes not recorded at every size, by max_recordings.",
+            ["phase"],
+            left_out,
+        )
         stated = [(p.name, p.coverage) for p in phases if p.coverage is not None]
         covered = [((name,), found.covered / found.batches) for name, found in stated if found.batches]
-        text = "The share of admissible batches, by size and product, that has a graph."
+        text = "Share of admissible batches, by size and product, that have a graph."
         yield self._gauge("graph_coverage", text, ["phase"], covered)
         checked = [((p.name,), p.num_verified) for p in phases]
         yield self._gauge("graph_recordings_verified", "Recordings checked at start-up.", ["phase"], checked)
@@ -157,7 +169,7 @@ class Exposition:
             "eager_steps", "Steps that ran without a graph, by reason.", ["phase", "reason"], eager.items()
         )
         seconds = [((p.name, path), value) for p in phases for path, value in p.device_seconds.items()]
-        yield self._counter("device_seconds", "Time the device worked, by phase and path.", ["phase", "path"], seconds)
+        yield self._counter("device_seconds", "Device time in seconds, by phase and path.", ["phase", "path"], seconds)
 
     # -- one family -------------------------------------------------------------------------------------------------
 

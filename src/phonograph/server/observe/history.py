@@ -12,7 +12,7 @@ from phonograph.server.observe.metrics import Metrics
 
 MAX_POINTS = 600
 LATENCY_WINDOW = 60
-"""HistoryPoints that the latencies of now are taken over."""
+"""Points over which current latencies are computed."""
 
 
 class HistoryPoint(msgspec.Struct, frozen=True, array_like=True):
@@ -25,14 +25,14 @@ class HistoryPoint(msgspec.Struct, frozen=True, array_like=True):
     output_rate: float
     """Tokens generated, per second."""
     prompt_rate: float
-    """Prompt tokens taken in, per second."""
+    """Prompt tokens of admitted requests, per second."""
     first_token_p50: float | None
     first_token_p95: float | None
     token_gap_p50: float | None
     token_gap_p95: float | None
     kv_use: float
     prefix_hits: float | None
-    """The share of tokens that the prefix cache had, of those looked for."""
+    """Prefix cache hit rate: tokens found of tokens looked up."""
 
 
 class HistoryPoints(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class History:
         self._num_taken = 0
         self._last: EngineStats | None = None
         self._marks: deque[list[list[int]]] = deque(maxlen=LATENCY_WINDOW)
-        """What the distributions had counted at each of the last ticks."""
+        """Histogram snapshots at each of the last ticks."""
 
     def tick(self, now: float) -> None:
         """Add a point for what happened since the last one; `now` is in Unix time."""
@@ -105,12 +105,12 @@ class History:
 
 
 def _rates(before: EngineStats | None, now: EngineStats | None, interval: float) -> tuple[float, float]:
-    """Output and prompt tokens per second of the core's own clock; nothing new means nothing done."""
+    """Output and prompt tokens per second of the core's own clock; without new stats, zero."""
     if before is None or now is None or now.clock <= before.clock:
         return 0.0, 0.0
     seconds = now.clock - before.clock
     if not before.running and not before.waiting:
-        # The core has slept since, and said nothing: what it did, it did after the last point.
+        # An idle core sends no stats: what it reports now happened after the last point.
         seconds = min(seconds, interval)
     outputs, prompts = now.generated_tokens - before.generated_tokens, now.prompt_tokens - before.prompt_tokens
     return round(outputs / seconds, 1), round(prompts / seconds, 1)

@@ -10,11 +10,11 @@ import msgspec
 _KEPT = 50
 _MAX_CHARS = 500
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-f]+|[-\w]*\d[-\w.]*")
-"""What differs between two incidents of a kind: what is quoted, numbers, and names with numbers in them."""
+"""Parts in which two incidents of a kind may differ: quoted text, numbers, and names with numbers in them."""
 
 
 class Incident(msgspec.Struct, frozen=True):
-    """A warning or an error, and how often it or one of its kind came; the text is the latest's."""
+    """A warning or an error, and how often its kind occurred; the text is the latest's."""
 
     at: float
     """Unix time of the latest."""
@@ -24,10 +24,10 @@ class Incident(msgspec.Struct, frozen=True):
 
 
 class Incidents(logging.Handler):
-    """A handler for a logger: keeps the newest records from warning on; one of a kind that is there only counts.
+    """A logging handler: keeps the newest records of level WARNING and above; repeats of a kind are only counted.
 
-    Two records are of a kind if their texts differ in numbers and in what is quoted at most: so a flood of one kind
-    takes one place, and pushes nothing off.
+    Two records are of a kind if their texts differ only in numbers and quoted parts: a flood of one kind takes one
+    place, and evicts nothing else.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Incidents(logging.Handler):
         kind = level, _VARIABLE.sub("#", text)
         before = self._kept.pop(kind, None)
         self._kept[kind] = Incident(round(record.created, 2), level, text, 1 + (before.count if before else 0))
-        if len(self._kept) > _KEPT:  # the oldest warning leaves before any error does
+        if len(self._kept) > _KEPT:  # the oldest warning is evicted before any error
             del self._kept[next((old for old in self._kept if old[0] == "warning"), next(iter(self._kept)))]
 
     def newest(self) -> tuple[Incident, ...]:

@@ -1,4 +1,4 @@
-"""RequestBook: the latest requests, and what became of each: counts and times, never texts."""
+"""RequestBook: the latest requests with their outcomes: counts and times, never texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phonograph.engine.requests.request import Request
 
 MAX_REQUESTS = 512
 MAX_CHOICES = 16
-"""Of a request, whose traces are kept."""
+"""Choices of a request whose traces are kept."""
 _LISTED = 12
 
 
@@ -25,12 +25,12 @@ class RequestLine(msgspec.Struct, frozen=True):
     at: float
     """When it arrived, in Unix time."""
     state: str
-    """`active` while it runs or waits, `ended` where the engine core never said how; else why its choices ended."""
+    """`active` while it runs or waits, `ended` if the core died first; else the finish reasons of its choices."""
     prompt_tokens: int
     output_tokens: int
     seconds: float
     eager: int
-    """Passes that ran eagerly while it ran."""
+    """Eager passes during its lifetime."""
 
 
 class RequestStory(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class RequestStory(msgspec.Struct, frozen=True):
     grammar: str | None
     """The kind of grammar that its output follows."""
     traces: tuple[SequenceTrace, ...]
-    """Of its choices that have ended, by number; of many the first."""
+    """Traces of its finished choices, by index; only the first of many."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class RequestBook:
         self._monotonic = monotonic
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self.is_live: Callable[[str], bool] = lambda request_id: True
-        """Whether a request that has not ended runs or waits; it does not where its engine core went down."""
+        """Whether an unfinished request runs or waits; False if its engine core died."""
 
     def started(self, request: Request) -> None:
         """A request went to the engine core."""
@@ -102,7 +102,7 @@ class RequestBook:
             self._kept.popitem(last=False)
 
     def traced(self, trace: SequenceTrace) -> None:
-        """What became of one of its choices."""
+        """Add the trace of one of its choices."""
         kept = self._kept.get(trace.request_id)
         if kept is None:
             return
@@ -124,7 +124,7 @@ class RequestBook:
         return tuple(found)
 
     def story(self, request_id: str) -> RequestStory | None:
-        """All of one; None where it is not kept, or never was."""
+        """All details of one; None if it is not kept."""
         kept = self._kept.get(request_id)
         if kept is None:
             return None

@@ -39,7 +39,7 @@ class StatsAcrossRestarts:
 
     @property
     def total(self) -> EngineStats | None:
-        """None before the first core has said anything."""
+        """None before the first stats of the first core."""
         return self._total
 
     @property
@@ -48,7 +48,7 @@ class StatsAcrossRestarts:
         return self._incarnation or 0
 
     def take(self, stats: EngineStats, incarnation: int) -> None:
-        """The newest stats of the core of this incarnation, numbered from 0; what an older one says late is dropped."""
+        """Take in the newest stats of a core by its incarnation, numbered from 0; those of an older one are dropped."""
         if self._incarnation is not None and incarnation < self._incarnation:
             return
         if self._incarnation is not None and incarnation > self._incarnation:
@@ -57,7 +57,7 @@ class StatsAcrossRestarts:
         self._total = stats if self._earlier is None else added(self._earlier, stats)
 
     def ended(self, incarnation: int) -> None:
-        """This incarnation of the core is gone, and so is what it was serving."""
+        """This incarnation of the core died, with all that it was serving."""
         if self._incarnation == incarnation and self._total is not None:
             pages = self._total.total_pages
             self._total = msgspec.structs.replace(
@@ -66,7 +66,7 @@ class StatsAcrossRestarts:
 
 
 def added(earlier: EngineStats, now: EngineStats) -> EngineStats:
-    """The stats of now, with the counters of earlier incarnations added."""
+    """The current stats, with the counters of earlier incarnations added."""
     counters = {name: getattr(earlier, name) + getattr(now, name) for name in _COUNTERS}
     phases = _matched(earlier.phases, now.phases, lambda phase: phase.name, _add_phases)
     speculation = now.speculation
@@ -112,7 +112,7 @@ def _matched(
     name: Callable[[_Part], Hashable],
     add: Callable[[_Part, _Part], _Part],
 ) -> tuple[_Part, ...]:
-    """The parts of now, each with its counterpart added, and after them earlier parts that are gone."""
+    """Current parts, each with its earlier counterpart added, then earlier parts without a current one."""
     before = {name(part): part for part in old}
     found = [add(before.pop(name(part)), part) if name(part) in before else part for part in new]
     return (*found, *before.values())

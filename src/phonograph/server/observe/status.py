@@ -1,4 +1,4 @@
-"""Status: the server's state as one document: what is served, how it goes, what ran eagerly and why."""
+"""Status: the server's state as one JSON document: model, throughput, latencies, eager steps and their reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     architecture: str
     num_layers: int
     implementation: str
-    """Whose layers the model has: `native: …` or `hf: …`."""
+    """The model implementation: `native: …` or `hf: …`."""
     dtype: str
     device: str
     max_seqs: int
@@ -66,9 +66,9 @@ class Totals(msgspec.Struct, frozen=True):
     preemptions: int
     core_restarts: int
     shadow_checks: int
-    """Steps that ran a second time, eagerly."""
+    """Steps that ran a second time eagerly, to check the replay."""
     shadow_mismatches: int
-    """Those whose replay gave other bits."""
+    """Those whose replay was not bitwise equal."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class Status(msgspec.Struct, frozen=True):
     """None until the engine core is ready for the first time."""
     health: Health
     started: float
-    """Unix time; another one means another server, whose points are numbered from 0 again."""
+    """Unix time; if it changes, the server was restarted, and points are numbered from 0 again."""
     uptime: float
     running: int
     waiting: int
@@ -87,7 +87,7 @@ class Status(msgspec.Struct, frozen=True):
     totals: Totals
     phases: tuple[PhaseStats, ...]
     speculation: SpeculationStats | None
-    """What became of drafted tokens; None where nothing is drafted."""
+    """Acceptance of drafted tokens; None without speculation."""
     incidents: tuple[Incident, ...]
     requests: tuple[RequestLine, ...]
     """The latest."""
@@ -138,7 +138,7 @@ class StatusKeeper:
         )
 
     def story(self, request_id: str) -> RequestStory | None:
-        """What became of a request; None where it is not kept."""
+        """The details of a request; None if it is not kept."""
         return self._metrics.requests.story(request_id)
 
     def _totals(self, stats: EngineStats | None) -> Totals:

@@ -25,7 +25,7 @@ _FILES = {
 }
 _REQUEST_PAGE = "/requests/{id:path}"
 PUBLIC_PATHS = frozenset((*_FILES, "/requests/*"))
-"""What is served without an API key: the pages themselves, which have no figures in them."""
+"""Paths open without an API key: the pages themselves, which have no figures in them."""
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

@@ -21,7 +21,7 @@ _POLL_INTERVAL = 1.0
 
 
 class Watch:
-    """For an engine that has `metrics` among its observers; runs while it is entered."""
+    """For an engine that has `metrics` among its observers; runs as an async context manager."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, model: str) -> None:
         self._llm = llm

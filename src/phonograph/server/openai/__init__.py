@@ -1,1 +1,1 @@
-"""OpenAI API: requests, responses, and the way between them and the engine."""
+"""OpenAI API: request and response bodies, and their translation to and from the engine."""

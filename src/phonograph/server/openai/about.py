@@ -1,4 +1,4 @@
-"""About: the server itself: its models, whether it is there, its version, and its tokenizer, as vLLM tells of them."""
+"""About: routes on the server itself: models, health, version and tokenizer, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
     pad_token: str | None
     unk_token: str | None
     additional_special_tokens: list[str]
-    """All others that are no text, such as the marks of a chat."""
+    """The other special tokens, such as those of the chat template."""
     model_max_length: int
     vocab_size: int
     chat_template: str | None
@@ -39,7 +39,7 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 
 
 def tokenizer_info(tokenizer: Tokenizer, template: ChatTemplate, max_len: int) -> TokenizerInfo:
-    """What there is to know of a tokenizer and its template."""
+    """The body for a tokenizer and its chat template."""
     roles = tokenizer.special_tokens
     named = {roles[role] for role in ("bos_token", "eos_token", "pad_token", "unk_token") if role in roles}
     special = (tokenizer.token_bytes(token).decode("utf-8", "replace") for token in sorted(tokenizer.special_ids))
@@ -56,7 +56,7 @@ def tokenizer_info(tokenizer: Tokenizer, template: ChatTemplate, max_len: int) -
 
 
 class About:
-    """The routes of what is served, and of how it goes."""
+    """Routes for models, health, version and tokenizer."""
 
     def __init__(self, api: Api, llm: AsyncLLM) -> None:
         self._api = api
@@ -66,7 +66,7 @@ class About:
         self._tokenizer: bytes | None = None
 
     async def models(self, request: Request) -> Response:
-        """All names of the model."""
+        """All names under which the model is served."""
         return _json(ModelList([self._model(name) for name in self._api.names]))
 
     async def model(self, request: Request) -> Response:
@@ -74,7 +74,7 @@ class About:
         return _json(self._model(self._api.checked_model(request.path_params["model"])))
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are taken, and if not, or if some of them fail, why."""
+        """Whether requests are accepted; where not, or where some fail, the reason."""
         health = self._llm.health
         if health.state == "ready":
             return _json(HealthResponse(health.state, health.reason))
@@ -89,7 +89,7 @@ class About:
         return ModelCard(name, self._created, self._llm.about.limits.max_len, sampling, self._llm.arguments.name)
 
     async def version(self, request: Request) -> Response:
-        """Which phonograph this is."""
+        """phonograph's version."""
         return Response(self._version, media_type="application/json")
 
     async def tokenizer_info(self, request: Request) -> Response:

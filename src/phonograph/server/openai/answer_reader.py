@@ -1,4 +1,4 @@
-"""AnswerReader: an output as it comes, told apart into what is thought, what is said and what is called."""
+"""AnswerReader: splits an output, as it streams, into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from phonograph.server.openai.tool_formats import HERMES, ToolFormat
 
 @dataclass(frozen=True)
 class Thought:
-    """A piece of what the model thinks before it answers."""
+    """A piece of reasoning."""
 
     text: str
 
 
 Part = Thought | str | FunctionCall
-"""A text without a class around it is said."""
+"""A plain str is content."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the outputs of one request are to be read."""
+    """How to parse the outputs of one request."""
 
     tools: tuple[str, ...] = ()
-    """Names that may be called."""
+    """Names of the functions that may be called."""
     format: ToolFormat = HERMES
     max_calls: int | None = None
     reasoning: ReasoningFormat | None = None
     thinks: bool = False
-    """Whether the prompt ends with the mark of a thought."""
+    """Whether the prompt ends with the tag that opens reasoning."""
     last_of_thought: int | None = None
-    """The token of the mark that ends a thought, where it is one token."""
+    """The token of the tag that closes reasoning, where that is a single token."""
     kept_tokens: frozenset[int] = frozenset()
-    """Special tokens that are text here: marks that readers look for."""
+    """Special tokens that are kept in the text: tags that the parsers look for."""
     takes_bare: bool = True
-    """Whether an output that is nothing but the JSON of calls is calls, though it has no marks."""
+    """Whether an output that is only the JSON of tool calls, without tags, counts as tool calls."""
 
     def after(self, end_of_prompt: str, *, continues: bool) -> Reading:
-        """The same, of outputs that come after such a prompt; one that `continues` a message may be amid a thought."""
+        """The same for outputs after this prompt; one that `continues` a message may begin inside of reasoning."""
         marks = self.reasoning
         if marks is None:
             return self
@@ -54,7 +54,7 @@ class Reading:
 
 
 class AnswerReader:
-    """Reads one output as it comes. All parts in a row are the same, however it comes in pieces."""
+    """Parses one output as it streams. The concatenated parts don't depend on how the text is split into pieces."""
 
     def __init__(self, reading: Reading) -> None:
         marks = reading.reasoning
@@ -62,19 +62,19 @@ class AnswerReader:
         self._calls = _calls_of(reading) if reading.tools else None
         self._last_of_thought = reading.last_of_thought
         self.num_thought = 0
-        """Tokens of what was thought, its last mark included."""
+        """Tokens of the reasoning, its closing tag included."""
         self._num_tokens = 0
         self._has_thought = False
 
     def add(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
-        """What is new, in its order."""
+        """Parts that are new, in order."""
         self._count(tokens)
         thought, rest = self._reasoning.add(text) if self._reasoning is not None else ("", text)
         said: Sequence[Part] = self._calls.add(rest) if self._calls is not None else [rest] if rest else []
         return [*([Thought(thought)] if thought else []), *said]
 
     def finish(self) -> list[Part]:
-        """What is left when the output has ended."""
+        """Parts that were held back until the output ended."""
         if self._reasoning is not None and self._reasoning.is_inside and self._last_of_thought is not None:
             self.num_thought = self._num_tokens
         thought, rest = self._reasoning.finish() if self._reasoning is not None else ("", "")
@@ -99,7 +99,7 @@ def _calls_of(reading: Reading) -> ToolCallReader:
 
 
 def joined(parts: Sequence[Part]) -> tuple[str, str, list[FunctionCall]]:
-    """What was thought, said and called, each in its order."""
+    """Reasoning, content and tool calls, each in order."""
     thought = "".join(part.text for part in parts if isinstance(part, Thought))
     said = "".join(part for part in parts if isinstance(part, str))
     return thought, said, [part for part in parts if isinstance(part, FunctionCall)]

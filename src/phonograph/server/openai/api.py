@@ -1,4 +1,4 @@
-"""OpenAI routes: a body becomes a generation, and a generation becomes a response."""
+"""OpenAI routes: completions, chat completions, embeddings, tokenize and detokenize."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ from phonograph.server.options import ServerOptions
 T = TypeVar("T", bound=msgspec.Struct)
 
 _BODIES = 32
-"""Bodies of the largest size that may be on their way at a time."""
+"""Bodies of the largest size that may be received at a time."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -82,7 +82,7 @@ class Api:
         self._llm = llm
         self._options = options
         self._logprobs: dict[tuple[bool, bool], LogprobWriter] = {}
-        """By what of vLLM's fields they follow; each keeps texts that it has looked up."""
+        """By vLLM's fields that change how tokens are shown; each caches token texts."""
         self._arrivals = Arrivals(_BODIES * options.max_body_bytes)
         self._bounds: tuple[Ready, ModelBounds] | None = None
         self._completion_bodies = self.reader(CompletionRequest, ONLY_NEUTRAL)
@@ -98,7 +98,7 @@ class Api:
         return BodyReader(kind, most, seconds, self._arrivals, self.bounds, neutral or {})
 
     def bounds(self) -> ModelBounds:
-        """What a request may have, with the model that is served."""
+        """Bounds of requests, for the model that is served."""
         about = self._llm.about
         if self._bounds is None or self._bounds[0] is not about:
             tokenizer = self._llm.tokenizer
@@ -109,7 +109,7 @@ class Api:
 
     @cached_property
     def formats(self) -> AnswerFormats:
-        """How the model writes calls and thoughts."""
+        """How the model writes tool calls and reasoning."""
         options, llm = self._options, self._llm
         return AnswerFormats.of(llm.text.template, llm.tokenizer, options.tool_parser, options.reasoning_parser)
 
@@ -142,7 +142,7 @@ class Api:
 
         shown = None
         if body.echo or body.prompt_logprobs is not None:
-            # What was cut is not shown, so that of a prompt that may be cut its tokens are.
+            # A truncated prompt is echoed by its remaining tokens: the client's text has more.
             seen, text = given if most is None else prompts, self._llm.text
             echoed = await echoes(text.off_loop, self._llm.tokenizer, seen, prompts, params.n) if body.echo else None
             shown = PromptWriter(logprobs, echoed, body.logprobs, body.prompt_logprobs)
@@ -175,7 +175,7 @@ class Api:
         )
 
     def logprobs(self, form: OutputForm = OutputForm()) -> LogprobWriter:
-        """What writes them in this form."""
+        """The writer of logprobs in this form."""
         kind = form.text.with_special, form.names_ids
         if kind not in self._logprobs:
             self._logprobs[kind] = LogprobWriter(self._llm.tokenizer, with_special=kind[0], by_id=kind[1])
@@ -184,7 +184,7 @@ class Api:
     async def rendered(
         self, plan: ChatPlan, size: int, *, add_special: bool = False, most: int | None = None
     ) -> tuple[list[int], Reading]:
-        """The prompt of a chat of about so many characters, and how to read what comes after it."""
+        """The rendered prompt of a chat of about so many characters, and how to parse the output."""
         text = self._llm.text
         prompt = await text.render(
             plan.messages,
@@ -203,7 +203,7 @@ class Api:
         return (asked or self._options.content_special_tokens) == "special"
 
     async def embeddings(self, request: Request) -> Response:
-        """A vector of each input."""
+        """Embed each input."""
         self._llm.refuse_unless_ready()
         if not self._llm.arguments.options.embeddings:
             raise ApiError(400, NO_EMBEDDINGS, code="unsupported")
@@ -227,7 +227,7 @@ class Api:
 
     @contextmanager
     def refusals_counted(self) -> Iterator[None]:
-        """Report requests that don't get as far as the engine to the observer; the engine reports the others."""
+        """Report requests that never reach the engine to the observer; the engine reports the others."""
         try:
             yield
         except (ApiError, RequestError):
@@ -239,7 +239,7 @@ class Api:
         return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self.checked_model(body.model), with_usage)
 
     def _most_tokens(self, body: SamplingFields, params: SamplingParams) -> int | None:
-        """How many of a prompt's last tokens are taken."""
+        """How many of a prompt's last tokens to keep."""
         most = body.truncate_prompt_tokens
         if most == 0:
             message = "`truncate_prompt_tokens` is 0, and nothing of the prompt would be left. Send 1 or more, or -1."
@@ -262,7 +262,7 @@ class Api:
         """Refuse a prompt that does not fit the context with so many tokens of output."""
         limits = self._llm.about.limits
         if prompt and (problem := limits.misfit(len(prompt), max_outputs)):
-            # OpenAI's first words: by these some clients know that a shorter prompt would be taken.
+            # OpenAI's wording: some clients match it to retry with a shorter prompt.
             problem = f"This model's maximum context length is {limits.max_len} tokens, and {problem}"
             raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
@@ -278,7 +278,7 @@ class Api:
         plan: ChatPlan | None = None,
         form: OutputForm = OutputForm(),
     ) -> Response:
-        """Run the prompts, those of a chat by their plan, and deliver what comes of them; a low priority goes first."""
+        """Run the prompts, those of a chat by their plan, and deliver the outputs; the lowest priority goes first."""
         log, timeout = await self._logged(writer.id, prompts), self._options.request_timeout
         generation = await self._llm.submit_long(
             prompts,
@@ -299,7 +299,7 @@ class Api:
         return await (delivery.stream(request) if stream else delivery.whole(request))
 
     async def _logged(self, name: str, prompts: Sequence[Sequence[int]]) -> RequestLog:
-        """The log of a request, with its prompts where these may be written."""
+        """The log of a request, with its prompts where --log-prompts allows it."""
         log = RequestLog(name, with_texts=self._options.log_prompts)
         if self._options.log_prompts:
             for prompt in prompts:
@@ -369,7 +369,7 @@ class Api:
 
 
 def _prompts_of(prompt: str | Sequence[Any], field: str) -> list[str] | list[list[int]]:
-    """Every form that a prompt may have, as texts or as lists of token ids."""
+    """Any accepted form of a prompt as a list of texts or of lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))

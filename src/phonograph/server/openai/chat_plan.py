@@ -1,4 +1,4 @@
-"""ChatPlan: what is done for a chat: which messages the template gets, how to sample, and how to read the output."""
+"""ChatPlan: a chat request resolved: messages for the template, sampling parameters, and how to parse the output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phonograph.server.openai.tool_messages import for_template
 Message = dict[str, Any]
 
 _END_OF_PROMPT = 16
-"""Tokens at a prompt's end that show whether the template has begun a thought."""
+"""Tokens at a prompt's end that are decoded to see whether the template opened reasoning."""
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
@@ -36,19 +36,19 @@ class ChatPlan:
     variables: dict[str, Any]
     add_generation_prompt: bool
     continues: bool
-    """Whether the last message is gone on with."""
+    """Whether the last message is continued."""
     reading: Reading
     content_special_tokens: str | None = None
-    """What special tokens in the texts of messages are; None leaves it to the server."""
+    """How special tokens in message texts are tokenized; None: the server's default."""
     notes: tuple[str, ...] = ()
-    """What was asked for and has no effect with this model."""
+    """Fields of the request that have no effect with this model."""
     unthinking: ReasoningFormat | None = None
-    """How the model writes thoughts, where its output follows a grammar and so has none."""
+    """The model's reasoning format, where the output follows a grammar and so can't contain reasoning."""
 
     def rendered(self, prompt: list[int], tokenizer: Tokenizer) -> tuple[list[int], Reading]:
-        """The prompt that the template wrote, and how to read what comes after it.
+        """The rendered prompt, and how to parse the output.
 
-        A thought that the template begins is ended at once where the output can't end it.
+        Reasoning that the template opens is closed at once where a grammar keeps the output from closing it.
         """
         if self.continues:
             return prompt, self.reading.after(str(self.messages[-1]["content"]), continues=True)
@@ -60,10 +60,10 @@ class ChatPlan:
 
 @dataclass(frozen=True)
 class AnswerFormats:
-    """How a model writes calls and thoughts, by its template or by flags."""
+    """How a model writes tool calls and reasoning, by its template or by flags."""
 
     tools: ToolFormat | None
-    """None where calls are not looked for; one that must be made is read as JSON."""
+    """None: tool calls are not parsed, except forced ones, which are JSON."""
     reasoning: ReasoningFormat | None
     tokenizer: Tokenizer | None
 
@@ -79,7 +79,7 @@ class AnswerFormats:
         return cls(tools, thinks, tokenizer)
 
     def reading(self, choice: ToolChoice, max_calls: int | None, *, follows_grammar: bool) -> Reading:
-        """How to read the outputs of a request with these tools; what follows a grammar is no thought."""
+        """How to parse the outputs of a request with these tools; an output that follows a grammar has no reasoning."""
         written = JSON if self.tools is None and choice.is_forced else self.tools
         names = choice.names if written is not None else ()
         thinks = None if follows_grammar else self.reasoning
@@ -114,11 +114,11 @@ def planned(body: ChatRequest, template: ChatTemplate, formats: AnswerFormats, m
     messages, tools = for_template(given, choice.tools, template, spelled)
     variables, notes = _variables(body, template)
     if dropped:
-        notes.append("messages[].reasoning_content: the chat template does not read it; earlier thoughts are left out")
+        notes.append("messages[].reasoning_content: the chat template does not read it; earlier reasoning is left out")
     if choice.mode == "auto" and not may_call and any(tool["function"].get("strict") for tool in choice.tools):
-        notes.append('tools[].function.strict: calls follow their schema under tool_choice "required" or a function')
+        notes.append('tools[].function.strict: enforced only under tool_choice "required" or a named function')
     if choice.mode == "auto" and choice.tools and params.grammar is not None and not may_call:
-        notes.append("tools: what follows a grammar is no call")
+        notes.append("tools: an output that follows a grammar has no tool calls")
     continues = check_continued(body.messages, body.add_generation_prompt, body.continue_final_message)
     max_calls = None if parallel else 1
     has_calls = choice.is_forced or may_call or params.grammar is None
@@ -132,21 +132,21 @@ def planned(body: ChatRequest, template: ChatTemplate, formats: AnswerFormats, m
 
 
 def checked_tools(tools: Sequence[Message], template: ChatTemplate) -> Sequence[Message]:
-    """The tools; refuses fields of theirs that reach nobody. Where the template has no tools, we write them whole."""
+    """The tools; refuses fields of theirs that the template would drop. A template without tools gets them as JSON."""
     shown_whole = template.shows_tools_whole or not template.takes_tools
     check_tool_fields(tools, template.message_fields, shown_whole=shown_whole)
     return tools
 
 
 def check_continued(messages: Sequence[Message], begins: bool | None, continues: bool | None) -> bool:
-    """Whether the last message is gone on with; refuses to begin another one too."""
+    """Whether the last message is continued; refuses `add_generation_prompt` together with it."""
     if not continues:
         return False
     if begins:
         raise _refusal("`add_generation_prompt` asks for a new one. Send one of the two")
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str) or not content.strip():
-        raise _refusal("the last message has no text to go on with. Send one as a string")
+        raise _refusal("the last message has no text to continue. Send one as a string")
     return True
 
 
@@ -158,7 +158,7 @@ def _refusal(because: str) -> ApiError:
 def _forced(
     body: ChatRequest, params: SamplingParams, choice: ToolChoice, format: ToolFormat, *, parallel: bool
 ) -> SamplingParams:
-    """With the grammar of calls. `response_format` is of what is said, and nothing is; the others are of any output."""
+    """With the grammar of forced calls; refuses `guided_` fields. `response_format` is about content: there is none."""
     for name in _GUIDED:
         if getattr(body, name) is not None:
             problem = f"`{name}` can't be served: the output can follow one grammar, and `tool_choice` asks for calls."
@@ -167,14 +167,14 @@ def _forced(
 
 
 def _is_either(choice: ToolChoice, params: SamplingParams, format: ToolFormat) -> bool:
-    """Whether an output is calls or what `response_format` says, which marks tell apart."""
+    """Whether an output is either tool calls or `response_format` content, told apart by tags."""
     grammar = params.grammar
     is_format = grammar is not None and grammar.field == "response_format"
     return is_format and choice.mode == "auto" and bool(choice.tools) and bool(format.spelling.before)
 
 
 def _without_thoughts(messages: Sequence[Message], template: ChatTemplate) -> tuple[list[Message], bool]:
-    """Messages without earlier thoughts, where the template does not read them, and whether there were some."""
+    """Messages without reasoning_content where the template does not read it, and whether there was any."""
     if "reasoning_content" in template.message_fields:
         return list(messages), False
     found = [{name: value for name, value in one.items() if name != "reasoning_content"} for one in messages]
@@ -182,7 +182,7 @@ def _without_thoughts(messages: Sequence[Message], template: ChatTemplate) -> tu
 
 
 def _variables(body: ChatRequest, template: ChatTemplate) -> tuple[dict[str, Any], list[str]]:
-    """What the template is told besides the messages, and what it has no place for."""
+    """Template variables besides the messages, and the fields that the template does not read."""
     found = dict(body.chat_template_kwargs or {})
     notes: list[str] = []
     for name, value in (("reasoning_effort", body.reasoning_effort), ("verbosity", body.verbosity)):
@@ -196,5 +196,5 @@ def _variables(body: ChatRequest, template: ChatTemplate) -> tuple[dict[str, Any
         elif name == "reasoning_effort" and value == "none" and "enable_thinking" in template.variables:
             found.setdefault("enable_thinking", False)
         else:
-            notes.append(f"{name}: the model's chat template has no place for it; the answer is as without it")
+            notes.append(f"{name}: the model's chat template does not read it; it has no effect")
     return found, notes

@@ -1,4 +1,4 @@
-"""Delivery: a response on its way to the client, whole or as a stream; the work stops when the client leaves."""
+"""Delivery: sends a response, whole or as a stream, and aborts its generation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from phonograph.server.http.request_log import RequestLog
 from phonograph.server.openai.writers import ResponseWriter, split
 
 _CHARS_OF_AN_ENTRY = 256
-"""Characters of text that are written in the time of one logprob."""
+"""Characters of text that take as long to encode as one logprob."""
 _BYTES_OF_AN_ENTRY = 32
-"""Bytes of a vector, or token ids, that are written in the time of one logprob."""
+"""Bytes of a vector, or token ids, that take as long to encode as one logprob."""
 NOTE_HEADER = "X-Phonograph-Note"
 GONE = 499
-"""The status of a response whose client has left; no one sees it."""
+"""The status of a response whose client has disconnected (for the log)."""
 
 
 class DisconnectWatch:
-    """Waits for the client to leave, and then closes its generation."""
+    """Waits for the client to disconnect, and then aborts its generation."""
 
     def __init__(self, receive: Receive, generation: Generation) -> None:
         self._receive = receive
@@ -55,17 +55,17 @@ class DisconnectWatch:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One response on its way."""
+    """One response being sent."""
 
     generation: Generation
     writer: ResponseWriter
     log: RequestLog
     timeout: float | None
-    """What the request's deadline was, for the message when it is missed."""
+    """The request's timeout in seconds, for the error message."""
     off_loop: OffLoop
-    """For responses that take long to write."""
+    """Runs the encoding of large responses outside the event loop."""
     notes: Sequence[str] = ()
-    """What was asked for and has no effect: the client is told in a header."""
+    """Fields of the request that have no effect: sent in a header."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -86,7 +86,7 @@ class Delivery:
             return WholeResponse(body, self.headers)
 
     async def events(self, deltas: Sequence[Delta]) -> bytes:
-        """Server-sent events for what is new."""
+        """Server-sent events for new deltas."""
         return await self.off_loop(_weight(deltas), lambda: self.writer.events(deltas))
 
     async def end(self) -> bytes:
@@ -95,7 +95,7 @@ class Delivery:
         return await self.off_loop(weight, lambda: self.writer.end(self.generation.usage))
 
     async def stream(self, request: Request) -> Response:
-        """The response as server-sent events; what fails before the first token has a status of its own."""
+        """The response as server-sent events; a failure before the first token still gets its own HTTP status."""
         try:
             with DisconnectWatch(request.receive, self.generation) as client, self._failures_logged():
                 first = await self.generation.take()
@@ -109,7 +109,7 @@ class Delivery:
         return EventStream(self, first)
 
     def check(self, deltas: Sequence[Delta]) -> None:
-        """Raise if a choice did not end well."""
+        """Raise if a choice failed or timed out."""
         self.log.outputs(deltas)
         for delta in deltas:
             if (failure := failure_of_finish(delta, self.timeout)) is not None:
@@ -125,7 +125,7 @@ class Delivery:
 
 
 def _weight(deltas: Sequence[Delta]) -> int:
-    """About how long it takes to write these, in the unit of `off_loop`; all tokens have as many alternatives."""
+    """About how long these take to encode, in the unit of `off_loop`; all tokens have as many alternatives."""
     found = [found for delta in deltas for found in (delta.logprobs, delta.prompt_logprobs) if found]
     entries = sum(len(tokens) * (1 + len(tokens[0].top)) for tokens in found)
     numbers = sum(len(delta.embedding) + len(delta.tokens) for delta in deltas) // _BYTES_OF_AN_ENTRY
@@ -133,7 +133,7 @@ def _weight(deltas: Sequence[Delta]) -> int:
 
 
 class WholeResponse(Response):
-    """A body in pieces, of which a slow reader is sent one after the other."""
+    """A body in pieces, sent as fast as the client reads them."""
 
     def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
         size = str(sum(map(len, pieces)))
@@ -148,7 +148,7 @@ class WholeResponse(Response):
 
 
 class EventStream(Response):
-    """Sends all that is new at once, whenever the client can take more: one chunk for many tokens if it is slow."""
+    """Sends all new deltas whenever the client can take more: a slow client gets many tokens in one chunk."""
 
     def __init__(self, delivery: Delivery, first: list[Delta]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **delivery.headers}

@@ -1,4 +1,4 @@
-"""Echo: a prompt as the beginning of its completions, with the places of its tokens in the text."""
+"""Echo: a prompt at the beginning of its completions, with text offsets for its tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from phonograph.server.openai.logprobs import TextOffsets
 
 
 def echo_text(tokenizer: Tokenizer | None, given: str | Sequence[int]) -> str:
-    """What is shown of a prompt: a text as it was sent, token ids decoded, all of them."""
+    """The text shown for a prompt: as it was sent, or decoded from all of its token ids."""
     if isinstance(given, str):
         return given
     return "".join(map(id_text, given)) if tokenizer is None else tokenizer.decode(given, skip_special=False)
 
 
 class Echo:
-    """One echo of a prompt. Its tokens are placed as their entries are written: all of a long prompt's take a while."""
+    """One echo of a prompt. Offsets are computed as entries are written: those of a long prompt take a while."""
 
     def __init__(self, tokenizer: Tokenizer | None, text: str, tokens: Sequence[int]) -> None:
         self.text = text
@@ -29,7 +29,7 @@ class Echo:
         self._offsets = TextOffsets(None if tokenizer is None else LeadingSpaces(tokenizer))
 
     def place(self, count: int) -> list[int]:
-        """Where the next tokens begin in the text; those that the tokenizer has put around it have no width."""
+        """Text offsets of the next tokens; special tokens that the tokenizer added have no width."""
         found = [self._place(token) for token in self.tokens[self.num_placed : self.num_placed + count]]
         self.num_placed += len(found)
         return found
@@ -52,7 +52,7 @@ async def echoes(
     prompts: Sequence[Sequence[int]],
     n: int,
 ) -> Callable[[int], Echo]:
-    """What makes the echo of each choice, n for each of the prompts that became these tokens."""
+    """A factory for the echo of each choice: n per prompt, given the prompts' tokens."""
     size = sum(len(prompt) for prompt in given if not isinstance(prompt, str))
     texts = await off_loop(size, lambda: [echo_text(tokenizer, prompt) for prompt in given])
     return lambda choice: Echo(tokenizer, texts[choice // n], prompts[choice // n])

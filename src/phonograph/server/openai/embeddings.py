@@ -1,4 +1,4 @@
-"""Embeddings: what clients send to /v1/embeddings, its checks, and the response that is made of vectors."""
+"""Embeddings: the request body of /v1/embeddings, its checks, and the response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phonograph.server.http.request_limits import ModelBounds
 from phonograph.server.openai.requests import TokenId, Tokens
 
 _PIECE = 256 << 10
-"""Bytes that are handed on at a time: few enough to be written at once, and so many that there are few pieces."""
+"""Bytes of one piece of the body: small enough to be sent at once, and large enough for few pieces."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -44,7 +44,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     encoding_format: Literal["float", "base64"] | None = None
     """Numbers, or the bytes of float32 in base64. Default: float."""
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    """Vectors are not cut: only as many as the model has are taken."""
+    """Vectors are not truncated: only the model's own size is accepted."""
     pooling: Pooling | None = None
     """The mean of all hidden states, or that of the last token. Default: mean. Not in OpenAI's API."""
     normalize: bool | None = None
@@ -103,7 +103,7 @@ def check_embeddings(request: EmbeddingRequest, bounds: ModelBounds, hidden: int
 
 @contextmanager
 def inputs_at_fault() -> Iterator[None]:
-    """What the engine calls a prompt is an input here."""
+    """The error with `input` for what the engine calls a prompt."""
     try:
         yield
     except RequestError as error:
@@ -113,7 +113,7 @@ def inputs_at_fault() -> Iterator[None]:
 
 
 class EmbeddingWriter:
-    """Vectors as a response, one after the other: none is encoded in one go with another."""
+    """Writes vectors as a response, encoding one at a time."""
 
     size = 0
 
@@ -152,7 +152,7 @@ class EmbeddingWriter:
 
 
 def _joined(parts: Iterable[bytes]) -> list[bytes]:
-    """The same bytes, in pieces of a good size."""
+    """The same bytes, in pieces of about `_PIECE` bytes."""
     found, waiting = list[bytes](), bytearray()
     for part in parts:
         waiting += part

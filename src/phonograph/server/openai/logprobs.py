@@ -1,4 +1,4 @@
-"""Logprobs: of tokens, as responses of chats and of completions show them."""
+"""Logprobs: entries of tokens in the forms of chat completions, completions and vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TextOffsets:
-    """Where the tokens of one output begin in its text: those that make up one character all where it is."""
+    """Text offsets of one output's tokens; tokens that together make up one character share its offset."""
 
     def __init__(self, spaces: LeadingSpaces | None = None) -> None:
-        """`spaces` are those in front of the output that its text does not have."""
+        """`spaces` is how many leading spaces of the output its text lacks."""
         self._decoder = _utf8_decoder("replace")
         self._spaces = spaces
         self.end = 0
         """Of the text so far."""
 
     def after(self, token: bytes) -> int:
-        """Take in the bytes of the next token; where it begins."""
-        if token and token[0] & 0xC0 != 0x80:  # it begins a character: one that is not whole stays so, as U+FFFD
+        """Add the bytes of the next token; returns its offset."""
+        if token and token[0] & 0xC0 != 0x80:  # it starts a new character: an incomplete one before it stays U+FFFD
             self._take(self._decoder.decode(b"", final=True))
         begin = self.end
         self._take(self._decoder.decode(token))
@@ -59,7 +59,7 @@ class LogprobWriter:
         self._entry = lru_cache(_CACHED)(self._looked_up)
 
     def offsets(self, prompt: Sequence[int], *, verbatim: bool) -> TextOffsets:
-        """Those of an output that goes on where a prompt ended."""
+        """Offsets of an output that continues a prompt."""
         spaces = None if self._tokenizer is None else LeadingSpaces(self._tokenizer, prompt, verbatim=verbatim)
         return TextOffsets(spaces)
 
@@ -81,11 +81,11 @@ class LogprobWriter:
         return self._columns(found, [offsets.after(self._text_bytes(one.token)) for one in found])
 
     def first_of_prompt(self, token: int, offset: int) -> TextLogprobs:
-        """Of the token that a prompt begins with, which nothing was before."""
+        """Of a prompt's first token, which has no logprob."""
         return TextLogprobs([next(self._possible_names(token))], [None], [None], [offset])
 
     def prompt(self, found: Sequence[TokenLogprob], num_top: int, offsets: list[int]) -> TextLogprobs:
-        """Of further tokens of an echoed prompt, where they are known to begin."""
+        """Of further tokens of an echoed prompt, at these offsets."""
         if found and len(found[0].top) > num_top:
             found = [replace(one, top=one.top[:num_top]) for one in found]
         return self._columns(found, offsets)
@@ -110,7 +110,7 @@ class LogprobWriter:
         return shown
 
     def _names(self, found: TokenLogprob) -> dict[int, str]:
-        """A name of its own for each token: its text, or OpenAI's way to write bytes that are none.
+        """A distinct name for each token: its text, or OpenAI's `bytes:…` form where it is not valid UTF-8.
 
         Where tokens have the same text, as `x` and `<0x78>`, the likeliest has it as its name.
         """
@@ -133,7 +133,7 @@ class LogprobWriter:
         yield from (f"token_id:{token}#{number}" for number in count())
 
     def _said(self, found: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-        """Without the tokens that are no text, as the end-of-sequence token: they are not in the text."""
+        """Without special tokens, such as end-of-sequence: they are not in the text."""
         return [one for one in found if one.token not in self._left_out]
 
     def _token(self, found: TokenLogprob) -> ChatTokenLogprob:
@@ -145,7 +145,7 @@ class LogprobWriter:
         return ChatTokenLogprob(shown, found.logprob, written, top)
 
     def _text_bytes(self, token: int) -> bytes:
-        """Those that the text of an output has of a token."""
+        """The bytes that a token contributes to the text of an output."""
         return id_text(token).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token)
 
     def _bytes(self, token: int) -> bytes:
@@ -154,6 +154,6 @@ class LogprobWriter:
         return self._tokenizer.token_bytes(token)
 
     def _looked_up(self, token: int) -> tuple[str, list[int]]:
-        """Its text and its bytes; a list for each entry would keep the collector of garbage busy."""
+        """Its text and its bytes; a list per entry would burden the garbage collector."""
         written = self._bytes(token)
         return f"token_id:{token}" if self._by_id else written.decode("utf-8", "replace"), list(written)

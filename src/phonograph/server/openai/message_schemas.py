@@ -1,4 +1,4 @@
-"""Message schemas: what the OpenAPI document says of messages, tools and formats, which are read as plain JSON."""
+"""Message schemas: messages, tools and formats in the OpenAPI document; the server decodes them as plain JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MESSAGE = {
         _object(("role", "content"), role={"const": "tool"}, content=_CONTENT, tool_call_id=_TEXT),
     ]
 }
-"""By role. Templates of some models read further fields, and those of others no calls: then they are refused."""
+"""By role. Some chat templates read further fields; some read no tool calls, and then these are refused."""
 
 TOOL = _object(
     ("type", "function"),
@@ -102,7 +102,7 @@ ITEM = {
         _object(("type", "call_id", "output"), type={"const": "function_call_output"}, call_id=_NAME, output=_SAID),
     ]
 }
-"""Of the input of a response. Thoughts are taken too, and what items that come back have besides."""
+"""Input items of a response; also reasoning items, and the fields of output items that are sent back."""
 
 RESPONSE_TOOL = _object(
     ("type", "name"),

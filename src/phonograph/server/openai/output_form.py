@@ -1,4 +1,4 @@
-"""OutputForm: how an output is shown: special tokens, what ended it, token ids, counts in every event."""
+"""OutputForm: vLLM's response options: special tokens, stop strings, token ids, usage in every event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OutputForm:
     with_ids: bool = False
     """Show the token ids of prompt and output."""
     names_ids: bool = False
-    """In logprobs, call tokens by their ids."""
+    """In logprobs, show tokens as `token_id:…`."""
     counts_on: bool = False
     """Count tokens in every event."""
 
@@ -26,7 +26,7 @@ def output_form(request: SamplingFields, *, has_logprobs: bool) -> OutputForm:
     """The form that a request asks for."""
     if request.return_tokens_as_token_ids and not has_logprobs:
         field = "return_tokens_as_token_ids"
-        message = f"`{field}` needs `logprobs`: it says what their tokens are called. Leave it out, or send `logprobs`."
+        message = f"`{field}` needs `logprobs`: it sets how their tokens are shown. Leave it out, or send `logprobs`."
         raise ApiError(400, message, param=field, code="invalid_value")
     streaming = request.stream_options if request.stream else None
     return OutputForm(

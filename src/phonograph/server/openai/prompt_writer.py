@@ -1,4 +1,4 @@
-"""PromptWriter: what a response shows of its prompts: their texts in front of completions, and how likely they were."""
+"""PromptWriter: prompts in a response: echoed texts, and prompt logprobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PromptWriter:
-    """Writes the prompts of one response, and remembers what of each choice's was written."""
+    """Writes the prompts of one response, and tracks what was written for each choice."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class PromptWriter:
         return self._echo is not None and choice not in self._echoes
 
     def text(self, choice: int) -> str:
-        """What comes in front of a choice: once, and nothing after that."""
+        """The echoed text of a choice, once; empty after that."""
         if self._echo is None or choice in self._echoes:
             return ""
         self._echoes[choice] = self._echo(choice)
@@ -67,7 +67,7 @@ class PromptWriter:
             yield self._logprobs.prompt(found, self._num_top, echo.place(len(found)))
 
     def ranked(self, blocks: Iterable[list[PromptLogprob]]) -> Iterator[list[bytes]]:
-        """Of a whole prompt, in vLLM's form: items of a list, encoded."""
+        """Logprobs of a whole prompt in vLLM's form, as encoded list items."""
         yield [b"null"]
         for block in blocks:
             yield [_encode(self._logprobs.ranked(block, self._num_ranked or 0))[1:-1]]

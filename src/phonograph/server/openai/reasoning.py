@@ -1,4 +1,4 @@
-"""Reasoning: what a model thinks before it answers, told from the answer."""
+"""Reasoning: parser that separates reasoning from the answer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phonograph.server.openai.tool_formats import Mentions
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The marks around what a model thinks; both may be special tokens of a vocabulary."""
+    """The tags around reasoning; both may be special tokens of the vocabulary."""
 
     name: str
     opening: str
     closing: str
 
     def is_open(self, text: str) -> bool:
-        """Whether a text that the output continues ends inside of it."""
+        """Whether a text ends inside of reasoning."""
         return text.rfind(self.opening) > text.rfind(self.closing)
 
 
@@ -26,27 +26,27 @@ THINK = ReasoningFormat("think", "<think>", "</think>")
 MISTRAL = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
 
 FORMATS = {"think": THINK, "deepseek_r1": THINK, "qwen3": THINK, "mistral": MISTRAL}
-"""By the names that `--reasoning-parser` takes; two are those of vLLM for the same marks."""
+"""By the names that `--reasoning-parser` takes; two are vLLM's names for the same tags."""
 CHOICES = ("auto", "none", *FORMATS)
 
 
 def format_of(template: Mentions) -> ReasoningFormat | None:
-    """The format whose marks a template writes or reads."""
+    """The format whose tags a template contains."""
     return next((one for one in (THINK, MISTRAL) if template.mentions(one.closing)), None)
 
 
 class _At(Enum):
-    START = "nothing but spaces, or the beginning of a mark, was said"
-    INSIDE = "it thinks"
-    AFTER = "it has thought, and only spaces followed"
-    ANSWER = "it answers"
+    START = "only spaces, or a partial opening tag, so far"
+    INSIDE = "reasoning"
+    AFTER = "after reasoning, only spaces so far"
+    ANSWER = "content"
 
 
 class ReasoningReader:
-    """Reads one output as it comes: first what is thought, then the answer, both without the spaces around them.
+    """Parses one output as it streams: first reasoning, then the answer, both stripped of surrounding spaces.
 
-    An output thinks if it begins with the mark, or if the prompt `is_open`: its last words are the mark. One that ends
-    before the second mark has no answer.
+    An output has reasoning if it begins with the opening tag, or if the prompt `is_open`, ending with that tag. An
+    output that ends before the closing tag has no answer.
     """
 
     def __init__(self, format: ReasoningFormat, *, is_open: bool = False) -> None:
@@ -58,11 +58,11 @@ class ReasoningReader:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a thought has begun and not ended."""
+        """Whether reasoning is open."""
         return self._at is _At.INSIDE
 
     def add(self, text: str) -> tuple[str, str]:
-        """What is new of the thought, and of the answer."""
+        """New text of the reasoning, and of the answer."""
         if self._at is _At.ANSWER:
             return "", text
         self._held += text
@@ -78,9 +78,9 @@ class ReasoningReader:
         return thought, ""
 
     def _begun(self) -> bool:
-        """Whether it is known if the output thinks."""
+        """Decide whether the output has reasoning; whether that is known."""
         opening, begun = self._format.opening, self._held.lstrip()
-        if begun.startswith(opening):  # some models repeat the mark that their prompt ends with
+        if begun.startswith(opening):  # some models repeat the opening tag that their prompt ends with
             self._at, self._held = _At.INSIDE, begun[len(opening) :]
         elif opening.startswith(begun):
             return False
@@ -104,7 +104,7 @@ class ReasoningReader:
         return thought
 
     def finish(self) -> tuple[str, str]:
-        """What is left when the output has ended."""
+        """Text that was held back until the output ended."""
         held, self._held = self._held, ""
         if self._at is _At.INSIDE or (self._at is _At.START and self._is_open):
             return (held if self._said_some else held.lstrip()).rstrip(), ""

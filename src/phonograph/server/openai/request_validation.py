@@ -1,4 +1,4 @@
-"""Request checks: lists are counted and texts measured before anything is made of them."""
+"""Request checks: lists and texts against their bounds, and fields that would have no effect, before any work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phonograph.server.openai.tool_messages import argument_texts
 _TOOL_FIELDS = frozenset(("type", "function"))
 _TOOL_FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "strict"))
 MESSAGE_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "reasoning_content"))
-"""What messages may have; of OpenAI's others, a template may read some."""
+"""Fields of messages that the server knows; chat templates may read further ones."""
 _ROLE_OF = {"tool_calls": "assistant", "tool_call_id": "tool", "reasoning_content": "assistant"}
 """Fields that messages of one role alone may have."""
 _SAYS_NOTHING: tuple[object, ...] = (None, "", [], {})
@@ -71,16 +71,16 @@ def check_detokenize(request: DetokenizeRequest, bounds: ModelBounds) -> None:
 
 
 def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[str]) -> None:
-    """Refuse what is in messages and has no effect: it is neither known nor `read` by the chat template.
+    """Refuse message fields without effect: those neither known nor `read` by the chat template.
 
-    Null and what is empty say nothing: clients send messages back with all fields of OpenAI's.
+    Null and empty values are accepted: clients send messages back with all of OpenAI's fields.
     """
     for place, message in enumerate(messages):
         where = f"messages[{place}]."
         _refuse_unread(message, MESSAGE_FIELDS, read, where)
         _refuse_misplaced(message, where)
         for number, part in enumerate(_objects(message.get("content"))):
-            if part.get("type") in (None, "text"):  # the template refuses others as a whole
+            if part.get("type") in (None, "text"):  # other types are refused where the template is rendered
                 _refuse_unread(part, _PART_FIELDS, (), f"{where}content[{number}].")
         for number, call in enumerate(_objects(message.get("tool_calls"))):
             _refuse_unread(call, _CALL_FIELDS, read, f"{where}tool_calls[{number}].")
@@ -89,7 +89,7 @@ def check_message_fields(messages: Sequence[dict[str, Any]], read: Collection[st
 
 
 def check_tool_fields(tools: Sequence[dict[str, Any]], read: Collection[str], *, shown_whole: bool) -> None:
-    """Refuse what is in tools and does not reach the model: the template neither names it nor shows tools as JSON."""
+    """Refuse tool fields that don't reach the model: the template neither names them nor dumps tools as JSON."""
     for place, tool in enumerate(() if shown_whole else tools):
         _refuse_unread(tool, _TOOL_FIELDS, read, f"tools[{place}].")
         for function in _objects([tool.get("function")]):
@@ -97,7 +97,7 @@ def check_tool_fields(tools: Sequence[dict[str, Any]], read: Collection[str], *,
 
 
 def check_tokenize_fields(request: TokenizeRequest) -> None:
-    """Refuse what would do nothing: a prompt is rendered by no template, and messages write special tokens out."""
+    """Refuse fields without effect: prompts use no chat template, and for messages the template adds special tokens."""
     of_messages = {
         "tools": request.tools,
         "chat_template_kwargs": request.chat_template_kwargs,
@@ -107,9 +107,9 @@ def check_tokenize_fields(request: TokenizeRequest) -> None:
     }
     unread = [name for name, value in of_messages.items() if value not in (None, [], {})]
     if request.prompt is not None and unread:
-        raise _unread(unread[0], "a prompt is rendered by no template. Send `messages`, or leave it out.")
+        raise _unread(unread[0], "no chat template is applied to a prompt. Send `messages`, or leave it out.")
     if request.messages is not None and request.add_special_tokens:
-        raise _unread("add_special_tokens", "the template of messages writes them out. Send false, or leave it out.")
+        raise _unread("add_special_tokens", "the chat template adds them. Send false, or leave it out.")
 
 
 def _unread(name: str, because: str) -> ApiError:
@@ -117,7 +117,7 @@ def _unread(name: str, because: str) -> ApiError:
 
 
 def _objects(found: object) -> list[dict[str, Any]]:
-    """Those of a list, each in its place; what is none has no fields."""
+    """The objects of a list, each at its index; anything else becomes an empty one."""
     return [part if isinstance(part, dict) else {} for part in found] if isinstance(found, list) else []
 
 
@@ -128,7 +128,7 @@ def _refuse_unread(found: dict[str, Any], known: Collection[str], read: Collecti
 
 
 def _refuse_misplaced(message: dict[str, Any], where: str) -> None:
-    """Fields of a role that has none of them."""
+    """Fields that messages of this role can't have."""
     for name, role in _ROLE_OF.items():
         if message.get(name) not in _SAYS_NOTHING and message.get("role") != role:
             field, because = where + name, f"only messages of the role {role} have one. Leave it out."
@@ -138,7 +138,7 @@ def _refuse_misplaced(message: dict[str, Any], where: str) -> None:
 def check_logprobs(
     params: SamplingParams, prompts: Sequence[Sequence[int]], max_len: int, field: str = "prompt_logprobs"
 ) -> None:
-    """A response with logprobs grows with the product of all of these; those of prompts were asked for by `field`."""
+    """A response with logprobs grows with the product of all of these; `field` asked for those of prompts."""
     if params.logprobs is not None:
         entries = len(prompts) * params.n * min(params.max_tokens, max_len) * (1 + params.logprobs)
         limits.LOGPROBS.check(entries)
@@ -171,14 +171,14 @@ def _check_sampling(request: SamplingFields) -> None:
 
 
 def _check_structured(given: dict[str, Any] | None) -> None:
-    """Each part within the bound of the field that it is another name of."""
+    """Check each part against the bound of the field that it is an alias of."""
     limits.SCHEMA_SIZE.check_size(given, "structured_outputs")
     if isinstance(choices := (given or {}).get("choice"), list):
         limits.GUIDED_CHOICES.check(len(choices), "structured_outputs.choice")
 
 
 def _check_arguments(messages: Sequence[dict[str, Any]], bounds: ModelBounds) -> None:
-    """Arguments of earlier calls are JSON inside the body's JSON, decoded for the template: together as one body."""
+    """Arguments of earlier tool calls are JSON strings, decoded for the template: bounded together like one body."""
     total = Shape(0, 0, 0, 0, 0, 0)
     for text in argument_texts(messages):
         total += shape_of(text.encode("utf-8", "surrogatepass"), bounds.values.most)

@@ -1,4 +1,4 @@
-"""Request bodies: what clients may send, in the OpenAI API's words."""
+"""Request bodies: OpenAI's fields, and those of vLLM's extensions that are supported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BadWord = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limi
 _MAX_ALLOWED = {"maxItems": limits.ALLOWED_TOKENS.most}
 WHOLE = {"maximum": 2**63 - 1}
 FLOAT32 = {"maximum": 2.0**128 - 2.0**104}
-"""What can be kept, for the document; more is refused with these numbers where it is used."""
+"""Representable values, for the OpenAPI document; larger ones are refused where they are used."""
 _SOME = {"minLength": 1}
 _ANY_OF_SOME = {"minItems": 1}
 Message = Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.MESSAGE)]
@@ -37,35 +37,35 @@ WITHOUT_EFFECT = {
     "service_tier": "there is one tier",
     "safety_identifier": "for OpenAI's own policies",
     "prompt_cache_key": "prompts share what they begin with, whoever sends them",
-    "modalities": "text is the only one that is taken, and the only one there is",
+    "modalities": "text is the only modality",
     "include_obfuscation": "nothing is obfuscated",
 }
-"""Fields that clients send and nobody reads, with the reason that no answer would be another. All others are read."""
+"""Fields that are accepted and ignored, with the reason why no output depends on them. All others are read."""
 
-_ONLY_TEXT = "text is all that is read and written"
+_ONLY_TEXT = "only text is read and written"
 _SHARED = "prompts share what they begin with, whoever sends them"
-_ONE_TEMPLATE = "messages are written by the model's own template"
+_ONE_TEMPLATE = "messages are rendered by the model's own template"
 
 ONLY_NEUTRAL = {
-    "spaces_between_special_tokens": NeutralField("it is true or false, and no space is put between", (True, False)),
-    "use_beam_search": NeutralField("tokens are sampled, not searched", (False,)),
+    "spaces_between_special_tokens": NeutralField("no space is put between special tokens either way", (True, False)),
+    "use_beam_search": NeutralField("there is no beam search", (False,)),
     "length_penalty": NeutralField("it is of beam search, and tokens are sampled", (1,)),
     "early_stopping": NeutralField("it is of beam search, and tokens are sampled", (False,)),
     "typical_p": NeutralField("this kind of sampling is not built in", (1,)),
     "top_a": NeutralField("this kind of sampling is not built in", (0,)),
-    "logits_processors": NeutralField("no code of a request is run"),
+    "logits_processors": NeutralField("code from requests is not run"),
     "guided_decoding_backend": NeutralField("there is one"),
-    "guided_whitespace_pattern": NeutralField("white space is that of JSON"),
+    "guided_whitespace_pattern": NeutralField("the grammar's own white space rules apply"),
     "add_generation_prompt": NeutralField("a prompt is rendered by no template", (True,)),
     "continue_final_message": NeutralField("a prompt is always continued", (False,)),
     "chat_template": NeutralField(f"{_ONE_TEMPLATE}, or by --chat-template"),
     "documents": NeutralField(f"{_ONE_TEMPLATE}, which is given none"),
     "reasoning_effort": NeutralField("a prompt is rendered by no template"),
     "verbosity": NeutralField("a prompt is rendered by no template"),
-    "prediction": NeutralField("answers are not predicted by clients"),
+    "prediction": NeutralField("predicted outputs are not supported"),
     "audio": NeutralField(_ONLY_TEXT),
     "mm_processor_kwargs": NeutralField(_ONLY_TEXT),
-    "web_search_options": NeutralField("nothing is looked up"),
+    "web_search_options": NeutralField("there is no web search"),
     "functions": NeutralField("OpenAI has put `tools` in its place", ([],)),
     "function_call": NeutralField("OpenAI has put `tool_choice` in its place"),
     "cache_salt": NeutralField(_SHARED),
@@ -75,32 +75,32 @@ ONLY_NEUTRAL = {
     "request_id": NeutralField("the server gives ids, and a response has its own"),
     "prompt_embeds": NeutralField("prompts are texts or token ids"),
     "structural_tag": NeutralField("use `response_format` or a `guided_` field"),
-    "include_reasoning": NeutralField("thoughts are told apart, and never left out", (True,)),
-    "kv_transfer_params": NeutralField("there is one engine, and nothing to hand over"),
+    "include_reasoning": NeutralField("reasoning is returned separately, and never left out", (True,)),
+    "kv_transfer_params": NeutralField("there is no disaggregated prefill"),
     "media_io_kwargs": NeutralField(_ONLY_TEXT),
     "vllm_xargs": NeutralField("there are no plugins that would read them"),
     "echo": NeutralField("the prompt is not repeated", (False,)),
     "best_of": NeutralField("no more choices are made than are returned: use `n`"),
 }
-"""Fields of OpenAI's and of other servers that some clients always send: taken where they ask for what is done anyway,
-refused by name with the reason where they ask for more."""
+"""Fields of OpenAI's and of other servers that some clients always send: accepted at values that match what is done
+anyway, refused by name with the reason at others."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to stream."""
 
     include_usage: bool = False
-    """Send the numbers of tokens in a last event."""
+    """Send token counts in a last event."""
     include_obfuscation: bool = False
     """Accepted; nothing is obfuscated here."""
     continuous_usage_stats: bool = False
-    """Send the numbers of tokens so far in every event. Not in OpenAI's API."""
+    """Send token counts so far in every event. Not in OpenAI's API."""
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request share. A field that is not known is refused: it would do nothing.
+    """Fields of both completions and chats. Unknown fields are refused: they would have no effect.
 
-    Where temperature, top_p, top_k, min_p or repetition_penalty is left out, the model's own holds (/v1/models).
+    Where temperature, top_p, top_k, min_p or repetition_penalty is left out, the model's default applies (/v1/models).
     """
 
     model: str | None = None
@@ -110,11 +110,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     n: Annotated[int, Meta(ge=1, le=limits.CHOICES.most)] | None = None
     """Choices for one prompt."""
     temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
-    """0 always takes the likeliest token. Default: the model's own, else 1."""
+    """0 is greedy: always the most likely token. Default: the model's own, else 1."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Annotated[str, Meta(extra_json_schema={"maxLength": limits.STOP_CHARS.most})] | Stops | None = None
-    """Texts that end the output, and are not part of it. An empty text in place of a list is none."""
+    """Stop strings: they end the output, and are not part of it. An empty string in place of a list means none."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
@@ -127,13 +127,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Token id → what is added to its logit."""
 
     top_k: Annotated[int, Meta(ge=-1, extra_json_schema=WHOLE)] | None = None
-    """Sample among this many likeliest tokens; 0 and -1 are off. Not in OpenAI's API."""
+    """Sample from this many most likely tokens; 0 and -1 are off. Not in OpenAI's API."""
     min_p: Probability | None = None
-    """Leave out tokens less likely than this share of the likeliest. Not in OpenAI's API."""
+    """Leave out tokens less likely than this fraction of the most likely one's probability. Not in OpenAI's API."""
     repetition_penalty: Annotated[float, Meta(gt=0, extra_json_schema=FLOAT32)] | None = None
     """Not in OpenAI's API."""
     ignore_eos: bool | None = None
-    """Go on after the end-of-sequence token. Not in OpenAI's API."""
+    """Continue after the end-of-sequence token. Not in OpenAI's API."""
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     """Not in OpenAI's API."""
     skip_special_tokens: bool | None = None
@@ -142,25 +142,27 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Let the text end with the stop string or token that ended it. Not in OpenAI's API."""
     return_token_ids: bool | None = None
     """Add `token_ids` to choices, and `prompt_token_ids`. Not in OpenAI's API."""
+    return_hidden_states: bool | None = None
+    """Add `hidden_states` to choices: what the last token was picked from, after the last norm. Not in OpenAI's API."""
     return_tokens_as_token_ids: bool | None = None
-    """In logprobs, call tokens `token_id:7`. Not in OpenAI's API."""
+    """In logprobs, show tokens as `token_id:7`. Not in OpenAI's API."""
     min_tokens: Annotated[int, Meta(ge=0, extra_json_schema=WHOLE)] | None = None
-    """The fewest tokens; until then nothing ends the output. Not in OpenAI's API."""
+    """The least number of tokens; before that nothing ends the output. Not in OpenAI's API."""
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, extra_json_schema=_MAX_ALLOWED)] | None = None
-    """Only these tokens may come. Not in OpenAI's API."""
+    """Only these tokens may be generated. Not in OpenAI's API."""
     bad_words: Annotated[list[BadWord], Meta(extra_json_schema={"maxItems": limits.BAD_WORDS.most})] | None = None
-    """Texts that are not written, within words or at their beginnings. Not in OpenAI's API."""
+    """Texts that may not be generated, inside of words or at their beginnings. Not in OpenAI's API."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
     """How many alternatives to report for each token of the prompt. Not in OpenAI's API."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})] | None = None
-    """Take this many of the prompt's last tokens at most; -1 takes as many as fit. Not in OpenAI's API."""
+    """Keep at most this many of the prompt's last tokens; -1 keeps as many as fit. Not in OpenAI's API."""
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """Of what waits, the lowest goes first. Default: 0. Not in OpenAI's API."""
+    """Among waiting requests the lowest goes first. Default: 0. Not in OpenAI's API."""
     add_special_tokens: bool | None = None
-    """Put what the tokenizer puts around a text. Default: true, and false for a chat, whose template writes it out.
+    """Add the tokenizer's special tokens, such as BOS. Default: true; false for a chat, whose template adds them.
     Not in OpenAI's API."""
     speculate: bool | Annotated[int, Meta(ge=0, le=1024)] | None = None
-    """Whether tokens are drafted for it, or how many in a round; no answer depends on it. Not in OpenAI's API."""
+    """Whether to draft tokens for it, or how many per round; the output does not depend on it. Not in OpenAI's API."""
 
     response_format: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.RESPONSE_FORMAT)] | None = None
     guided_json: Any = None
@@ -189,7 +191,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
     prompt: str | Annotated[list[str | TokenId | Tokens], Meta(min_length=1)]
     """A text, several texts, token ids, or several lists of token ids."""
     max_tokens: Annotated[int, Meta(ge=0, extra_json_schema=WHOLE)] | None = None
-    """Default: 16. With 0 the prompt is computed, and scored where that is asked for, and nothing is generated."""
+    """Default: 16. With 0 only the prompt is computed, and scored where that is asked for."""
     logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
     """How many alternatives to report for each token."""
     echo: bool | None = None
@@ -206,26 +208,26 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     max_tokens: Annotated[int, Meta(ge=0, extra_json_schema=WHOLE)] | None = None
     """Default: up to the end of the context."""
     max_completion_tokens: Annotated[int, Meta(ge=0, extra_json_schema=WHOLE)] | None = None
-    """OpenAI's newer name of max_tokens."""
+    """OpenAI's newer name for max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS.most)] | None = None
     tools: list[Tool] | None = None
-    """Functions that the model may call; they reach the chat template."""
+    """Functions that the model may call; the chat template renders them."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further names that the chat template knows. Not in OpenAI's API."""
+    """Further variables for the chat template. Not in OpenAI's API."""
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
     """End the prompt with the beginning of an answer. Default: true. Not in OpenAI's API."""
     continue_final_message: bool | None = None
-    """Go on with the last message in place of answering it. Not in OpenAI's API."""
+    """Continue the last message instead of answering it. Not in OpenAI's API."""
     reasoning_effort: Effort | None = None
-    """For templates that read it; with others the answer is as without it, and a header says so."""
+    """For chat templates that read it; with others it has no effect, and a header says so."""
     verbosity: Verbosity | None = None
     """As `reasoning_effort`."""
     content_special_tokens: ContentTokens | None = None
-    """What special tokens in the texts of messages are. Default: the server's, which is text. Not in OpenAI's API."""
+    """How special tokens in message texts are tokenized. Default: the server's (`text`). Not in OpenAI's API."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -235,11 +237,11 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    """Put what the tokenizer puts around a text. Default: true; not for messages, whose template writes it out."""
+    """Add the tokenizer's special tokens, such as BOS. Default: true; not for messages, whose template adds them."""
     add_generation_prompt: bool | None = None
     """Of messages: end with the beginning of an answer. Default: true."""
     continue_final_message: bool | None = None
-    """Of messages: end with the last one, without the template's end of it."""
+    """Of messages: end within the last one, without the template's end-of-turn."""
     content_special_tokens: ContentTokens | None = None
     """Of messages: as in a chat."""
     tools: list[Tool] | None = None

@@ -1,4 +1,4 @@
-"""Response bodies: what clients get, whole or as events, in the OpenAI API's words."""
+"""Response bodies: OpenAI's objects, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from phonograph.server.http.failures import Error
@@ -14,24 +15,24 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """Of the prompt's tokens, those that the prefix cache had."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    """Of the output's tokens, those that were thought."""
+    """Tokens of reasoning."""
 
     reasoning_tokens: int
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
-    """Of the outputs' tokens, what is known of some."""
+    """A breakdown of the output tokens."""
 
     reasoning_tokens: int | UnsetType = UNSET
-    """Those that were thought, where outputs are looked through for thoughts."""
+    """Tokens of reasoning, where outputs are parsed for it."""
     accepted_prediction_tokens: int | UnsetType = UNSET
-    """Where tokens are drafted, those that were drafted and are part of an output."""
+    """With speculation: drafted tokens that were accepted."""
     rejected_prediction_tokens: int | UnsetType = UNSET
 
 
@@ -45,20 +46,25 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: OutputDetails | UnsetType = UNSET
 
 
+def hidden_states(given: bytes) -> list[float] | UnsetType:
+    """Numbers of float32 as a choice has them; nothing where none were asked for."""
+    return np.frombuffer(given, dtype=np.float32).tolist() if given else UNSET
+
+
 # -- /v1/completions ------------------------------------------------------------------------------------------------
 
 
 class RankedLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token of a prompt, or one that could have been in its place."""
+    """A token of a prompt, or an alternative to it."""
 
     logprob: float
     rank: int
-    """How many tokens were at least as likely; of alternatives, their place among them."""
+    """Its rank by probability, from 1; ties count against a prompt's own token."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[str, RankedLogprob] | None]
-"""For each token of a prompt, by token id; null for the first, which nothing was before."""
+"""For each token of a prompt, by token id; null for the first, which has no logprob."""
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
@@ -82,6 +88,8 @@ class TextChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     """In a stream, with the first piece."""
+    hidden_states: list[float] | UnsetType = UNSET
+    """What the last token was picked from."""
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):
@@ -99,7 +107,7 @@ class CompletionResponse(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token that could have been."""
+    """An alternative token."""
 
     token: str
     logprob: float
@@ -107,7 +115,7 @@ class TopLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token that is."""
+    """A sampled token."""
 
     token: str
     logprob: float
@@ -123,15 +131,15 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """Which function the model wants to be called, and with what."""
+    """The function that the model calls, and its arguments."""
 
     name: str
     arguments: str
-    """JSON, as the model wrote it: it may be wrong."""
+    """JSON as the model wrote it, not validated."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the client should make."""
+    """A tool call for the client to run."""
 
     id: str
     function: FunctionCall
@@ -139,7 +147,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """A whole call, in a stream."""
+    """A complete tool call, in a stream."""
 
     index: int
     id: str
@@ -148,24 +156,26 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The message that was generated."""
+    """The generated message."""
 
     content: str | None
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    """What the model thought before it answered."""
+    """The model's reasoning."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One message that was generated."""
+    """One generated message."""
 
     index: int
     message: ChatMessage
     finish_reason: Finish
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
+    hidden_states: list[float] | UnsetType = UNSET
+    """What the last token was picked from."""
 
 
 class ChatResponse(msgspec.Struct, frozen=True):
@@ -182,7 +192,7 @@ class ChatResponse(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """What is new of a message."""
+    """New parts of a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -191,7 +201,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
 
 class ChatDeltaChoice(msgspec.Struct, frozen=True):
-    """What is new of one message."""
+    """New parts of one choice."""
 
     index: int
     delta: ChatDelta
@@ -224,11 +234,11 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_model_len: int
     """Tokens of a prompt and its output together."""
     sampling: dict[str, float]
-    """What holds where a request leaves it out: temperature, top_k, top_p, min_p, repetition_penalty."""
+    """Defaults for requests that leave out temperature, top_k, top_p, min_p or repetition_penalty."""
     root: str
-    """The model's own name, whatever it is called here."""
+    """The model's own name, under whichever name it is served."""
     parent: None = None
-    """That of which it is a fine-tune, at servers that know."""
+    """The parent of a fine-tune, on servers that have such."""
     owned_by: str = "phonograph"
     object: Literal["model"] = "model"
 
@@ -260,4 +270,4 @@ class HealthResponse(msgspec.Struct, frozen=True):
     status: str
     reason: str = ""
     error: Error | UnsetType = UNSET
-    """Where no request is taken, or some fail."""
+    """Set where no request is accepted, or some fail."""

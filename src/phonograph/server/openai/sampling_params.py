@@ -1,4 +1,4 @@
-"""Sampling fields: those of a request as the engine's SamplingParams; what can't be served is refused by name."""
+"""Sampling fields: a request's as the engine's SamplingParams; unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
     """For /v1/completions."""
-    _refuse(request.suffix, "suffix", "text is only continued, not filled in")
+    _refuse(request.suffix, "suffix", "infilling is not supported")
     if request.best_of not in (None, request.n or 1):
         raise _refusal("best_of", "no more choices are made than are returned: use `n`")
     max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -58,6 +58,8 @@ def _params(
         raise ApiError(400, "`stream_options` needs `stream`: true.", param="stream_options", code="invalid_value")
     if request.prompt_logprobs is not None and request.stream:
         raise _refusal("prompt_logprobs", "a stream has no place for them: send `stream`: false, or `echo`")
+    if request.return_hidden_states and request.stream:
+        raise _refusal("return_hidden_states", "a stream has no place for them: send `stream`: false")
     stop = (request.stop,) if request.stop and isinstance(request.stop, str) else tuple(request.stop or ())
     return SamplingParams(
         max_tokens=max_tokens,
@@ -81,6 +83,7 @@ def _params(
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         bad_words=tuple(request.bad_words or ()),
         speculate=request.speculate,
+        return_hidden_states="last" if request.return_hidden_states else None,
     )
 
 
@@ -89,7 +92,7 @@ def _more(one: int | None, other: int | None) -> int | None:
 
 
 def grammar_of(request: SamplingFields) -> GrammarSpec | None:
-    """What the output must look like: OpenAI's `response_format`, or one of the `guided_` fields."""
+    """The grammar of the output: OpenAI's `response_format`, or one of the `guided_` fields."""
     found: dict[str, GrammarSpec] = {}
     _refuse_unknown(request.response_format, _FORMAT_FIELDS, "response_format.")
     kind = "text" if request.response_format is None else request.response_format.get("type")

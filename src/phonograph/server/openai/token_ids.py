@@ -1,4 +1,4 @@
-"""TokenIds: the ids of prompts and outputs, as vLLM shows them beside the text."""
+"""TokenIds: the ids of prompts and outputs in responses, in vLLM's form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ToolCallReader: calls of tools in an output as it comes, told from its text."""
+"""ToolCallReader: parses tool calls out of an output as it streams."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
 class ToolCallReader:
-    """Reads one output as it comes: text is given out at once, what may be a call is held until it is known to be one.
+    """Parses one output as it streams: text is passed on at once, a possible tool call is held until it is complete.
 
-    What turns out to be no call, though it looked like one, is text after all; so is a call of a tool that was not
-    given. Of more calls than `most`, the later ones are dropped.
+    What turns out not to be a tool call is passed on as text; so is a call of an unknown tool. Calls beyond `most` are
+    dropped.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class ToolCallReader:
         self._in_call = False
         self._in_json = False
         self._skips_space = False
-        """After a call: what stands between calls is no text."""
+        """After a call: text between calls is dropped."""
         self._looked = 0
-        """How much of what is held has been searched for the end of a call."""
+        """How much of the held text has been searched for the end of a call."""
         self._in_text = False
-        """Whether that much ends inside of a JSON text, where a tag is no tag."""
+        """Whether that much ends inside of a JSON string, where a tag does not count."""
 
     def add(self, text: str) -> list[str | FunctionCall]:
-        """The text that can be given out and the calls that are complete, in their order."""
+        """Text that can be passed on and complete calls, in order."""
         self._held += text
         found: list[str | FunctionCall] = []
         while self._has_begun() and not self._in_json:
@@ -54,7 +54,7 @@ class ToolCallReader:
         return found
 
     def _up_to_call(self, found: list[str | FunctionCall]) -> bool:
-        """Give out text up to the next mark of a call; whether there was one."""
+        """Pass on text up to the next opening tag; whether there was one."""
         opening = self._format.opening
         before, opened, rest = self._held.partition(opening) if opening else (self._held, "", "")
         if not opened:
@@ -68,7 +68,7 @@ class ToolCallReader:
         return True
 
     def _past_call(self, found: list[str | FunctionCall]) -> bool:
-        """Read the call that is held; whether its end was."""
+        """Parse the held call; whether it is complete."""
         end = self._end_of_call()
         if end is None:
             return False
@@ -83,7 +83,7 @@ class ToolCallReader:
         return True
 
     def _end_of_call(self) -> int | None:
-        """Where the tag is that ends the call; one inside of a text of its JSON does not."""
+        """Where the closing tag is; one inside of a JSON string does not count."""
         closing = self._format.closing
         while closing and (end := self._held.find(closing, self._looked)) >= 0:
             quotes = _ESCAPED.sub("", self._held[self._looked : end]).count('"')
@@ -93,11 +93,11 @@ class ToolCallReader:
         return None
 
     def finish(self) -> list[str | FunctionCall]:
-        """What is left when the output has ended."""
+        """Parts that were held back until the output ended."""
         found: list[str | FunctionCall] = []
         opening, closing = self._format.opening, self._format.closing
         while self._in_call and closing and closing in self._held and not self._known(self._format.read(self._held)):
-            # A quote that has no end hid the tag: what is before it is no call, what is after it may have some.
+            # An unterminated string hid the tag: before it there is no call, after it there may be some.
             inside, _, self._held = self._held.partition(closing)
             self._in_call = False
             _say(found, opening + inside + closing)
@@ -115,7 +115,7 @@ class ToolCallReader:
         return found
 
     def _known(self, calls: list[FunctionCall]) -> list[FunctionCall]:
-        """The calls, if each is of a tool that there is."""
+        """The calls, if each is of a known tool."""
         return calls if all(call.name in self._names for call in calls) else []
 
     def _allowed(self, calls: list[FunctionCall]) -> list[FunctionCall]:
@@ -126,7 +126,7 @@ class ToolCallReader:
         return calls
 
     def _has_begun(self) -> bool:
-        """Whether there was a character that is no space; the first ones show whether the output is JSON."""
+        """Whether there was a character besides spaces; the first ones show whether the output is JSON."""
         if self._at_start and (begun := self._held.lstrip()):
             opening = self._format.opening
             if len(begun) < len(opening) and opening.startswith(begun):
@@ -142,5 +142,5 @@ def _say(found: list[str | FunctionCall], text: str) -> None:
 
 
 def overlap(text: str, tag: str) -> int:
-    """How much of the text's end may be the beginning of a tag."""
+    """How many characters at the text's end may begin a tag."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-size:])), 0)

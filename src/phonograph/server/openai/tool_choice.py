@@ -1,4 +1,4 @@
-"""ToolChoice: whether the model may, must or must not call tools; a call that it must make follows a grammar."""
+"""ToolChoice: whether the model may, must or must not call tools; forced calls follow a grammar."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from phonograph.server.http.failures import ApiError, unknown_field
 from phonograph.server.openai.tool_formats import Spelling
 
 MAX_FORCED_CALLS = 32
-"""Of one output whose calls follow a grammar: a model that never has enough would fill the context."""
+"""Forced calls per output: a model that never stops calling would fill the context."""
 _WORDS = ("none", "auto", "required")
 _TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As models write JSON. Free white space would let a weak model write nothing else."""
+"""As models write JSON. With arbitrary white space a weak model may generate nothing else."""
 _OF_SCHEMAS = frozenset(("properties", "$defs", "definitions", "patternProperties", "dependentSchemas"))
-"""Keywords whose values are schemas by name, so that their names are no keywords."""
+"""Keywords whose values map names to schemas; the names are not keywords."""
 _OF_VALUES = frozenset(("const", "enum", "default", "examples"))
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ToolChoice:
 
 
 def choice_of(given: str | Mapping[str, Any] | None, tools: Sequence[dict[str, Any]] | None) -> ToolChoice:
-    """What `tool_choice` asks for, of tools that were given; refuses one that can't be had."""
+    """Resolve `tool_choice` against the given tools; refuses one that can't be met."""
     for place, tool in enumerate(tools or ()):
         _check_tool(place, tool)
     named = tuple(tools or ())
@@ -100,7 +100,7 @@ def _check_tool(place: int, tool: dict[str, Any]) -> None:
 def grammar_of_calls(
     choice: ToolChoice, spelling: Spelling, *, parallel: bool, instead: GrammarSpec | None = None
 ) -> GrammarSpec:
-    """The grammar of an output that is calls and nothing else, each valid for its tool's schema, or JSON `instead`."""
+    """The grammar of an output that is only tool calls, each valid for its tool's schema, or JSON `instead`."""
     rules: list[str] = []
     for place, tool in enumerate(choice.tools):
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
@@ -124,14 +124,14 @@ def _text(text: str) -> str:
 
 
 def _schema_of(place: int, function: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments must be. They are an object; `strict` means that it has no others than those described."""
+    """The schema of the arguments: an object; `strict` allows no properties beyond those described."""
     given = function.get("parameters")
     if given is None:
         given = {"type": "object", "properties": {}, "additionalProperties": False}
     field = f"tools[{place}].function.parameters"
     if not isinstance(given, dict):
         raise ApiError(400, f"`{field}` must be a JSON schema, as an object.", param=field, code="invalid_value")
-    GrammarSpec("json_schema", json.dumps(given), field)  # refuses what no grammar can keep exactly
+    GrammarSpec("json_schema", json.dumps(given), field)  # refuses schemas that a grammar can't enforce exactly
     closed = _closed(given) if function.get("strict") else given
     typed = closed if "type" in closed or "$ref" in closed else {"type": "object", **closed}
     return {"x-guidance": _TIGHT, **typed}

@@ -1,4 +1,4 @@
-"""ToolFormat: how a family of models writes calls of tools, read from an output and written as a grammar."""
+"""ToolFormat: how a model family writes tool calls, for parsing outputs and for the grammar of forced calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from phonograph.server.openai.responses import FunctionCall
 
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeEncodeError, ValueError)
 _BETWEEN = re.compile(r"[\s;]*")
-"""What may stand between calls that are one JSON object after the other."""
+"""Separators between calls that are consecutive JSON objects."""
 _NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*[^\s\[{]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
 """Newer Mistral models write the name in front of the arguments."""
 
 
 class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A call as models write it; an object with anything else in it is none."""
+    """A call as models write it; an object with other fields is not a call."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -48,22 +48,22 @@ class Spelling:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls stand in an output; one that is nothing but their JSON is read in every format."""
+    """How calls appear in an output; an output that is only their JSON is parsed in every format."""
 
     name: str
     read: Callable[[str], list[FunctionCall]]
-    """The calls in a text that was found between the marks; none if it is no call."""
+    """The calls in the text between the tags; none if it can't be parsed."""
     opening: str = ""
-    """The mark in front of calls; without one, calls are the whole output."""
+    """The opening tag; without one, calls are the whole output."""
     closing: str = ""
-    """The mark after a call; without one, calls go on to the end of the output."""
+    """The closing tag; without one, calls extend to the end of the output."""
     spelling: Spelling = Spelling()
     marks: tuple[str, ...] = ()
     """Texts that are part of calls and may be special tokens of a vocabulary."""
 
 
 def read_json(text: str) -> list[FunctionCall]:
-    """The calls of a text that is nothing but JSON: one, a list of them, or one after the other."""
+    """The calls of a text that is only JSON: one, a list of them, or several in a row."""
     try:
         if text.lstrip().startswith("["):
             return _all(_read_calls(text))
@@ -115,7 +115,7 @@ def _all(found: list[_Call]) -> list[FunctionCall]:
 
 
 def _made(found: _Call) -> FunctionCall | None:
-    """The call, with arguments as the model wrote them: another encoding may be another number."""
+    """The call, with arguments as the model wrote them: encoding them again might change a number."""
     if bool(bytes(found.arguments)) == bool(bytes(found.parameters)):
         return None
     arguments = bytes(found.arguments) or bytes(found.parameters)
@@ -156,7 +156,7 @@ CHOICES = ("auto", "none", *FORMATS)
 
 
 class Mentions(Protocol):
-    """A chat template, as far as formats are told from it."""
+    """A chat template, as far as formats are detected from it."""
 
     takes_tools: bool
 
@@ -164,7 +164,7 @@ class Mentions(Protocol):
 
 
 def format_of(template: Mentions) -> ToolFormat:
-    """The format that a template teaches; Hermes' where it has no tools, as that is what we write in its place."""
+    """The format that a template uses; Hermes for one without tools, as the fallback prompt for tools uses that."""
     if template.mentions("[TOOL_CALLS]"):
         return MISTRAL
     if template.mentions("<|python_tag|>") or template.mentions('"parameters": dictionary of argument'):

@@ -1,7 +1,7 @@
-"""Tool messages: tools, earlier calls and their results, as the model's chat template takes them.
+"""Tool messages: tools, earlier calls and their results, in the form that the model's chat template takes.
 
-A template that knows no tools gets them as text: a system message with their JSON, calls as the assistant's words, and
-results as the user's.
+A template without tool support gets them as text: a system message with their JSON, calls as assistant text, and
+results as user text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def for_template(
 
 
 def argument_texts(messages: Iterable[Message]) -> Iterator[str]:
-    """Of all earlier calls whose arguments are JSON in a string."""
+    """The arguments of all earlier calls, as JSON strings."""
     for message in messages:
         for function in _functions(message):
             if isinstance(function.get("arguments"), str):
@@ -61,7 +61,7 @@ def _functions(message: Message) -> list[dict[str, Any]]:
 
 
 def _with_tools_written(messages: Sequence[Message], tools: Sequence[Message], *, takes_system: bool) -> list[Message]:
-    """With tools in the first system message, which is made if there is none, or else in front of the first message."""
+    """With tools in the system message, in a new one if there is none, or else in front of the first message."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = _TOOLS.format(tools=lines)
     first = messages[0] if messages else {}
@@ -98,7 +98,7 @@ def _with_calls_written(messages: Sequence[Message], format: ToolFormat) -> list
 
 
 def _said(message: Message, format: ToolFormat) -> Message:
-    """An assistant's message with its calls in its text."""
+    """An assistant message with its calls as text."""
     functions = _functions(message)
     if not functions:
         return message
@@ -112,13 +112,13 @@ def _said(message: Message, format: ToolFormat) -> Message:
 
 
 def _result(place: int, message: Message, names: dict[str, str]) -> str:
-    """What a tool gave, with the name of the function that was called."""
+    """A tool's result, with the name of its function."""
     content, call = message.get("content"), message.get("tool_call_id")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         content = "\n".join(part for part in parts if isinstance(part, str)) if None not in parts else None
     if not isinstance(content, str):
-        problem = "must be a text or text parts, as the result of a tool"
+        problem = "must be a text or text parts: the result of a tool"
         field = f"messages[{place}].content"
         raise ApiError(400, f"`{field}` {problem}.", param=field, code="invalid_value")
     if not call:

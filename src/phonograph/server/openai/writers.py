@@ -1,4 +1,4 @@
-"""Writers: the engine's outputs as bodies and events of the OpenAI API."""
+"""Writers: encode the engine's outputs as OpenAI bodies and stream events."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from phonograph.server.openai.responses import (
     ToolCall,
     ToolCallDelta,
     Usage,
+    hidden_states,
 )
 from phonograph.server.openai.token_ids import TokenIds
 
@@ -44,7 +45,7 @@ _encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
 BLOCK = 128
-"""Tokens whose logprobs are encoded in one go: others wait for no more than 2,688 entries."""
+"""Tokens whose logprobs are encoded at a time: other requests wait for at most 2,688 entries."""
 _SMALL = 256 << 10
 
 _FINISH: dict[FinishReason | None, Finish | None] = {
@@ -55,14 +56,14 @@ _FINISH: dict[FinishReason | None, Finish | None] = {
 
 
 class ResponseWriter(Protocol):
-    """Writes the response to one request; it has a state, so there is one for each request."""
+    """Writes the response to one request; stateful, one for each request."""
 
     id: str
     size: int
-    """Characters, besides those of deltas, that are handled in the end."""
+    """Characters, besides those of deltas, that are handled at the end."""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        """Server-sent events for what is new."""
+        """Server-sent events for new deltas."""
 
     def end(self, used: TokenUsage) -> bytes:
         """The last events of a stream."""
@@ -75,13 +76,13 @@ class ResponseWriter(Protocol):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What every event and body of one response begins with."""
+    """Fields common to all events and bodies of one response."""
 
     id: str
     created: int
     model: str
     streams_usage: bool = False
-    """Whether the last event of a stream has the usage, and the others say that it is not known yet."""
+    """Whether the last event of a stream has the usage, and the others have `usage: null`."""
 
     @property
     def no_usage(self) -> UnsetType | None:
@@ -98,7 +99,7 @@ class CompletionWriter:
         offsets: Callable[[int], TextOffsets] = lambda choice: TextOffsets(),
         prompts: PromptWriter | None = None,
     ) -> None:
-        """`offsets` makes those of a choice; `prompts` writes what is shown of prompts."""
+        """`offsets` makes the text offsets of a choice; `prompts` writes echoes and prompt logprobs."""
         self.id = head.id
         self.size = 0
         self.ids = TokenIds()
@@ -178,8 +179,8 @@ class CompletionWriter:
     def _text_choice(
         self, delta: Delta, text: str, logprobs: TextLogprobs | None, ranked: PromptLogprobs | UnsetType = UNSET
     ) -> TextChoice:
-        ids, prompt = self.ids.output(delta), self.ids.prompt(delta.choice)
-        return TextChoice(delta.choice, text, logprobs, _FINISH[delta.finish], ranked, ids, prompt)
+        about = ranked, self.ids.output(delta), self.ids.prompt(delta.choice), hidden_states(delta.hidden_state)
+        return TextChoice(delta.choice, text, logprobs, _FINISH[delta.finish], *about)
 
     def _response(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -189,7 +190,7 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """For /v1/chat/completions; outputs are text, or what `reading` tells apart in them."""
+    """For /v1/chat/completions; outputs are plain text, or parsed by `reading`."""
 
     def __init__(
         self,
@@ -210,7 +211,7 @@ class ChatWriter:
         self._is_plain = not self._reading.tools and self._reading.reasoning is None
         self._readers: dict[int, AnswerReader] = {}
         self._num_calls: dict[int, int] = {}
-        """By choice; who is not in it has not begun."""
+        """By choice; missing until its first delta."""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         choices = [choice for delta in deltas for choice in self._delta_choices(delta)]
@@ -261,10 +262,11 @@ class ChatWriter:
         made = [ToolCall(self._call_id(delta.choice, place), call) for place, call in enumerate(calls)]
         message = ChatMessage(None if made and not text else text, made or UNSET, thought or UNSET)
         finish = self._finish(delta, len(made)) or "stop"
-        return ChatChoice(delta.choice, message, finish, logprobs, self.ids.output(delta))
+        about = self.ids.output(delta), hidden_states(delta.hidden_state)
+        return ChatChoice(delta.choice, message, finish, logprobs, *about)
 
     def _delta_choices(self, delta: Delta) -> Iterator[ChatDeltaChoice]:
-        """An event with what is new, and one of its own for the end."""
+        """An event with the new parts, and a separate one for the finish reason."""
         index = delta.choice
         thought, text, calls = self._read(delta)
         logprobs: ChatLogprobs | None = None
@@ -285,7 +287,7 @@ class ChatWriter:
             yield ChatDeltaChoice(index, ChatDelta(), finish_reason=self._finish(delta, self._num_calls[index]))
 
     def _read(self, delta: Delta) -> tuple[str, str, list[FunctionCall]]:
-        """What is new of what is thought, said and called."""
+        """New reasoning, content and tool calls."""
         if self._is_plain:
             return "", delta.text, []
         reader = self._readers.get(delta.choice)
@@ -343,7 +345,7 @@ def split(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
 
 
 def _blocks(found: list[T]) -> Iterator[list[T]]:
-    """Empties a list, for a block after the other: what was written is given back at once, not all in the end."""
+    """Consumes a list block by block, so that memory is freed as it is written."""
     taken, found[:] = found[::-1], []
 
     def blocks() -> Iterator[list[T]]:
@@ -355,7 +357,7 @@ def _blocks(found: list[T]) -> Iterator[list[T]]:
 
 
 def _filled(whole: bytes, name: str, items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """JSON whose list of this name is empty, with items in it; each comes in pieces.
+    """JSON whose empty list of this name is filled with items; each item comes in pieces.
 
     A text can't be taken for the list: quotes are escaped in it.
     """

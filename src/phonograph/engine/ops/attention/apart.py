@@ -1,4 +1,4 @@
-"""ApartAttention: tokens whose spans the host knows, attended apart from those whose places only the device knows."""
+"""ApartAttention: separate calls for tokens whose spans the host knows, and for those whose places it does not."""
 
 from __future__ import annotations
 

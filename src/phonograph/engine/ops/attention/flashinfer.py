@@ -57,7 +57,7 @@ class FlashInferAttention:
         return _FlashInferStep(self, cache, queries, queries.spans, num_heads)
 
     def unplanned(self, cache: PagedCache, queries: Queries, num_heads: int) -> StepAttention:
-        """For layers whose scores the library is not asked to bend."""
+        """For layers whose scoring differs from the plain softmax, for which FlashInfer is not used."""
         return self._inner.prepare(cache, replace(queries, spans=None, spans_from=0), num_heads)
 
     def planned(

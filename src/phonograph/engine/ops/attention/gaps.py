@@ -25,7 +25,7 @@ class GapAttention:
         self.name = inner.name
         self._batch: object = None
         self._caches: dict[int, PagedCache] = {}
-        """Those that gaps were met with, by keys."""
+        """Caches of the gaps so far, by the id of their keys."""
         self._steps: dict[tuple[int, int], StepAttention] = {}
         """For that batch, by keys and query heads."""
 

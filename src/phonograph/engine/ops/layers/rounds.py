@@ -67,7 +67,7 @@ def tokens_at(
     rows: torch.Tensor, offsets: torch.Tensor, drafts: torch.Tensor, last_token: torch.Tensor, vocab: int
 ) -> torch.Tensor:
     """The token that each of these rows computes so many places after its length; at 0 it is the last token."""
-    # Whatever a drafter says, what is embedded is a token.
+    # Whatever a drafter returns, only valid tokens are embedded.
     drafted = drafts[rows, (offsets - 1).clamp_min(0)].clamp(0, vocab - 1)
     return torch.where(offsets == 0, last_token[rows], drafted)
 

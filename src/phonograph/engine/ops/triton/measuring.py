@@ -93,7 +93,7 @@ def measure(
         with torch.no_grad():
             trial.run(products, choice, trial.matrices[0])
             us = device_us(device, body, pool) / len(trial.matrices)
-    except Exception as error:  # a choice that this device can't run is a result, whatever it raises
+    except Exception as error:  # a choice that this device can't run counts as a result, whatever it raises
         device.synchronize()
         return Measurement(trial.product, choice, problem=f"{type(error).__name__}: {error}".splitlines()[0][:200])
     return Measurement(trial.product, choice, us)

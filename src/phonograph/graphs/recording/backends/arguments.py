@@ -1,4 +1,4 @@
-"""Gap arguments: those of a gap's call at replay, as a live call would see them."""
+"""Gap arguments: what a gap is called with at replay, as a live call would have it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from phonograph.graphs.phases.live_arguments import value_now
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 OfGraph = Callable[[torch.Tensor], torch.Tensor | None]
-"""Takes a tensor; returns one over the same memory if graphs write that memory anew at every replay, or None."""
+"""Takes a tensor; returns one over the same memory if graphs rewrite that memory at every replay, else None."""
 
 
 class _Live(Marker):
-    """An object that is passed as it is at replay, after the tensors that graphs write are put back into it."""
+    """An object that is passed itself at replay, after the tensors that graphs write are put back into it."""
 
     def __init__(self, value: Any, puts: list[tuple[TreePath, torch.Tensor]]) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Backend protocol: makes recordings of a body that takes a view, and knows no runner."""
+"""Backend protocol: makes recordings of a body that takes a view; independent of runners."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BodyView:
     batch: Any
     kwargs: Mapping[str, Any]
     sizes: Sequence[SizedAxis] = ()
-    """The axes whose size is another one in other recordings of the group."""
+    """The axes whose size differs between recordings of the group."""
     size_fields: Sequence[Path] = ()
     """The fields of the batch, or keyword arguments, that are such a size."""
 
@@ -54,7 +54,7 @@ Bind = Callable[[BodyView], Body]
 
 @dataclass(frozen=True)
 class RecordedGap:
-    """A gap of a recording: whose call it is, and where the graphs around it leave and find their values."""
+    """A gap of a recording: the function called, and the tensors that the graphs around it write and read."""
 
     function: Callable[..., Any]
     name: str
@@ -77,7 +77,7 @@ class Recording:
     gaps: Sequence[RecordedGap] = ()
     """In order; graphs and gaps take turns among the steps where there are some."""
     holds: Sequence[Any] = ()
-    """What the graphs read and perhaps nothing else keeps alive."""
+    """Tensors that the graphs read and that nothing else may keep alive."""
     replay: ReplayStep = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Recording:
 
     @contextmanager
     def replaying(self, replay: Callable[[Sequence[ReplayStep]], None]) -> Iterator[None]:
-        """Inside, a replay is left to a function, which gets the steps."""
+        """Inside, a function that gets the steps replaces the replay."""
         usual, self.replay = self.replay, lambda: replay(self.steps)
         try:
             yield
@@ -93,7 +93,7 @@ class Recording:
             self.replay = usual
 
     def release(self) -> None:
-        """Give the graphs back; the recording can't be replayed any more."""
+        """Free the graphs; the recording can't be replayed any more."""
         for graph in self.graphs:
             graph.release()
 
@@ -111,16 +111,16 @@ class WarmUp(Enum):
     """How a body is run before it is captured."""
 
     FREE = "free"
-    """Anything goes: libraries make their workspaces."""
+    """Nothing is refused: libraries allocate their workspaces."""
     REHEARSAL = "rehearsal"
-    """What capture would refuse raises now, as cheaply as the device can tell."""
+    """What capture would refuse raises already, by the cheapest check that the device has."""
     DIAGNOSIS = "diagnosis"
     """The same, with every op watched, so that the error names op and line."""
 
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a plan and a phase say to a backend."""
+    """Options of a plan and a phase for a backend."""
 
     compiler: str = "eager"
     """What compiles the pieces of a traced body."""
@@ -148,7 +148,7 @@ class Backend(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Sentences on what it made of the body, for `explain`."""
+        """Notes on what was compiled or recorded, for `explain`."""
         ...
 
     def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:

@@ -51,7 +51,7 @@ class _Same(Marker):
 
 @dataclass(frozen=True)
 class _GapSpec:
-    """What one gap took and returned in the last warm-up, with a description for every tensor that it returned."""
+    """Arguments and results of one gap in the last warm-up, with a description of every tensor that it returned."""
 
     name: str
     result: Any
@@ -60,7 +60,7 @@ class _GapSpec:
 
 
 class _Rehearsing:
-    """Runs gaps with host reads allowed, and writes down what they return."""
+    """Runs gaps with host reads allowed, and notes what they return."""
 
     def __init__(self, recorder: Recorder, active: bool) -> None:
         self._recorder = recorder
@@ -129,7 +129,7 @@ class _Capturing:
         return outputs
 
     def close_segment(self) -> None:
-        """End the graph; run it, since recording does not, and the code after it needs its values."""
+        """End the graph and run it: recording does not, and the gap after it needs its values."""
         graph = self._recorder.end()
         graph.replay()
         self.graphs.append(graph)
@@ -149,7 +149,7 @@ class _Capturing:
         return self._device.weak(leaf) if isinstance(leaf, torch.Tensor) and self._pool.owns(leaf) else leaf
 
     def _of_graph(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A tensor that does not keep pool memory from reuse, or an input's buffer; None for memory from outside."""
+        """A weak tensor over pool memory, or an input's buffer; None for memory from outside."""
         if self._pool.owns(tensor):
             return self._device.weak(tensor)
         return tensor if tensor.untyped_storage()._cdata in self._inputs else None

@@ -22,7 +22,7 @@ def _eager(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
 
 
 def _inductor(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-    # What lies there is found by its content: ops, shapes and options, versions, and the chip.
+    # Cache entries are keyed by content: ops, shapes and options, versions, and the chip.
     use_compile_cache(
         torch.__version__, importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
     )
@@ -37,7 +37,7 @@ def _inductor(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
 
 
 class CompileOnce:
-    """Compiles pieces of one trace, and those that differ in their inputs' memory alone only once.
+    """Compiles pieces of one trace; pieces that differ only in their inputs' memory are compiled once.
 
     Weights are inputs, so that the layers of a model are one piece. Of one trace, since its sizes have conditions that
     the compiler may build upon.

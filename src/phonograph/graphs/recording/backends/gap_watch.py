@@ -1,4 +1,4 @@
-"""Gap watch: calls of gaps, watched in trial runs for what a replay would not repeat."""
+"""Gap watch: checks calls of gaps in trial runs for effects that a replay would not repeat."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Modes:
         return Modes(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_default_dtype())
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, called under these."""
+        """The function, wrapped to run under these modes."""
 
         @functools.wraps(function, updated=())
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class GapWatch:
 
     @contextmanager
     def call(self, function: Callable[..., Any], name: str, arguments: tuple[Any, Any]) -> Iterator[None]:
-        """Watch around one call: what a gap itself changes, it changes at every replay too."""
+        """Around one call: what a gap changes itself is fine, since it runs at every replay too."""
         self.check_body()
         for cell, variable, frame in _cells_of(function, set()):
             self._cells.setdefault(id(cell), _Cell(cell, variable, name, frame, _held(cell)))
@@ -184,7 +184,7 @@ def _is_met_again(wanted: set[int]) -> bool:
         if not wanted.isdisjoint(new):
             return True
         seen.update(new)
-        # There may be a million of them: what is behind the last is not looked at.
+        # There may be a million of them: those after the last are not checked.
         found = [item for one in new.values() for item in _items(one)] if step + 1 < _MAX_STEPS else []
     return False
 

@@ -1,4 +1,4 @@
-"""Pieces: a traced graph cut at its breaks, each part compiled, and put together again as a list of calls."""
+"""Pieces: a traced graph split at its breaks, each part compiled, and joined again as a list of calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class MarkedCall:
-    """A call that is not compiled: a break, an opaque call, or one that only picks from another's result."""
+    """A call that is not compiled: a break, an opaque call, or a getitem on another's result."""
 
     node: fx.Node
     function: Callable[..., Any]
@@ -45,14 +45,14 @@ class MarkedCall:
 
 @dataclass(frozen=True)
 class Program:
-    """What is run in the place of a body, for all sizes that its graph is for."""
+    """Runs in place of a body, at all sizes that its graph covers."""
 
     graph: TracedGraph
     parts: Sequence[Piece | MarkedCall]
     last_uses: Mapping[int, Sequence[fx.Node]]
-    """By part, the values that nothing after it reads."""
+    """By part, the values that are dead after it."""
     num_compiled: int = 0
-    """Pieces that differ: layers that compute the same share what was compiled."""
+    """Distinct pieces: layers that compute the same share one compiled piece."""
 
     @property
     def pieces(self) -> list[Piece]:
@@ -67,7 +67,7 @@ class Program:
         return sum(isinstance(call.function, GraphBreak) for call in self.calls)
 
     def run(self, flat: Sequence[Any], sizes: Mapping[Any, int], *, checks: bool) -> list[Any]:
-        """What the graph puts out for these arguments; with `checks`, shapes are compared with what was traced."""
+        """The graph's outputs for these arguments; with `checks`, shapes are compared with the traced ones."""
         values: dict[fx.Node, Any] = dict(zip(self.graph.placeholders, flat, strict=True)) | self.graph.constants
         for index, part in enumerate(self.parts):
             if isinstance(part, Piece):
@@ -113,7 +113,7 @@ def program_of(
     compile_piece: Compile,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Program:
-    """Cut a graph at marked calls and named ops, and compile what is between; `progress` is told how much is done."""
+    """Split a graph at marked calls and named ops, and compile the parts; `progress` gets how many are done."""
     runs: list[list[fx.Node] | MarkedCall] = []
     broken: set[fx.Node] = set()
     for node in graph.nodes:
@@ -211,7 +211,7 @@ def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], compile_piece: Comp
 
 
 def _last_uses(graph: TracedGraph, parts: Sequence[Piece | MarkedCall]) -> dict[int, list[fx.Node]]:
-    """By part, what can be dropped after it, so that the memory is used again."""
+    """By part, the values to drop after it, so that their memory is reused."""
     kept = {one for one in graph.outputs if isinstance(one, fx.Node)} | set(graph.placeholders)
     last: dict[fx.Node, int] = {}
     for index, part in enumerate(parts):

@@ -1,7 +1,7 @@
 """tc_piecewise: the body traced by torch.compile, cut at its breaks, its pieces compiled and recorded.
 
-It is the breakable backend with another body: free runs are of the body itself, so that what it reads and changes in
-Python is found as ever; rehearsals and captures run the pieces. A replay never enters torch.compile.
+It is the breakable backend with another body: free runs use the original body, so that Python reads and changes are
+found as for the other backends; rehearsals and captures run the pieces. A replay never enters torch.compile.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PieceBody:
 
 @dataclass(eq=False)
 class _Programs:
-    """The programs of one group of recordings: one, unless sizes or other values decide what runs."""
+    """The compiled programs of one group of recordings: one, unless the trace specializes on sizes or other values."""
 
     body: ViewBody
     make: Callable[[TracedGraph], Program]
@@ -121,7 +121,7 @@ class TcPiecewiseBackend:
             )
         self._options = options
         self._pieces = BreakableBackend(device, pool)
-        # One of its own: what a run of the body notes of its gaps is not for the capture of the pieces.
+        # A separate backend: gaps noted in a run of the original body are not those of the pieces.
         self._as_written = BreakableBackend(device, pool)
         self._owners: dict[int, Any] = {}
         self._programs: dict[RecordingGroup, _Programs] = {}
@@ -131,9 +131,9 @@ class TcPiecewiseBackend:
         """Shapes whose pieces have run."""
         self._progress: Progress = silent
         self.seconds = 0.0
-        """What preparing took."""
+        """Seconds of tracing and compiling."""
         self.compile_seconds = 0.0
-        """What compilers took of it; the rest is the trace."""
+        """Seconds of these in compilers; the rest is tracing."""
 
     @property
     def is_exact(self) -> bool:
@@ -146,7 +146,7 @@ class TcPiecewiseBackend:
 
     @property
     def programs(self) -> list[Program]:
-        """What runs in the place of the body."""
+        """The programs that run in place of the body."""
         return [tracer.program for group in self._programs.values() for tracer in group.tracers]
 
     @property

@@ -1,7 +1,7 @@
-"""Traced bodies: a body as torch.compile sees it, one graph for many sizes, and what it takes for granted about them.
+"""Traced bodies: a body as Dynamo's FX graph, for many sizes, with the guards on them.
 
-The tracer is Dynamo, run for its graph and for the arguments that it finds for it: the compiled function is called
-once for each view, and then never again. Names of torch's own are pinned by tests.
+Dynamo is run for its graph and for the graph's arguments: the compiled function is called once for each view, and
+then never again. Tests pin the private names of torch that this uses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class _Term:
-    """A number that the trace knows of an argument: its value, or the size or stride of an axis."""
+    """A number that the trace has for an argument: its value, or the size or stride of an axis."""
 
     kind: Literal["value", "size", "stride"]
     axis: int
@@ -43,7 +43,7 @@ class _Term:
     """The number, or an expression of symbols."""
 
     def of(self, argument: Any) -> int | None:
-        """What it is for an argument; None where it means nothing, as the stride of one row."""
+        """Its value for an argument; None where it does not matter, like the stride of a single row."""
         if self.kind == "value":
             return int(argument)
         if not isinstance(argument, torch.Tensor):
@@ -54,7 +54,7 @@ class _Term:
         return argument.stride(self.axis) if size > 1 and argument.numel() > 1 else None
 
     def wanted(self, sizes: Mapping[Any, int]) -> int:
-        """What the trace says that it is, for these sizes."""
+        """Its value by the trace, for these sizes."""
         return self.said if isinstance(self.said, int) else int(self.said.xreplace(sizes))
 
 
@@ -98,7 +98,7 @@ class TracedGraph:
         return found
 
     def misfit(self, flat: Sequence[Any]) -> str:
-        """What these arguments are that the graph was not made for, or nothing."""
+        """The guard that these arguments fail, in words, or nothing."""
         sizes = self.sizes(flat)
         for terms, value in zip(self._terms, flat, strict=True):
             for term in terms:
@@ -146,7 +146,7 @@ class TracedGraph:
 
     @cached_property
     def _conditions(self) -> list[tuple[Any, Any]]:
-        """What the trace, and the compilers of its pieces, took for granted of sizes; each once, with a line."""
+        """Guards on sizes of the trace and of the compilers of its pieces; each once, with its line."""
         env = self._shape_env
         found: dict[Any, Any] = {}
         for guard in env.guards if env is not None else ():
@@ -169,7 +169,7 @@ class TracedGraph:
 
 
 class OtherValueError(CaptureError):
-    """A view that the traced graph is not for, because of something else than its sizes."""
+    """A view that fails a guard of the traced graph which is not about sizes."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Tracer:
     def __post_init__(self) -> None:
         importlib.import_module("torch._dynamo")
         torch.compiler.allow_in_graph(traced_call)  # type: ignore[no-untyped-call]
-        # Dynamo keeps what it compiled with the code object: this one is nobody else's.
+        # Dynamo caches compiled code by code object: this one is private.
         function = FunctionType(_call.__code__.replace(co_name="traced_body"), _call.__globals__, "traced_body")
         # guard_filter_fn is taken out of the dict that is passed.
         options: dict[str, Any] = {"guard_filter_fn": _without_shapes}
@@ -271,7 +271,7 @@ def _tracing_options(dynamic: str) -> Iterator[None]:
     shapes = importlib.import_module("torch.fx.experimental._config")
     compiler = importlib.import_module("torch.compiler.config")
     with ExitStack() as stack:
-        # Two dims of one size are two dims, and one row is a size like any other.
+        # No duck shaping, and no specialization on 0 and 1.
         stack.enter_context(shapes.patch(use_duck_shape=False, backed_size_oblivious=True))
         stack.enter_context(dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True))
         stack.enter_context(compiler.patch(dynamic_sources=dynamic))
@@ -283,7 +283,7 @@ def _tracing_options(dynamic: str) -> Iterator[None]:
 
 @contextmanager
 def _answered_by_the_trace() -> Iterator[None]:
-    """Inside, code that is traced may ask whether a capture is going on: none is."""
+    """Inside, traced code may query whether a capture is going on: none is."""
     folded = importlib.import_module("torch._dynamo.variables.torch").constant_fold_functions
     if QUERY in folded:
         yield
@@ -360,7 +360,7 @@ def _as_capture_error(error: BaseException) -> CaptureError:
 
 
 def _frame_of(error: BaseException) -> Frame | None:
-    """The innermost line of the user's in what was traced."""
+    """The innermost user's line in the traced code."""
     stack = getattr(error, "real_stack", None) or ()
     frames = [Frame(one.filename, one.lineno or 0, one.name) for one in stack]
     users = [frame for frame in frames if is_users(frame.file)]

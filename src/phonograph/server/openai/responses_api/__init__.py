@@ -1,1 +1,1 @@
-"""Responses API: `/v1/responses` of OpenAI, over the same chats."""
+"""Responses API: OpenAI's `/v1/responses`, on top of chat completions."""

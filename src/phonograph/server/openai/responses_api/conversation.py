@@ -1,4 +1,4 @@
-"""Conversation: the items of a response's input as messages of a chat, and its output as messages of the next."""
+"""Conversation: a response's input items as chat messages, and its output as messages of the next turn."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FIELDS = {
     "function_call_output": ("type", "id", "status", "call_id", "output"),
     "reasoning": ("type", "id", "status", "summary", "content", "encrypted_content"),
 }
-"""By type of item. `id`, `status` and `phase` are what items that come back have; nothing depends on them."""
+"""By item type. `id`, `status` and `phase` are on output items that are sent back; nothing depends on them."""
 _PART_FIELDS = ("type", "text", "annotations", "logprobs")
 
 
 def messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages that the items are; refuses what is none."""
+    """Items as chat messages; refuses an item that can't be one."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     found: list[Message] = []
@@ -53,7 +53,7 @@ def messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def messages_of_output(output: Sequence[OutputItem]) -> list[Message]:
-    """What a response adds to its conversation: one message of the assistant's."""
+    """A response's output as one assistant message."""
     message: Message = {"role": "assistant", "content": None}
     for item in output:
         match item:
@@ -73,7 +73,7 @@ def messages_of_output(output: Sequence[OutputItem]) -> list[Message]:
 
 
 def with_instructions(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
-    """With instructions in front, in one message with the system's own: many templates take one, and only first."""
+    """With instructions in front, merged into the system message: many templates accept only one, at the start."""
     if not instructions:
         return list(messages)
     first = messages[0]
@@ -97,7 +97,7 @@ def _message(where: str, kind: str, item: Mapping[str, Any]) -> Message:
 
 
 def _join(message: Message, further: Message) -> None:
-    """Calls of one turn are of one message."""
+    """Merge the tool calls of one turn into one message."""
     message.setdefault("tool_calls", []).extend(further["tool_calls"])
     if "reasoning_content" in further:
         message["reasoning_content"] = message.get("reasoning_content", "") + further["reasoning_content"]
@@ -121,7 +121,7 @@ def _part(where: str, part: object) -> str:
 
 
 def _thought(where: str, item: Mapping[str, Any]) -> str:
-    """What was thought, in full or else summed up."""
+    """The reasoning text: its content, else its summary."""
     for name in ("content", "summary"):
         parts = item.get(name) or []
         texts = [part.get("text") if isinstance(part, dict) else None for part in parts] if _is_list(parts) else [None]

@@ -1,4 +1,4 @@
-"""Response objects: what clients of `/v1/responses` get, whole or as events."""
+"""Response objects: bodies and stream events of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
-    """What is said."""
+    """Text content."""
 
     text: str
     annotations: list[Json] = []
@@ -21,13 +21,13 @@ class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
-    """What is thought."""
+    """Reasoning content."""
 
     text: str
 
 
 class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
-    """An item of the output: what is said."""
+    """An output item: a message."""
 
     id: str
     status: Status
@@ -36,7 +36,7 @@ class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
-    """An item of the output: what is thought before."""
+    """An output item: reasoning."""
 
     id: str
     status: Status
@@ -46,7 +46,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasonin
 
 
 class FunctionCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
-    """An item of the output: a call that the client should make."""
+    """An output item: a function call for the client to run."""
 
     id: str
     status: Status
@@ -59,7 +59,7 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
-    """Why an output has no proper end."""
+    """Why an output is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
@@ -94,7 +94,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     output: list[OutputItem]
     usage: ResponseUsage | None = None
-    # What was asked for, as the client sent it.
+    # Fields of the request, as the client sent them.
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: Json
@@ -102,7 +102,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     previous_response_id: str | None = None
     reasoning: Json
     store: bool
-    """Whether it can be had again by its id."""
+    """Whether it can be retrieved by its id."""
     temperature: float | None = None
     text: Json
     tool_choice: str | Json

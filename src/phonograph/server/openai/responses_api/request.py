@@ -1,4 +1,4 @@
-"""ResponsesRequest: body of `/v1/responses`, in OpenAI's words."""
+"""ResponsesRequest: body of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ ONLY_NEUTRAL = {
     "background": NeutralField("a response is made while its client waits", (False,)),
     "conversation": NeutralField("use `previous_response_id`"),
     "context_management": NeutralField("a prompt is taken whole, or cut by `truncation`"),
-    "max_tool_calls": NeutralField("it is of tools that run in a server, and clients run all of them"),
+    "max_tool_calls": NeutralField("it is for tools that the server runs, and clients run all of them"),
     "access_programs": NeutralField("there are none"),
-    "image": NeutralField("text is all that is read and written"),
-    "prompt": NeutralField("no prompts are kept here"),
+    "image": NeutralField("only text is read and written"),
+    "prompt": NeutralField("no prompts are stored here"),
     "skip_special_tokens": NeutralField(
-        "special tokens are no part of the text here: use /v1/chat/completions", (True,)
+        "special tokens are not part of the text here: use /v1/chat/completions", (True,)
     ),
-    "include_stop_str_in_output": NeutralField("what ends an answer is no part of its text here", (False,)),
+    "include_stop_str_in_output": NeutralField("stop strings are not part of the text here", (False,)),
     "return_token_ids": NeutralField("tokens are written as texts here", (False,)),
 }
-"""Fields of OpenAI's that are taken where they ask for nothing."""
+"""OpenAI's fields that are accepted at values that change nothing."""
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the text must look like."""
+    """The format of the output text."""
 
     format: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.TEXT_FORMAT)] | None = None
     """`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "name": …, "schema": …}`."""
@@ -51,13 +51,13 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much to think."""
+    """Options for reasoning."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Nothing is summed up: thoughts are given in full."""
+    """Ignored: reasoning is not summarized, but returned in full."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    """OpenAI's older name of `summary`."""
+    """OpenAI's older name for `summary`."""
 
 
 class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,9 +75,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     instructions: str | None = None
     """A system message in front of everything; of this response alone."""
     previous_response_id: str | None = None
-    """Go on after this response, which must be stored."""
+    """Continue after this response, which must be stored."""
     store: bool | None = None
-    """Whether the response can be had again, and gone on with, by its id. Default: true."""
+    """Whether the response can be retrieved and continued by its id. Default: true."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, extra_json_schema=WHOLE)] | None = None
@@ -93,7 +93,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """`auto` leaves out the oldest messages where all do not fit the context."""
+    """`auto` drops the oldest turns where not all of them fit the context."""
     metadata: dict[str, Any] | None = None
     user: str | None = None
     service_tier: str | None = None

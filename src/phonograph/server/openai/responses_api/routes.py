@@ -1,4 +1,4 @@
-"""ResponsesApi: routes of `/v1/responses`: a body becomes a chat, and its answer a response that is kept."""
+"""ResponsesApi: routes of `/v1/responses`, on top of chat completions, with a store."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOST_ITEMS = 100
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request for a response, with the conversation that it goes on with."""
+    """A request for a response, with the conversation that it continues."""
 
     body: ResponsesRequest
     messages: Sequence[Message]
@@ -50,13 +50,13 @@ class _Asked:
     """About how many characters all have."""
 
     def from_turn(self, place: int) -> _Asked:
-        """The same without the messages before this place, but for those of the system in front."""
+        """The same without messages before this index, except leading system messages."""
         fixed = next((at for at, one in enumerate(self.messages) if one["role"] not in ("system", "developer")), 0)
         return replace(self, messages=[*self.messages[:fixed], *self.messages[max(fixed, place) :]])
 
     @property
     def turns(self) -> list[int]:
-        """Where messages of the user's begin a turn."""
+        """Indices of user messages, each of which begins a turn."""
         return [at for at, message in enumerate(self.messages) if message["role"] == "user"]
 
 
@@ -71,7 +71,7 @@ class ResponsesApi:
         self._bodies = api.reader(ResponsesRequest, {**requests.ONLY_NEUTRAL, **ONLY_NEUTRAL})
 
     async def create(self, request: Request) -> responses.Response:
-        """Answer a conversation."""
+        """Generate a response."""
         self._llm.refuse_unless_ready()
         api, owner = self._api, self._owner(request)
         with api.refusals_counted():
@@ -99,7 +99,7 @@ class ResponsesApi:
         return await api.deliver(request, [prompt], plan.params, writer, stream=bool(body.stream), plan=plan)
 
     def _checked(self, body: ResponsesRequest) -> tuple[_Asked, str]:
-        """The request, whose sizes are within their limits, and the name of the model."""
+        """The request, checked against its limits, and the name of the model."""
         bounds = self._api.bounds()
         limits.LABEL_CHARS.check(len(body.previous_response_id or ""), "previous_response_id")
         limits.INCLUDES.check(len(body.include or ()))
@@ -122,7 +122,7 @@ class ResponsesApi:
         return replace(asked, messages=[*before, *asked.messages], size=size)
 
     async def _fitted(self, asked: _Asked) -> tuple[ChatPlan, list[int], Reading, _Asked]:
-        """The plan and the prompt, without the oldest turns where `truncation` says so and all do not fit."""
+        """The plan and the prompt; with `truncation`, without the oldest turns where not all of them fit."""
         try:
             return await self._planned(asked)
         except ApiError as error:
@@ -164,7 +164,7 @@ class ResponsesApi:
     # -- what is kept -----------------------------------------------------------------------------------------------
 
     def _kept(self, owner: bytes, asked: _Asked, response: Response) -> Response:
-        """The response, which can be had again unless it is too large."""
+        """The response, stored unless it is too large."""
         messages = [*asked.messages, *messages_of_output(response.output)]
         entry = StoredResponse(_encode(response), _encode(_items(response.id, asked.body.input)), _encode(messages))
         if self._store.put(owner, response.id, entry):
@@ -200,7 +200,7 @@ class ResponsesApi:
         if not self._store.is_on:
             because = "this server stores none (--response-store-bytes 0)"
         else:
-            because = "it was not stored, was deleted, is of another key, or its time is over"
+            because = "it was not stored, was deleted, belongs to another API key, or has expired"
         message = f"there is no response {id[:100]!r}: {because}."
         code = "previous_response_not_found" if param else "response_not_found"
         raise ApiError(404, message, param=param, code=code)
@@ -224,7 +224,7 @@ def _in_words_of_responses() -> Iterator[None]:
 
 
 def _items(id: str, given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The input as items that have ids."""
+    """The input as items with ids."""
     if isinstance(given, str):
         given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
     base = id.partition("_")[2]
@@ -241,7 +241,7 @@ def _check_query(request: Request, known: Sequence[str]) -> dict[str, str]:
 
 
 def _listed(items: list[dict[str, Any]], given: Mapping[str, str]) -> ItemList:
-    """A page of the items, the newest first unless it is asked for otherwise."""
+    """A page of the items, the newest first by default."""
     limit, order = given.get("limit", "20"), given.get("order", "desc")
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MOST_ITEMS:
         raise ApiError(400, f"`limit` must be from 1 to {_MOST_ITEMS}.", param="limit", code="invalid_value")

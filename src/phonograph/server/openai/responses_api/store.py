@@ -1,4 +1,4 @@
-"""ResponseStore: responses that can be had again by their id, within bytes and seconds, each for its owner alone."""
+"""ResponseStore: stored responses by id, within a byte budget and a time to live, visible only to their owner."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _OVERHEAD = 512
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, encoded; what is decoded is made anew for each reader."""
+    """A response, encoded; each reader decodes its own copy."""
 
     body: bytes
     """As the client got it."""
     items: bytes
     """JSON of the input's items."""
     messages: bytes
-    """JSON of the conversation so far, this response included, without instructions: what a next one begins with."""
+    """JSON of the conversation so far, this response included, without instructions: the start of a next one."""
 
     @property
     def size(self) -> int:
@@ -29,8 +29,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps responses by owner and id. When bytes run out, whoever keeps the most loses the oldest: one who stores a
-    lot drives nobody else's out. Any thread may use it."""
+    """Keeps responses by owner and id. When bytes run out, the owner with the most bytes loses its oldest: heavy use by
+    one owner evicts nobody else's. Thread-safe."""
 
     def __init__(self, max_bytes: int, max_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
@@ -60,7 +60,7 @@ class ResponseStore:
             return True
 
     def get(self, owner: bytes, id: str) -> StoredResponse | None:
-        """The response of this id, if it is the owner's and still there."""
+        """The response with this id, if it is the owner's and still stored."""
         with self._lock:
             self._drop_expired()
             entries = self._entries.get(owner)

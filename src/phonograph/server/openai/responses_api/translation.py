@@ -1,4 +1,4 @@
-"""Translation: a request for a response as a request for a chat, and its errors in the words of the response."""
+"""Translation: a Responses request as a chat request, and the chat's errors with the Responses API's field names."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def chat_of(request: ResponsesRequest, messages: Sequence[Message]) -> ChatReque
 
 
 def notes_of(request: ResponsesRequest) -> list[str]:
-    """What was asked for and has no effect."""
+    """Fields of the request that have no effect."""
     found: list[str] = []
     if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary):
-        found.append("reasoning.summary: nothing is summed up; what a model thinks is given in full")
+        found.append("reasoning.summary: reasoning is not summarized; it is returned in full")
     if "reasoning.encrypted_content" in (request.include or ()):
         found.append("include reasoning.encrypted_content: nothing is encrypted; reasoning items have their content")
     return found
 
 
 def in_words_of_responses(error: ApiError | RequestError) -> ApiError:
-    """The same error, with the names that a response's fields have."""
+    """The same error, with the Responses API's field names."""
     found = error.error if isinstance(error, ApiError) else None
     message, param = str(error), found.param if found is not None else getattr(error, "field", None)
     for pattern, name in _WORDS:
@@ -91,7 +91,7 @@ def _tool(place: int, tool: Mapping[str, Any]) -> Message:
 
 
 def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """OpenAI's newer form has names where the older has functions."""
+    """The Responses API names functions where chat completions nest them."""
     if not isinstance(given, dict):
         return given
     if given.get("type") == "allowed_tools":
@@ -110,7 +110,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(request: ResponsesRequest, *, is_stored: bool) -> dict[str, Any]:
-    """What a response says of its request, by the names of its fields."""
+    """Request fields that a response echoes."""
     text, reasoning = request.text, request.reasoning
     wanted = (text.format if text is not None else None) or {"type": "text"}
     return {

@@ -34,7 +34,7 @@ _replace = msgspec.structs.replace
 
 
 class ResponsesWriter:
-    """For /v1/responses. One item after the other: what comes of another kind ends the one before."""
+    """For /v1/responses. One item at a time: a part of another kind closes the open item."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class ResponsesWriter:
         on_end: Callable[[Response], Response],
         size: int = 0,
     ) -> None:
-        """`begun` is the response before anything is said; `on_end` gets it when all is, and may change it. `size` is
-        about how many characters `on_end` handles."""
+        """`begun` is the response before any output; `on_end` gets the finished one, and may change it. `size` is about
+        how many characters `on_end` handles."""
         self.size = size
         self.id = begun.id
         self._response = begun
