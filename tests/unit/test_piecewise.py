@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,7 +238,9 @@ def test_too_many_programs_are_refused_with_the_line() -> None:
     run = pieced(branches, buckets=Buckets.of(*range(1, 9), exact=True))
     report = run.capture()
     assert len(report.failures) == 8 - MAX_PROGRAMS
-    assert "none is for this one" in str(report.failures[0].error)
+    for row in report.failures:
+        assert "none is for this one: the number of seqs == 8 is not so" in str(row.error)
+        assert "if x.shape[0] == size" in str(row.error)
     shaped = pieced(body, buckets=Buckets.of(*SIZES, exact=True))
     assert not shaped.capture(verify=True).failures
     assert backend_of(shaped).num_programs == 1
@@ -282,6 +285,69 @@ def test_a_fake_that_is_wrong_is_found() -> None:
     assert "its fake= says torch.float32[8, 3]" in str(error)
 
 
+WRONG_FAKES: dict[str, tuple[Callable[..., Any], str]] = {
+    "too many": (lambda q: (like(q), like(q), like(q)), "a tuple of 3"),
+    "too few": (lambda q: (like(q),), "a tuple of 1"),
+    "no tuple": (like, "its fake= says torch.float32[8, 4]"),
+    "a list": (lambda q: [like(q), like(q)], "a list of 2"),
+    "another number": (lambda q: (like(q), 3), "(torch.float32[8, 4], 3)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FAKES)
+def test_a_fake_says_all_that_a_break_returns(wrong: str) -> None:
+    fake, said = WRONG_FAKES[wrong]
+
+    @graph_break(fake=fake)
+    def hidden(q: torch.Tensor) -> Any:
+        return q * 2, 5 if wrong == "another number" else q * 3
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        found = hidden(x * 2)
+        return found[0] + found[-1] * len(found)
+
+    report = pieced(body).capture()
+    assert len(report.failures) == len(SIZES)
+    error = str(report.failures[0].error)
+    assert "hidden returned a tuple of 2" in error
+    assert said in error
+    assert error.endswith("Correct fake=")
+
+
+def test_a_trace_that_takes_another_branch_is_refused() -> None:
+    """Whichever way the body asks; also where only its state shows it."""
+    written = torch.zeros(4)
+
+    def asks_torch(x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if torch.compiler.is_compiling() else 1)
+
+    def asks_us(x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if current().stage is Stage.COMPILING else 1)
+
+    def tells_a_text(x: torch.Tensor) -> tuple[torch.Tensor, str]:
+        return x * 2, "traced" if torch.compiler.is_compiling() else "written"
+
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        written.copy_(x.sum(0) * (2 if torch.compiler.is_compiling() else 1))
+        return x * 2
+
+    for body in (asks_torch, asks_us, tells_a_text, writes):
+        report = pieced(body).capture()
+        assert len(report.failures) == len(SIZES)
+        assert "the traced body gives another result than the body itself" in str(report.failures[0].error)
+    assert not written.any()
+    same = pieced(lambda x: x * 2 if torch.compiler.is_compiling() else x + x)
+    assert not same.capture(verify=True).failures
+
+
+def test_a_body_that_differs_from_itself_is_not_judged() -> None:
+    @graph_break(fake=like)
+    def ticking(q: torch.Tensor) -> torch.Tensor:
+        return q + time.perf_counter() % 1
+
+    assert not pieced(lambda x: ticking(x * 2) + 1).capture().failures
+
+
 def test_an_argument_that_no_graph_holds_is_refused() -> None:
     class Config:
         scale = 2.0
@@ -294,7 +360,8 @@ def test_an_argument_that_no_graph_holds_is_refused() -> None:
 
     error = pieced(lambda x: hidden(x, config) + 1).capture().failures[0].error
     assert error is not None
-    assert "torch.compile can't trace this" in str(error)
+    assert "a Config is passed to a break, and no traced graph holds it" in str(error)
+    assert "by self" in str(error)
 
 
 def test_a_body_that_cannot_be_traced_falls_back_only_where_the_plan_allows_it() -> None:
@@ -829,7 +896,10 @@ def test_a_live_argument_reaches_gaps_through_the_batch_only() -> None:
         torch.testing.assert_close(run(x=x, shift=shift), x * 2 + shift)
         assert isinstance(run.runner.last, Replay)
     refused = pieced(by_argument, live=["shift"], sample=sample)
-    assert len(refused.capture().failures) == len(SIZES)
+    failures = refused.capture().failures
+    assert len(failures) == len(SIZES)
+    assert "a live argument is passed to a break, and no traced graph holds it" in str(failures[0].error)
+    assert "current().batch" in str(failures[0].error)
     torch.testing.assert_close(refused(x=x, shift=3.0), x * 2 + 3.0)
 
 

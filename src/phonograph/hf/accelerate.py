@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_any, tree_map
 
 from phonograph.devices import open_device
 from phonograph.errors import DeclarationError, DeviceError
-from phonograph.graphs.graphed import Graphed
-from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.numbers import is_whole
 
 try:
@@ -22,9 +21,11 @@ try:
 except ImportError:
     raise DeviceError("phonograph.hf needs transformers. Run: pip install 'phonograph[hf]'") from None
 
-from phonograph.hf.admission import PREPARE, prepares_as_usual, refusal
+from phonograph.hf.admission import PREPARE, otherwise_asked, prepares_as_usual, refusal
 from phonograph.hf.decode_recording import DecodeRecording, StepForm, as_they_are, form_of
-from phonograph.hf.generation_cache import CACHE, GenerationCache, shape_of
+from phonograph.hf.generation_cache import CACHE, GenerationCache
+from phonograph.hf.held_caches import HeldCache, HeldCaches
+from phonograph.hf.replacement import Replacement, replacements_of
 
 log = logging.getLogger("phonograph")
 
@@ -33,43 +34,47 @@ _PATCHED = (
     "get_compiled_call",
 )  # fmt: skip
 """Methods of a model that are replaced: those by which `generate` gets its cache, a step's inputs, and its runner."""
-_SMALLEST_CACHE = 256
+_PREVIOUS = "_previous_max_cache_length"
 _FIRST = "the first step of a kind is taken to see whether the second is like it"
 _COMPARED = "what is recorded is compared with a step that is not"
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A cache, and the recordings of steps over it."""
-
-    cache: GenerationCache
-    num_seqs: int
-    recordings: dict[StepForm, DecodeRecording] = field(default_factory=dict)
-
-    @property
-    def refusal(self) -> str | None:
-        """Why there is no recording at all, where there could have been one."""
-        refusals = [one.refusal for one in self.recordings.values()]
-        return refusals[0] if refusals and None not in refusals else None
+_UNDER_WAY = "another generate of this model is under way"
+_PAST = "generate was called past the model: as type(model).generate, or as generate.__wrapped__"
+_SECOND = "one call of generate began two generations, and its cache serves the first"
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call of `generate` that is under way."""
+    """A call of `generate` that is under way in this thread."""
 
-    thread: int
-    declined: str | None = None
+    declined: str | None
     is_decided: bool = False
     """Whether it was given a cache, or a reason why not."""
-    entry: _Entry | None = None
+    entry: HeldCache | None = None
+    static_len: int | None = None
+    """Of the static cache that was asked for; None where transformers would have made one that grows."""
     last_form: StepForm | None = None
     """That of the step before; None before the first."""
     is_asked: bool = False
     """Whether the next lookup of a step's runner is this generation's."""
-    is_step: bool = False
-    """Whether the model is called for a token of every sequence next; else for a part of a prompt."""
+    has_step: bool = False
+    """Whether the generation's loop runs its steps by way of here."""
+    is_step: bool | None = None
+    """Whether the model is called for a token of every sequence next, and not for a part of a prompt; None where the
+    model prepares its inputs itself."""
     is_raw: bool = False
     """Whether the inputs of the step are yet to be prepared."""
+
+    def handed_out(self, result: Any) -> Any:
+        """A result with a cache of the caller's own: of the kind that transformers would have made."""
+        if self.entry is None or not tree_any(_is_ours, result):
+            return result
+        cache, length = self.entry.cache, self.static_len
+        theirs = cache.growing() if length is None else cache.static(length)
+        return tree_map(lambda leaf: theirs if _is_ours(leaf) else leaf, result)
+
+
+def _is_ours(leaf: Any) -> bool:
+    return isinstance(leaf, GenerationCache)
 
 
 class Accelerated:
@@ -88,126 +93,127 @@ class Accelerated:
         self.max_caches = max_caches
         self.generations = 0
         """Calls of `generate` that got a cache with recordings."""
+        self._replayed_generations = 0
+        """Those of them in which a step was a replay."""
         self.declined: Counter[str] = Counter()
         """By reason, calls of `generate` that ran as they did before."""
         self.eager_steps: Counter[str] = Counter()
         """By reason, decode steps without a recording; those that a recording ran eagerly are in its own counts."""
-        self._entries: dict[tuple[Any, ...], _Entry] = {}
-        self._given_back: Counter[str] = Counter()
-        """Steps of recordings that were released."""
-        self._before: dict[str, Any] = {}
-        self._prepares = False
-        """Whether `prepare_inputs_for_generation` is replaced, so that inputs arrive unprepared."""
-        self._pool: BufferPool | None = None
-        """Input buffers and graph memory of all recordings."""
-        self._call: _Call | None = None
+        self._caches = HeldCaches(model, max_len, max_caches)
+        self._replacements: dict[str, Replacement] = {}
+        self.holds = 1
+        """Calls of `accelerate` that gave this handle and were not undone."""
+        self._under_way = threading.local()
         self._lock = threading.Lock()
+        """Held by the generation that has the caches."""
 
     # -- saying what was done -----------------------------------------------------------------------------
 
     @property
     def replays(self) -> int:
         """Decode steps that were replays."""
-        return self._given_back["replays"] + sum(run.stats.replays.total() for run in self._runs())
+        return self._caches.replays
 
     def explain(self) -> str:
         """Generations with and without graphs, what is recorded, and the reason of each step that was eager."""
-        eager = self._given_back["eager"] + sum(run.stats.eager.total() for run in self._runs())
-        eager += self.eager_steps.total()
+        eager = self._caches.eager_steps + self.eager_steps.total()
+        unreplayed = self.generations - self._replayed_generations
+        without = self.declined.total() + unreplayed
         lines = [
-            f"{type(self.model).__name__}: {self.generations} generations with graphs, {self.declined.total()} without",
+            f"{type(self.model).__name__}: {self._replayed_generations} generations with graphs, {without} without"
+            f"{'' if self.is_installed else '; undone'}",
+            *([f"  {unreplayed} without: none of their steps was a replay"] if unreplayed else []),
             *(f"  {count} without: {reason}" for reason, count in self.declined.most_common()),
             f"decode steps: {self.replays} replays, {eager} eager",
             *(f"  {count} eager: {reason}" for reason, count in self.eager_steps.most_common()),
         ]
-        for entry in self._entries.values():
-            lines.append(f"cache of {entry.num_seqs} × {entry.cache.max_len} tokens")
-            for recording in entry.recordings.values():
-                lines += [f"  {line}" for line in recording.explain().splitlines()]
-        return "\n".join(lines)
-
-    def _runs(self) -> list[Graphed]:
-        recordings = (one for entry in self._entries.values() for one in entry.recordings.values())
-        return [one.run for one in recordings if one.run is not None]
+        return "\n".join([*lines, *self._caches.explain()])
 
     # -- installing ---------------------------------------------------------------------------------------
 
     @property
     def is_installed(self) -> bool:
-        return handle_of(self.model) is self
+        """Whether `generate` of the model comes by way of here."""
+        return any(one.is_installed for one in self._replacements.values())
 
     def install(self) -> None:
         """Replace methods of this model; those of its class stay."""
-        own = vars(self.model)
-        self._before = {name: own[name] for name in _PATCHED if name in own}
         # One that prepares its inputs in a way of its own is asked: what it takes is in its signature.
-        self._prepares = prepares_as_usual(self.model)
-        for name in _PATCHED if self._prepares else [name for name in _PATCHED if name != PREPARE]:
-            setattr(self.model, name, getattr(self, f"_{name.strip('_')}"))
+        names = _PATCHED if prepares_as_usual(self.model) else [name for name in _PATCHED if name != PREPARE]
+        for name in names:
+            self._replacements[name] = Replacement(self.model, name, getattr(self, f"_{name.strip('_')}"))
+        for one in self._replacements.values():
+            one.install()
 
     def undo(self) -> None:
-        """Restore the model, and free caches and recordings."""
-        if self.is_installed:
-            for name in _PATCHED:
-                vars(self.model).pop(name, None)
-            vars(self.model).update(self._before)
-        self._release_all()
+        """Restore the model, and free caches and recordings.
+
+        What others have put over `generate` since stays, and calls what was there before. A generation that is under
+        way ends with plain steps, and then gives its cache back.
+        """
+        self.holds = 0
+        for one in self._replacements.values():
+            one.remove()
+        self._release_unused()
 
     def __enter__(self) -> Accelerated:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.undo()
+        """Undo what the `accelerate` of this `with` did: nothing, where the model was accelerated already."""
+        self.holds -= 1
+        if self.holds <= 0:
+            self.undo()
 
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
         """A copy of the model is accelerated too, with caches and recordings of its own."""
-        kept = {"_before": self._before, "_prepares": self._prepares}
-        return Accelerated, (self.model, self.max_len, self.max_caches), kept
+        names = ("model", "max_len", "max_caches", "holds", "_replacements")
+        return {name: vars(self)[name] for name in names}
 
-    def _release_all(self) -> None:
-        while self._entries:
-            self._give_back(next(iter(self._entries)))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Accelerated.__init__(self, state["model"], state["max_len"], state["max_caches"])
+        vars(self).update(state)
 
-    def _give_back(self, key: tuple[Any, ...]) -> None:
-        """A cache and its recordings."""
-        for recording in self._entries.pop(key).recordings.values():
-            self._release(recording)
-
-    def _release(self, recording: DecodeRecording) -> None:
-        if recording.run is not None:
-            stats = recording.run.stats
-            self._given_back.update(replays=stats.replays.total(), eager=stats.eager.total())
-            recording.run.release()
+    def _release_unused(self) -> None:
+        """Give everything back once the handle is undone, unless a generation uses it, which then does that."""
+        if not self.is_installed and self._lock.acquire(blocking=False):
+            try:
+                self._caches.release_all()
+            finally:
+                self._lock.release()
 
     def _plain(self, name: str) -> Callable[..., Any]:
         """A method of the model as it was."""
-        found: Callable[..., Any] = self._before.get(name) or getattr(type(self.model), name).__get__(self.model)
-        return found
+        return self._replacements[name].plain
+
+    @property
+    def _call(self) -> _Call | None:
+        """The call of `generate` that this thread is in."""
+        return getattr(self._under_way, "call", None)
 
     # -- what `generate` calls ----------------------------------------------------------------------------
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._lock.acquire(blocking=False):
-            return self._plain("generate")(*args, **kwargs)
-        declined = "custom_generate has a loop of its own" if kwargs.get("custom_generate") is not None else None
-        self._call = _Call(threading.get_ident(), declined)
+        outer = self._call
+        is_served = self._lock.acquire(blocking=False)
+        replays = self.replays
+        call = _Call(otherwise_asked(self.model, args, kwargs) if is_served else _UNDER_WAY)
+        self._under_way.call = call
         try:
-            result = self._plain("generate")(*args, **kwargs)
-            if isinstance(getattr(result, CACHE, None), GenerationCache):
-                result.past_key_values = result.past_key_values.handed_out()
-            return result
+            return call.handed_out(self._plain("generate")(*args, **kwargs))
         finally:
-            self._call = None
-            self._lock.release()
-
-    _generate.__wrapped__ = transformers.GenerationMixin.generate  # type: ignore[attr-defined]
+            self._under_way.call = outer
+            if is_served:
+                self._replayed_generations += self.replays > replays
+                self._lock.release()
+                self._release_unused()
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_len: int
     ) -> Any:
         arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_len)
         found = self._entry_for(*arguments)
-        if isinstance(found, _Entry):
+        if isinstance(found, HeldCache):
             self.generations += 1
             model_kwargs[CACHE] = found.cache
             return None
@@ -219,17 +225,15 @@ class Accelerated:
         call = self._call
         if call is not None and call.entry is not None and inputs.get(CACHE) is call.entry.cache:
             call.is_step = inputs.get("next_sequence_length") == 1 and not inputs.get("is_first_iteration")
-            # Where the window is in a padded mask is computed on the host.
+            # Where the window is in a padded mask is computed on the host; and who wraps this method expects inputs
+            # that are prepared.
             is_masked = inputs.get("attention_mask") is not None
-            call.is_raw = call.is_step and not (is_masked and any(call.entry.cache.is_sliding))
+            is_last = call.has_step and self._replacements[PREPARE].is_outermost
+            call.is_raw = call.is_step and is_last and not (is_masked and any(call.entry.cache.is_sliding))
             if call.is_raw:
                 return as_they_are(input_ids, inputs, call.entry.cache.max_len)
         prepared: dict[str, Any] = self._plain(PREPARE)(input_ids, **inputs)
         return prepared
-
-    _prepare_inputs_for_generation.__wrapped__ = (  # type: ignore[attr-defined]
-        transformers.GenerationMixin.prepare_inputs_for_generation
-    )
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         call = self._call
@@ -240,70 +244,57 @@ class Accelerated:
 
     def _get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         call = self._call
-        if call is not None and call.is_asked and call.thread == threading.get_ident():
-            call.is_asked = False
+        if call is not None and call.is_asked:
+            call.is_asked, call.has_step = False, True
             return self._step
         found: Callable[..., Any] = self._plain("get_compiled_call")(compile_config)
         return found
 
     # -- deciding -----------------------------------------------------------------------------------------
 
-    def _entry_for(self, config: Any, inputs: Any, mode: Any, batch_size: int, max_len: int) -> _Entry | str:
+    def _entry_for(self, config: Any, inputs: Any, mode: Any, batch_size: int, max_len: int) -> HeldCache | str:
         """The cache and recordings that a generation gets; or why it gets none."""
         call = self._call
-        if call is None or call.thread != threading.get_ident() or call.is_decided:
-            return "another generate of this model is under way"
+        if call is None:
+            return _UNDER_WAY if self._lock.locked() else _PAST
+        if call.is_decided:
+            return _SECOND
         call.is_decided = True
         reason = call.declined or refusal(self.model, config, inputs, mode)
         if reason is not None:
             return reason
         needed = max(max_len, getattr(config, "max_cache_len", None) or 0)
+        if config.cache_implementation is not None:
+            # transformers gives a static cache the length of the longest one before.
+            needed = call.static_len = max(needed, getattr(self.model, _PREVIOUS, -1))
         if self.max_len is not None and needed > self.max_len:
             return f"a cache for {needed:,} tokens is needed, max_len is {self.max_len:,}"
-        entry = self._held(batch_size * max(1, config.num_return_sequences or 1), needed)
+        entry = self._caches.for_generation(batch_size * max(1, config.num_return_sequences or 1), needed)
         if entry.refusal is not None:
             return f"no recording is possible: {entry.refusal}"
+        if call.static_len is not None:
+            setattr(self.model, _PREVIOUS, call.static_len)
         entry.cache.reset()
         call.entry = entry
-        return entry
-
-    def _held(self, num_seqs: int, needed: int) -> _Entry:
-        """A cache for so many sequences and tokens."""
-        config, where = self.model.config.get_text_config(decoder=True), self.model.device
-        limits = (self.max_len, getattr(config, "max_position_embeddings", None))
-        length = min([max(_SMALLEST_CACHE, 1 << (needed - 1).bit_length()), *filter(None, limits)])
-        length = max(length, needed)  # past its positions a model may still generate
-        # What is made in inference mode can't be written outside of it.
-        key = (self.model.dtype, where), num_seqs, torch.is_inference_mode_enabled(), shape_of(config, length)
-        for other in [other for other in self._entries if other[0] != key[0]]:
-            self._give_back(other)
-        if self._pool is None or not self._entries:
-            self._pool = BufferPool(open_device(where))
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            while len(self._entries) >= self.max_caches:
-                self._give_back(next(iter(self._entries)))
-            entry = _Entry(GenerationCache(config, length), num_seqs)
-        self._entries[key] = entry  # least recently used first
         return entry
 
     # -- steps --------------------------------------------------------------------------------------------
 
     def _step(self, **inputs: Any) -> Any:
         """What `generate` runs for a step: a token of every sequence, or a part of a prompt."""
-        call, pool = self._call, self._pool
+        call = self._call
         assert call is not None
         assert call.entry is not None
-        assert pool is not None
         entry = call.entry
         forward = self._forward_raw() if call.is_raw else self.model
-        told = self._prepares and self.is_installed
-        is_step = call.is_step if told else inputs["input_ids"].shape[1] == 1
-        call.is_step = call.is_raw = False
+        told, call.is_step, call.is_raw = call.is_step, None, False
+        is_step = told if told is not None else _is_one_token(inputs)
         is_ours = inputs.get(CACHE) is entry.cache
         if is_ours and not is_step:
             return forward(**inputs)
         found = form_of(inputs) if is_ours else "the model has replaced the cache"
+        if not self.is_installed:
+            found = "the handle was undone within the generation"
         if isinstance(found, str):
             _counted(self.eager_steps, found)
             return forward(**inputs)
@@ -319,8 +310,8 @@ class Accelerated:
             return recording.step(tensors)
         if recording is not None:
             log.warning("accelerate: the decode step is recorded again: %s", changed)
-            self._release(recording)
-        entry.recordings[form] = recording = DecodeRecording(self.model, forward, entry.cache, form, pool)
+            self._caches.release(recording)
+        entry.recordings[form] = recording = DecodeRecording(self.model, forward, entry.cache, form, entry.pool)
         outputs = recording.record(tensors, inputs)
         refused = f"no recording is possible: {recording.refusal}" if recording.refusal is not None else None
         _counted(self.eager_steps, refused or _COMPARED)
@@ -334,6 +325,12 @@ class Accelerated:
             return model(**prepare(next_sequence_length=1, **inputs))
 
         return forward
+
+
+def _is_one_token(inputs: Mapping[str, Any]) -> bool:
+    """Whether a model that prepares its inputs itself is called for a token of every sequence."""
+    ids = inputs.get("input_ids")
+    return isinstance(ids, torch.Tensor) and ids.shape[1] == 1
 
 
 def _why_eager(recording: DecodeRecording | None, last: StepForm | None, form: StepForm) -> str | None:
@@ -367,6 +364,7 @@ def accelerate(model: Any, *, max_len: int | None = None, max_caches: int = 4) -
                 f"accelerating a {type(model).__name__} with max_len={max_len} and max_caches={max_caches}: it is "
                 f"accelerated with {held.max_len} and {held.max_caches}. Call undo() of its handle first."
             )
+        held.holds += 1
         return held
     missing = [name for name in _PATCHED if not hasattr(model, name)]
     if missing:
@@ -387,8 +385,8 @@ def accelerate(model: Any, *, max_len: int | None = None, max_caches: int = 4) -
 
 def handle_of(model: Any) -> Accelerated | None:
     """The handle of a model that is accelerated."""
-    found = getattr(vars(model).get("generate"), "__self__", None)
-    return found if isinstance(found, Accelerated) else None
+    handles = (getattr(one.serve, "__self__", None) for one in replacements_of(model, _PATCHED))
+    return next((one for one in handles if isinstance(one, Accelerated)), None)
 
 
 def _counted(counts: Counter[str], reason: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,24 @@ _SERVED_CACHES = (None, "static", "hybrid", "hybrid_chunked", "sliding_window")
 _SERVED_ATTENTION = ("sdpa", "eager")
 
 
+def otherwise_asked(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call of `generate` is not one to serve, by what it alone is told; None if it may be."""
+    try:
+        given = inspect.signature(model.generate).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        given = {}  # generate itself says what is wrong with it
+    given = {**given.get("kwargs", {}), **given}
+    criteria = given.get("stopping_criteria") or ()
+    checks = {
+        "custom_generate has a loop of its own": given.get("custom_generate") is not None,
+        "synced_gpus goes on past the last token": bool(given.get("synced_gpus")),
+        "a MaxLengthCriteria takes the place of max_new_tokens": any(
+            isinstance(one, transformers.MaxLengthCriteria) for one in criteria
+        ),
+    }
+    return next((reason for reason, holds in checks.items() if holds), None)
+
+
 def refusal(model: Any, config: Any, model_kwargs: Mapping[str, Any], mode: Any) -> str | None:
     """Why a generation gets no recordings, or None."""
     wanted = config.cache_implementation
@@ -25,6 +44,7 @@ def refusal(model: Any, config: Any, model_kwargs: Mapping[str, Any], mode: Any)
     devices = {str(one) for one in getattr(model, "hf_device_map", {}).values()}
     checks = {
         "the model is in training mode. Call model.eval()": model.training,
+        "gradients are asked for": torch.is_grad_enabled(),
         f"{mode.value} is not recorded, greedy_search and sample are": mode.value not in _SERVED_MODES,
         "it drafts for another model": bool(getattr(config, "is_assistant", False)),
         "an encoder-decoder keeps a second cache": model.config.is_encoder_decoder,
@@ -32,6 +52,8 @@ def refusal(model: Any, config: Any, model_kwargs: Mapping[str, Any], mode: Any)
         "use_cache is False": config.use_cache is False,
         f"cache_implementation={wanted!r} was asked for": wanted not in _SERVED_CACHES,
         "compile_config was given": config.compile_config is not None,
+        "output_attentions has a column for every place of a static cache": config.output_attentions
+        and config.return_dict_in_generate,
         f"attn_implementation={attention!r} has masks of its own": attention not in _SERVED_ATTENTION,
         "under autocast no static cache is made": torch.is_autocast_enabled(model.device.type),
         "the model is spread over several devices": len(devices) > 1,

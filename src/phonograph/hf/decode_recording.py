@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.generation import utils as generation
 
 from phonograph.graphs.graphed import Graphed, graphed
 from phonograph.graphs.inputs.extent import Extent
@@ -26,6 +27,8 @@ Saves = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, each with a copy of what it held."""
 _MAX_STATE_BYTES = 1 << 28
 """Of tensors besides the cache that a step writes; of the cache, what a trial must put back is always saved."""
+_PROMPT_ONLY: Sequence[str] = getattr(generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
+"""Images and the like: what transformers drops when it prepares a decode step."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -64,9 +67,8 @@ class StepForm:
 
 def as_they_are(input_ids: torch.Tensor, inputs: Mapping[str, Any], max_len: int) -> dict[str, Any]:
     """The inputs of a step that is yet to be prepared, of one size throughout a generation."""
-    given = {
-        name: value for name, value in inputs.items() if name not in ("next_sequence_length", "is_first_iteration")
-    }
+    dropped = {"next_sequence_length", "is_first_iteration", *(_PROMPT_ONLY if inputs.get("use_cache", True) else ())}
+    given = {name: value for name, value in inputs.items() if name not in dropped}
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None:
         given["attention_mask"] = torch.nn.functional.pad(mask, (0, max_len - mask.shape[1]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from phonograph.graphs.phases.context import Stage, current
 
@@ -83,14 +83,29 @@ class GenerationCache(StaticCache):  # type: ignore[misc]
         tensors += [tensor for layer in windows for tensor in (layer.keys, layer.values)]
         return [(tensor, tensor.clone()) for tensor in tensors]
 
-    def handed_out(self) -> StaticCache:
-        """A copy of transformers' own kind, for whoever keeps it beyond the generation."""
-        copied = StaticCache(config=self._config, max_cache_len=self.max_len)
+    def growing(self) -> DynamicCache:
+        """A copy as transformers would have made the cache itself: one that grows."""
+        copied = DynamicCache(config=self._config)
         for layer, ours in zip(copied.layers, self.layers, strict=True):
-            held = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(ours).items()
-            }
-            vars(layer).update(held)
+            if not ours.is_initialized:
+                continue
+            length = int(ours.cumulative_length)
+            layer.update(ours.keys[:, :, :length], ours.values[:, :, :length])
+            if isinstance(ours, WindowLayer):
+                layer.cumulative_length = length  # of which the window holds the last ones
+        return copied
+
+    def static(self, max_len: int) -> StaticCache:
+        """A copy as transformers makes a static cache for so many tokens."""
+        copied = StaticCache(config=self._config, max_cache_len=max_len)
+        for layer, ours in zip(copied.layers, self.layers, strict=True):
+            if not ours.is_initialized:
+                continue
+            size = layer.max_cache_len
+            layer.lazy_initialization(ours.keys, ours.values)
+            layer.keys.copy_(ours.keys[:, :, :size])
+            layer.values.copy_(ours.values[:, :, :size])
+            layer.cumulative_length.copy_(ours.cumulative_length)
             if isinstance(ours, WindowLayer):
                 layer.cumulative_length_int = int(ours.cumulative_length)
         return copied

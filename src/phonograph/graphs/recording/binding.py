@@ -13,7 +13,7 @@ import torch
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import fetch, path_of
 from phonograph.graphs.inputs.registry import LoadMode, Registry, View
-from phonograph.graphs.phases.context import Current, Stage
+from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.live_arguments import hidden
 from phonograph.graphs.phases.phase import Phase, Sample
@@ -78,6 +78,17 @@ class Binder:
         inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
         body = partial(self.forward, view, noting) if as_written or self._bind is None else self._made(key, view)
         return Bound(body, now, sample.batch, inputs, view.kwargs)
+
+    @contextmanager
+    def trial(
+        self, key: ShapeKey, drawn: Drawn | None = None, noting: Noting | None = None, *, as_written: bool = True
+    ) -> Iterator[Bound]:
+        """A body to run once, to see what it does; what it writes is put back."""
+        bound = self.bound(key, Stage.WARMING, drawn, as_written=as_written, noting=noting)
+        preserve = self.phase.preserve
+        kept = self.state.watching() if preserve is None else preserve(bound.batch)
+        with entering(bound.now), kept:
+            yield bound
 
     def forward(self, view: View, noting: Noting | None = None) -> Any:
         """The body itself on a view."""

@@ -22,7 +22,7 @@ from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
-from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder
+from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder, Noting
 from phonograph.graphs.recording.bound import Bound
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.captured import Captured
@@ -31,7 +31,8 @@ from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder
 from phonograph.graphs.recording.garbage import gc_frozen
 from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
-from phonograph.graphs.recording.outputs import OutputBuffers, Run
+from phonograph.graphs.recording.made_check import Outcome, refuse_another_result
+from phonograph.graphs.recording.outputs import OutputBuffers, Run, own
 from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
@@ -157,20 +158,25 @@ class Capture:
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
             self.progress(f"warming {key}", index + 1, len(keys))
-        if not self.backend.records_body and not self.phase.compares_others:
+        if not self.backend.records_body:
             for key in keys:
-                self._attempt(key, self._note_reads)
+                self._attempt(key, self._check_made)
         if self.guard.mode != "off":
             self._guard_all(keys)
 
-    def _note_reads(self, key: ShapeKey) -> None:
-        """Captures run compiled pieces, which read nothing in Python; so a run of the body itself notes its reads."""
+    def _check_made(self, key: ShapeKey) -> None:
+        """Compare what the backend made of the body with the body itself, whose reads are noted in the same run."""
         reads = self._reads[key] = FieldReads()
-        with self._kept(key):
-            bound = self._binder.bound(key, Stage.WARMING, as_written=True, noting=reads.noting)
-            watching = self._state.watching() if self.phase.preserve is None else nullcontext()
-            with entering(bound.now), self._preserved(bound.batch), watching:
-                self.backend.warm_up(key, bound.body, WarmUp.FREE)
+        noting = None if self.phase.compares_others else reads.noting
+        made, body = self._outcome(key, as_written=False), self._outcome(key, noting)
+        again = partial(self._outcome, key) if self.barrier is None else None
+        refuse_another_result(made, body, again, is_exact=self.backend.is_exact)
+
+    def _outcome(self, key: ShapeKey, noting: Noting | None = None, *, as_written: bool = True) -> Outcome:
+        trial = self._binder.trial(key, noting=noting, as_written=as_written)
+        with self._kept(key), generators_restored(self.device), trial as bound:
+            result = self.backend.warm_up(key, bound.body, WarmUp.FREE if as_written else WarmUp.REHEARSAL)
+            return Outcome(own(result), [tensor.clone() for tensor in self._state.elements])
 
     def _guard_all(self, keys: Sequence[ShapeKey]) -> None:
         """Refuse or report shapes whose ops depend on the sample."""
@@ -182,12 +188,9 @@ class Capture:
 
     def _trace(self, key: ShapeKey, drawn: Drawn, trace: OpTrace) -> None:
         """One rehearsal on a sample, whose ops are noted."""
-        with self._kept(key):
-            bound = self._binder.bound(key, Stage.WARMING, drawn, as_written=True)
-            watching = self._state.watching() if self.phase.preserve is None else nullcontext()
-            now = following(trace, bound.now)
-            with entering(now), self._preserved(bound.batch), watching, trace.following():
-                self.backend.warm_up(key, bound.body, WarmUp.REHEARSAL)
+        trial = self._binder.trial(key, drawn)
+        with self._kept(key), trial as bound, entering(following(trace, bound.now)), trace.following():
+            self.backend.warm_up(key, bound.body, WarmUp.REHEARSAL)
 
     def _attempt(self, key: ShapeKey, step: Callable[[ShapeKey], None]) -> None:
         """One step of a key that has not failed yet; followed by the barrier of ranks, whether it ran or not."""

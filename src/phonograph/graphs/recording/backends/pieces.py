@@ -12,11 +12,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from phonograph.errors import BreakError, CaptureError
+from phonograph.errors import CaptureError
 from phonograph.graphs.phases.breaks import GraphBreak
 from phonograph.graphs.phases.marks import Mark, marked, traced_call
 from phonograph.graphs.recording.backends.compilers import Compile, CompileOnce
-from phonograph.graphs.recording.backends.traced import TracedGraph
+from phonograph.graphs.recording.backends.traced import TracedGraph, described
 
 Owners = Mapping[int, Any]
 """The objects whose methods are marked, by id."""
@@ -88,22 +88,25 @@ class Program:
 
     def _check(self, part: Piece | MarkedCall, values: Mapping[fx.Node, Any], sizes: Mapping[Any, int]) -> None:
         for node in part.outputs if isinstance(part, Piece) else (part.node,):
-            wanted, found = self.graph.shape_of(node, sizes), values[node]
-            if wanted is None and not isinstance(found, torch.Tensor):
+            said, found = self.graph.said_of(node, sizes), _described(values[node])
+            if said == found:
                 continue
-            is_right = isinstance(found, torch.Tensor) and tuple(found.shape) == wanted
-            if is_right and found.dtype == node.meta["example_value"].dtype:
-                continue
-            described = f"{found.dtype}{list(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-            said = "no tensor" if wanted is None else f"{node.meta['example_value'].dtype}{list(wanted)}"
             if isinstance(part, MarkedCall):
                 name = part.mark.name if part.mark is not None else str(part.node.target)
-                what = "gap" if part.mark is None or part.mark.breaks else "opaque call"
-                raise BreakError(f"{what} {name} returned {described}, its fake= says {said}. Correct fake=.")
+                is_gap = part.mark is None or part.mark.breaks
+                raise CaptureError(
+                    f"{'gap' if is_gap else 'opaque call'} {name} returned {found}, its fake= says {said}",
+                    "Correct fake=",
+                )
             raise CaptureError(
-                f"a compiled piece gave {described} for {node.name}, the trace says {said}",
+                f"a compiled piece gave {found} for {node.name}, the trace says {said}",
                 "Use backend='breakable' for this body",
             )
+
+
+def _described(value: Any) -> str:
+    """A result, as `TracedGraph.said_of` tells what it should be."""
+    return described(value, lambda tensor: tuple(tensor.shape))
 
 
 def program_of(

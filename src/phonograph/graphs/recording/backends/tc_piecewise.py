@@ -77,19 +77,21 @@ class _Programs:
 
     def call(self, view: BodyView, now: Current, *, may_add: bool) -> Call:
         """The call of a program that is for this view."""
-        problem = ""
+        problem = other = ""
         known = self._of_key.get(view.key)
         with tracing(now):
             for tracer in self.tracers if known is None else (known,):
                 try:
                     call = tracer.call(view)
-                    problem = call.program.graph.misfit(call.flat)
                 except OtherValueError as error:
-                    problem = error.problem
-                if not problem:
+                    other = other or tracer.program.graph.fixed(view) or error.problem
+                    continue
+                misfit = call.program.graph.misfit(call.flat)
+                if not misfit:
                     self._of_key[view.key] = tracer
                     return call
-            return self._added(view, problem, may_add=may_add)
+                problem = problem or misfit
+            return self._added(view, problem or other, may_add=may_add)
 
     def _added(self, view: BodyView, problem: str, *, may_add: bool) -> Call:
         if not may_add or len(self.tracers) >= MAX_PROGRAMS:

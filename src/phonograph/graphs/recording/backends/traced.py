@@ -19,18 +19,14 @@ import torch
 from torch import fx
 
 from phonograph.devices.capturing import QUERY
-from phonograph.devices.trace import is_users
-from phonograph.errors import CaptureError, Frame
+from phonograph.errors import CaptureError
 from phonograph.graphs.inputs.fields import Path, fetch
 from phonograph.graphs.phases.marks import traced_call
 from phonograph.graphs.recording.backends.base import BodyView, ViewBody
+from phonograph.graphs.recording.backends.trace_errors import as_capture_error
 
 _MODES = {"_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
 """Functions that a traced graph has for `with torch.no_grad():` and the like; grad is off throughout."""
-_REMEDY = (
-    "Change that line, mark the function that it is in @graph_break(fake=…), or use backend='breakable', which traces "
-    "nothing"
-)
 
 
 @dataclass(frozen=True)
@@ -115,17 +111,32 @@ class TracedGraph:
                 return f"{self._named(symbol)} is {size}, not in {bounds.lower} … {bounds.upper}"
         return ""
 
+    def fixed(self, view: BodyView) -> str:
+        """A size that the code compares with a number, and that is another in this view; or nothing."""
+        env = self._shape_env
+        for guard in env.guards if env is not None else ():
+            number = getattr(guard.expr, "rhs", None)
+            dim = self.dims.get(str(number)) if getattr(guard.expr, "rel_op", "") == "==" else None
+            if any(sized.dim == dim and sized.tensor.shape[sized.axis] != number for sized in view.sizes):
+                return f"the number of {dim} == {number} is not so{_line_of(guard)}"
+        return ""
+
     def value_of(self, node: fx.Node, sizes: Mapping[Any, int]) -> Any:
         """The number that a node is, for these sizes."""
         value = node.meta["example_value"]
         return int(value.node.expr.xreplace(dict(sizes))) if isinstance(value, torch.SymInt) else value
 
-    def shape_of(self, node: fx.Node, sizes: Mapping[Any, int]) -> tuple[int, ...] | None:
-        """The shape of a tensor that a node is, for these sizes; None where it is none."""
-        value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor):
-            return None
-        return tuple(one if isinstance(one, int) else int(one.xreplace(sizes)) for one in map(_expr, value.shape))
+    def said_of(self, node: fx.Node, sizes: Mapping[Any, int]) -> str:
+        """What a node is, for these sizes, in words: tensors by dtype and shape, in tuples and lists."""
+
+        def shape(tensor: torch.Tensor) -> tuple[int, ...]:
+            return tuple(one if isinstance(one, int) else int(one.xreplace(sizes)) for one in map(_expr, tensor.shape))
+
+        def number(value: Any) -> Any:
+            kind = bool if isinstance(value, torch.SymBool) else float if isinstance(value, torch.SymFloat) else int
+            return kind(value.node.expr.xreplace(dict(sizes)))
+
+        return described(node.meta.get("example_value"), shape, number)
 
     def name_dims(self, flat: Sequence[Any], view: BodyView) -> None:
         """Note which symbol is the size of which dim."""
@@ -162,7 +173,8 @@ class TracedGraph:
         return None
 
     def _named(self, expression: Any) -> str:
-        text = str(expression)
+        is_relation = getattr(expression, "is_Relational", False)
+        text = f"{expression.lhs} {expression.rel_op} {expression.rhs}" if is_relation else str(expression)
         for symbol, dim in sorted(self.dims.items(), key=lambda pair: -len(pair[0])):
             text = text.replace(symbol, f"the number of {dim}")
         return text
@@ -219,7 +231,7 @@ class Tracer:
             with _tracing_options(_size_sources(view)):
                 result = self._function(self.body, view.batch, view.kwargs)
         except Exception as error:
-            raise _as_capture_error(error) from None
+            raise as_capture_error(error) from None
         finally:
             self._view = None
         if self._noted is None:
@@ -251,6 +263,18 @@ class Tracer:
             return stand_ins
 
         return note
+
+
+def described(
+    value: Any, shape: Callable[[torch.Tensor], tuple[int, ...]], number: Callable[[Any], Any] = lambda value: value
+) -> str:
+    """A value in words: tensors by dtype and shape, one after the other in tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(shape(value))}"
+    if isinstance(value, tuple | list):
+        inside = ", ".join(described(one, shape, number) for one in value)
+        return f"a {type(value).__name__} of {len(value)} ({inside})"
+    return repr(number(value) if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value)
 
 
 def _call(body: ViewBody, batch: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -343,25 +367,3 @@ def _line_of(guard: Any) -> str:
     """Where the code asks for it, as far as the trace knows."""
     where = getattr(guard.sloc, "user_loc", None) or getattr(guard.sloc, "maybe_user_loc", None)
     return f" ({where})" if where else ""
-
-
-def _as_capture_error(error: BaseException) -> CaptureError:
-    """What the tracer raised, with the line of the user's code; an error of ours is found below it."""
-    below: BaseException | None = error
-    while below is not None:
-        if isinstance(below, CaptureError):
-            below.frame = below.frame or _frame_of(error)
-            return below
-        below = below.__cause__ or below.__context__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    kept = [line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")]
-    problem = (kept or lines or [type(error).__name__])[0].rstrip(".")
-    return CaptureError(f"torch.compile can't trace this: {problem}", _REMEDY, frame=_frame_of(error))
-
-
-def _frame_of(error: BaseException) -> Frame | None:
-    """The innermost user's line in the traced code."""
-    stack = getattr(error, "real_stack", None) or ()
-    frames = [Frame(one.filename, one.lineno or 0, one.name) for one in stack]
-    users = [frame for frame in frames if is_users(frame.file)]
-    return users[-1] if users else frames[-1] if frames else None
