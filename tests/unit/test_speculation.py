@@ -336,6 +336,22 @@ def test_flags_that_contradict_each_other_are_refused(flags: tuple[str, ...], sa
 # -- what is counted ------------------------------------------------------------------------------------------
 
 
+def test_a_place_for_which_nothing_was_drafted_is_not_counted() -> None:
+    """The n-gram drafter knows nothing of tokens that never came before."""
+    core = speculating(ngram(3), "disabled", max_ahead=0, prefix_cache=False)
+    (found_for,) = Driver(core).run([(tuple(range(3, 9)), replace(GREEDY, max_tokens=2))])
+    tokens = found_for.outputs
+    found = core.speculation.counts
+    assert len(set(range(3, 9)) | set(tokens)) == 8, "no token comes twice, or there might be a draft"
+    assert (found.rounds, found.drafted, found.plain["no_draft"]) == (0, 0, 1)
+    again = (*range(3, 9), *tokens)
+    Driver(core).run(
+        [((*again, *range(3, 9)), replace(GREEDY, max_tokens=8)), (again * 2, replace(GREEDY, max_tokens=8))]
+    )
+    found = core.speculation.counts
+    assert found.drafted == 3 * found.rounds > 0, "what came before is drafted in all places"
+
+
 def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
     core = speculating(oracle(3, 0), "disabled", max_ahead=0, prefix_cache=False)
     Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25))])
@@ -345,7 +361,7 @@ def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
         core.step()
     found = core.speculation.counts
     assert (found.rounds, found.tokens, found.drafted, found.accepted) == (6, 24, 18, (6, 6, 6))
-    assert found.plain == {"grammar": 3, "request": 4, "cost": 0}
+    assert found.plain == {"grammar": 3, "request": 4, "cost": 0, "no_draft": 0}
     assert found.tokens_per_round == 4.0
     assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by position: 100%, 100%, 100%; decoded")
 

@@ -78,7 +78,7 @@ class Graphed:
         report = self.runner.capture(progress)
         if self._verifies if verify is None else verify:
             try:
-                self._looked_at().raise_if_failed()
+                self.verify().raise_if_failed()
             except VerifyError:
                 self.release()
                 raise
@@ -107,15 +107,10 @@ class Graphed:
 
     def verify(self, *, batches: int = 2, seed: int = 0, tolerance: float | None = None) -> VerifyReport:
         """Check every recording on random valid batches."""
-        report = self._looked_at(batches, seed, tolerance)
-        if report.failures:
-            name = _name_of(self._function)
-            log.warning("%s: what is wrong is replayed until release() or the next capture(): %s", name, report)
-        return report
-
-    def _looked_at(self, batches: int = 2, seed: int = 0, tolerance: float | None = None) -> VerifyReport:
         report = verify(self.runner, batches=batches, seed=seed, tolerance=tolerance)
         self.runner.verified = report.verified
+        if report.failures:
+            log.warning("%s: what is wrong is replayed until it is released: %s", _name_of(self._function), report)
         return report
 
     @property

@@ -176,7 +176,8 @@ class DraftedRounds:
         picked = self._parts.tail.pick(logits, queries, needs, said)
         block, bounds = picked.tokens.view(-1, width), (tables["depth"], tables["limit"])
         # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
-        taken = self._parts.model.kernels.rounds.accept(queries, tokens, block, bounds, last_token, length)
+        kernels = self._parts.model.kernels.rounds
+        taken = kernels.accept(queries, tokens, block, bounds, last_token, length, self._drafts)
         rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.positions))
         if is_penalised:
             for place, token in enumerate(block.unbind(1)):
