@@ -57,6 +57,7 @@ class AtRate(_Inner):
         bounds: tuple[torch.Tensor, torch.Tensor],
         last_token: torch.Tensor,
         length: torch.Tensor,
+        drafts: torch.Tensor | None = None,
     ) -> AcceptedTokens:
         width = picked.shape[1]
         if width > 1:
@@ -67,7 +68,7 @@ class AtRate(_Inner):
             # A wrong one differs from the draft by the lowest bit, which keeps it a token of any even vocabulary.
             said = torch.where(is_right, drafted, drafted ^ 1)
             picked = torch.cat([said, picked[:, -1:]], 1)
-        return self.inner.accept(queries, tokens, picked, bounds, last_token, length)
+        return self.inner.accept(queries, tokens, picked, bounds, last_token, length, drafts)
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,11 @@ class Never(_Inner):
         bounds: tuple[torch.Tensor, torch.Tensor],
         last_token: torch.Tensor,
         length: torch.Tensor,
+        drafts: torch.Tensor | None = None,
     ) -> AcceptedTokens:
         depth, limit = bounds
-        return self.inner.accept(queries, tokens, picked, (torch.zeros_like(depth), limit), last_token, length)
+        none = torch.zeros_like(depth)
+        return self.inner.accept(queries, tokens, picked, (none, limit), last_token, length, drafts)
 
 
 def expected(rate: float, depth: int) -> float:
