@@ -251,6 +251,31 @@ def test_an_llm_that_speculates(device: str, depth: int | None) -> None:
     assert TARGET_VERIFY.name in llm.explain()
 
 
+@pytest.mark.parametrize("backend", ["full", "disabled"])
+def test_prompts_are_embedded_in_steps_with_rounds(backend: str) -> None:
+    """Vectors are those of an engine that does not speculate, and texts those of plain decoding."""
+    sizes: dict[str, Any] = {"max_seqs": 4, "max_tokens": 32, "max_len": MAX_LEN, "page_size": 8}
+    options = EngineOptions(**sizes, dtype=torch.float32, embeddings=True)
+    checkpoint, found = RandomCheckpoint(SHAPES["tiny"]), list[Any]()
+    for one, decodes in ((options, "decode"), (replace(options, speculate="ngram"), TARGET_VERIFY.name)):
+        asked = [ask(f"{name}.backend", backend, origin="test") for name in (decodes, "prefill", "embed")]
+        core = LLM(checkpoint, device="emulated", options=one, asked=asked).core
+        said, pooled = list[Any](), list[Any]()
+        for number, (prompt, params) in enumerate(REQUESTS[:8]):
+            said += core.add(Request(f"said {number}", prompt, params))
+            pooling: Any = ("mean", "last")[number % 2]
+            pooled += core.add(Request(f"{number}", prompt, SamplingParams(max_tokens=0), pooling=pooling))
+            for _ in range(3):
+                core.step()
+        while not core.is_idle:
+            core.step()
+        check(said)
+        assert all(sequence.error == "" for sequence in pooled)
+        assert core.executor.runners["embed"].stats.replays.total() > 0 or backend == "disabled"
+        found.append(torch.stack([torch.from_numpy(sequence.embedding) for sequence in pooled]))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
 def test_a_backend_is_asked_for_by_the_phase_s_name() -> None:
     options = EngineOptions(max_seqs=2, max_len=64, page_size=8, dtype=torch.float32, speculate="ngram")
     asked = [ask(f"{TARGET_VERIFY.name}.backend", "breakable", origin="test")]
@@ -263,7 +288,6 @@ def test_a_backend_is_asked_for_by_the_phase_s_name() -> None:
     [
         ({"speculate": "medusa"}, "speculate is one of off, ngram"),
         ({"speculate_depth": 2}, "nothing is"),
-        ({"speculate": "ngram", "embeddings": True}, "exclude each other"),
         ({"speculate": "ngram", "speculate_depth": 0}, "speculate_depth must be a whole number"),
         ({"speculate": "ngram", "speculate_depth": 16}, "speculate_depth must be a whole number"),
     ],
