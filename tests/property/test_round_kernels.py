@@ -19,7 +19,7 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.ops.triton import rounds as module
 from phonograph.engine.ops.triton.rounds import TritonRounds
 from phonograph.engine.passes.ngram import ngram
-from phonograph.engine.requests.step import NO_TOKEN, NOT_FINITE
+from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN, NOT_FINITE
 from phonograph.sizes import ceil_div
 from speculation import Driver, check, speculating
 
@@ -165,6 +165,32 @@ def accepted(
     last_token[0], length[0] = 0, 0
     found = kernels.accept(queries, tokens, numbers(picked), (numbers(depth), numbers(limit)), last_token, length)
     return found, last_token.tolist(), length.tolist()
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 33])
+def test_places_without_a_draft_are_told_apart(width: int, num_rows: int) -> None:
+    """Rows whose drafts are all right, all wrong, none, or only the first; and padding in between."""
+    kinds = [[5] * (width - 1), [6] * (width - 1), [-1] * (width - 1), [5] + [-1] * (width - 2)]
+    rows = [0 if number % 5 == 4 else number + 1 for number in range(num_rows)]
+    drafts = numbers([[5] * (width - 1), *(kinds[number % 4] for number in range(num_rows))])
+    embedded = drafts[numbers(rows)].clamp_min(0)
+    width_range = torch.arange(width, device=DEVICE)
+    queries = Queries(
+        numbers(rows).repeat_interleave(width), (numbers(rows)[:, None] + width_range).flatten(),
+        torch.zeros((num_rows + 1, 4), dtype=torch.int32, device=DEVICE), tokens_per_row=width,
+    )  # fmt: skip
+    tokens = torch.cat([embedded.new_full((num_rows, 1), 50), embedded], 1).flatten()
+    picked = torch.full((num_rows, width), 5, device=DEVICE)
+    wanted = {0: [5] * width, 1: [5] + [NO_TOKEN] * (width - 1), 2: [5] + [NO_DRAFT] * (width - 1)}
+    wanted[3] = [5, 5] + [NO_DRAFT] * (width - 2)
+    bounds = (torch.full((num_rows + 1,), width - 1, device=DEVICE), torch.full((num_rows + 1,), 10_000, device=DEVICE))
+    for kernels in KERNELS:
+        last_token, length = (torch.zeros(num_rows + 1, dtype=torch.int64, device=DEVICE) for _ in "tl")
+        found = kernels.accept(queries, tokens, picked, bounds, last_token, length, drafts)
+        for place, row in enumerate(rows):
+            expected = wanted[place % 4] if row else [NO_TOKEN] * width
+            assert found.block[place].tolist() == expected, (kernels, place)
 
 
 def staying(drafted: list[int], picked: list[int], depth: int, room: int) -> int:

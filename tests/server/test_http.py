@@ -304,7 +304,7 @@ MISFITS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "bad_words": ["a"] * 129}, "129 texts; at most 128", "bad_words"),
     (TEXT, {"prompt": "x", "bad_words": ["a", "b" * 257]}, "257 characters", "bad_words[1]"),
     (TEXT, {"prompt": "x", "prompt_logprobs": 21}, "<= 20", "prompt_logprobs"),
-    (TEXT, {"prompt": "x", "best_of": 3}, "use `n`", "best_of"),
+    (TEXT, {"prompt": "x", "best_of": 3}, "let it be `n`", "best_of"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "`suffix` can't be served", "suffix"),
     (TEXT, {"prompt": "x", "temprature": 1}, "did you mean `temperature`", "temprature"),
     (TEXT, {"prompt": "x", "guided_regex": "[a"}, "unclosed character class", "guided_regex"),

@@ -200,6 +200,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({}, "`input` is missing", "input"),
     ({"input": []}, "length >= 1", "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "text only", "input[0].content[0]"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "c7", "output": "1"}]},
+        "names the call 'c7', which no item before it has. Send that too",
+        "input.call_id",
+    ),
     ({"input": "x", "background": True}, "is not supported", "background"),
     ({"input": "x", "conversation": "conv_1"}, "previous_response_id", "conversation"),
     ({"input": "x", "max_tokens": 5}, "did you mean", "max_tokens"),

@@ -282,6 +282,14 @@ def test_a_disk_that_is_full_ends_the_run() -> None:
         asyncio.run(work())
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
+    given = b"\xef\xbb\xbf" + line("a").encode() + b"\r\n\xef\xbb\xbf{}"
+    (_, first), (_, second) = numbered_lines(io.BytesIO(given), 1000)
+    assert isinstance(first, bytes)
+    assert json.loads(first)["custom_id"] == "a"
+    assert second == b"\xef\xbb\xbf{}", "in the middle of a file it is none"
+
+
 def test_long_lines_are_read_past() -> None:
     text = b"a" * 30 + b"\n" + b"b" * 3_000_000 + b"\nc\n\n" + b"d" * 31
     found = dict(numbered_lines(io.BytesIO(text), 30))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -80,6 +81,12 @@ def generated(c: Config) -> Iterator[Config]:
     yield c
 
 
+def reduced(c: Any) -> Any:
+    return functools.reduce(getattr, ["below", "value"], c)
+
+
+OTHER = Config()
+OTHER.sizes, OTHER.scale = [2.0], 5.0
 PASSING: dict[str, Make] = {
     "a method of a temporary": config(lambda c, x: x * Wrapper(c).value(), scale),
     "an attribute of a temporary": config(lambda c, x: x * Wrapper(c).scale, scale),
@@ -106,6 +113,14 @@ PASSING: dict[str, Make] = {
     "lists in a list that is made": config(lambda c, x: x * len(str([c.sizes, 1])), lambda c: c.sizes.append(1.0)),
     "lists in a tuple that is made": config(lambda c, x: x * len(repr((c.sizes, 1))), lambda c: c.sizes.append(1.0)),
     "by attrgetter, behind map": config(lambda c, x: x * sum(map(operator.attrgetter("value"), c.parts)), part),
+    "lists that a generator yields": config(
+        lambda c, x: x * sum(itertools.chain.from_iterable(one.sizes for one in [c])), size
+    ),
+    "lists that a key function returns": config(
+        lambda c, x: x * max([c, OTHER], key=lambda one: one.sizes).scale,
+        lambda c: operator.setitem(c.sizes, 0, 9.0),
+    ),
+    "getattr by reduce": config(lambda c, x: x * reduced(c), below),
     "a method of a getter": config(lambda c, x: x * operator.attrgetter("below.value")(c), below),
 }
 
@@ -462,6 +477,9 @@ BESIDE: dict[str, Make] = {
     ),
     "what is stored, not read": config(lambda c, x: x * len([c.sizes is None, x]), size),
     "another name that is missing": config(lambda c, x: x * getattr(c, "extra", 2.0), counted),
+    "what is handed on": config(
+        lambda c, x: x * tuple(one.table for one in (c, c))[1]["k1"], lambda c: c.table.update(hits=1.0)
+    ),
     "an equal list": config(lambda c, x: x * sum(c.sizes), lambda c: setattr(c, "sizes", [1.0, 2.0, 3.0])),
 }
 

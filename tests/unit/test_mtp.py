@@ -361,6 +361,22 @@ def test_an_llm_with_modules(folder: Path, device: str) -> None:
     assert "speculation: mtp drafts 3 tokens a round" in llm.explain()
 
 
+def test_prompts_are_embedded_in_steps_with_rounds(folder: Path) -> None:
+    llm = llm_of("cpu", speculate="mtp", draft=folder, embeddings=True)
+    said, pooled = list[Seq](), list[Seq]()
+    for number, (prompt, params) in enumerate(REQUESTS[:6]):
+        said += llm.core.add(Request(f"said {number}", prompt, params))
+        pooled += llm.core.add(Request(f"{number}", prompt, SamplingParams(max_tokens=0), pooling="mean"))
+        llm.core.step()
+    while not llm.core.is_idle:
+        llm.core.step()
+    check(said)
+    wanted = llm_of("cpu", embeddings=True).embed(PROMPTS, normalize=False)
+    for vector, sequence in zip(wanted, pooled, strict=True):
+        assert sequence.embedding is not None
+        torch.testing.assert_close(torch.from_numpy(sequence.embedding), torch.from_numpy(vector), atol=1e-4, rtol=1e-4)
+
+
 def test_auto_takes_modules_too(folder: Path) -> None:
     chosen = choose_drafter(EngineOptions(speculate="auto", draft=folder), RandomCheckpoint(TARGET))
     assert str(chosen) == "mtp (auto: --draft names MTP modules)"

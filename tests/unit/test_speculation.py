@@ -251,6 +251,31 @@ def test_an_llm_that_speculates(device: str, depth: int | None) -> None:
     assert TARGET_VERIFY.name in llm.explain()
 
 
+@pytest.mark.parametrize("backend", ["full", "disabled"])
+def test_prompts_are_embedded_in_steps_with_rounds(backend: str) -> None:
+    """Vectors are those of an engine that does not speculate, and texts those of plain decoding."""
+    sizes: dict[str, Any] = {"max_seqs": 4, "max_tokens": 32, "max_len": MAX_LEN, "page_size": 8}
+    options = EngineOptions(**sizes, dtype=torch.float32, embeddings=True)
+    checkpoint, found = RandomCheckpoint(SHAPES["tiny"]), list[Any]()
+    for one, decodes in ((options, "decode"), (replace(options, speculate="ngram"), TARGET_VERIFY.name)):
+        asked = [ask(f"{name}.backend", backend, origin="test") for name in (decodes, "prefill", "embed")]
+        core = LLM(checkpoint, device="emulated", options=one, asked=asked).core
+        said, pooled = list[Any](), list[Any]()
+        for number, (prompt, params) in enumerate(REQUESTS[:8]):
+            said += core.add(Request(f"said {number}", prompt, params))
+            pooling: Any = ("mean", "last")[number % 2]
+            pooled += core.add(Request(f"{number}", prompt, SamplingParams(max_tokens=0), pooling=pooling))
+            for _ in range(3):
+                core.step()
+        while not core.is_idle:
+            core.step()
+        check(said)
+        assert all(sequence.error == "" for sequence in pooled)
+        assert core.executor.runners["embed"].stats.replays.total() > 0 or backend == "disabled"
+        found.append(torch.stack([torch.from_numpy(sequence.embedding) for sequence in pooled]))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
 def test_a_backend_is_asked_for_by_the_phase_s_name() -> None:
     options = EngineOptions(max_seqs=2, max_len=64, page_size=8, dtype=torch.float32, speculate="ngram")
     asked = [ask(f"{TARGET_VERIFY.name}.backend", "breakable", origin="test")]
@@ -263,7 +288,6 @@ def test_a_backend_is_asked_for_by_the_phase_s_name() -> None:
     [
         ({"speculate": "medusa"}, "speculate is one of off, ngram"),
         ({"speculate_depth": 2}, "nothing is"),
-        ({"speculate": "ngram", "embeddings": True}, "exclude each other"),
         ({"speculate": "ngram", "speculate_depth": 0}, "speculate_depth must be a whole number"),
         ({"speculate": "ngram", "speculate_depth": 16}, "speculate_depth must be a whole number"),
     ],
@@ -336,6 +360,22 @@ def test_flags_that_contradict_each_other_are_refused(flags: tuple[str, ...], sa
 # -- what is counted ------------------------------------------------------------------------------------------
 
 
+def test_a_place_for_which_nothing_was_drafted_is_not_counted() -> None:
+    """The n-gram drafter knows nothing of tokens that never came before."""
+    core = speculating(ngram(3), "disabled", max_ahead=0, prefix_cache=False)
+    (found_for,) = Driver(core).run([(tuple(range(3, 9)), replace(GREEDY, max_tokens=2))])
+    tokens = found_for.outputs
+    found = core.speculation.counts
+    assert len(set(range(3, 9)) | set(tokens)) == 8, "no token comes twice, or there might be a draft"
+    assert (found.rounds, found.drafted, found.plain["no_draft"]) == (0, 0, 1)
+    again = (*range(3, 9), *tokens)
+    Driver(core).run(
+        [((*again, *range(3, 9)), replace(GREEDY, max_tokens=8)), (again * 2, replace(GREEDY, max_tokens=8))]
+    )
+    found = core.speculation.counts
+    assert found.drafted == 3 * found.rounds > 0, "what came before is drafted in all places"
+
+
 def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
     core = speculating(oracle(3, 0), "disabled", max_ahead=0, prefix_cache=False)
     Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25))])
@@ -345,7 +385,7 @@ def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
         core.step()
     found = core.speculation.counts
     assert (found.rounds, found.tokens, found.drafted, found.accepted) == (6, 24, 18, (6, 6, 6))
-    assert found.plain == {"grammar": 3, "request": 4, "cost": 0}
+    assert found.plain == {"grammar": 3, "request": 4, "cost": 0, "no_draft": 0}
     assert found.tokens_per_round == 4.0
     assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by position: 100%, 100%, 100%; decoded")
 

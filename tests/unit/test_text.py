@@ -567,3 +567,22 @@ class TestChat:
 )
 def test_a_template_is_known_to_show_tools_whole(template: str, whole: bool) -> None:
     assert ChatTemplate(template).shows_tools_whole is whole
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}", "[system]Be brief.[user]a"),
+        (
+            "{% for m in messages %}{{ '!' if m.role == 'developer' else '?' }}{{ m['content'] }}{% endfor %}",
+            "!Be brief.?a",
+        ),
+        (
+            "You are a developer. {% for m in messages %}[{{ m['role'] }}]{% endfor %}",
+            "You are a developer. [system][user]",
+        ),
+    ],
+)
+def test_a_developers_message_is_a_system_message_unless_the_template_knows_it(template: str, expected: str) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    assert ChatTemplate(template).render(messages, add_generation_prompt=False) == expected

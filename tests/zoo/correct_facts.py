@@ -116,3 +116,56 @@ def pruned_by_two(on: torch.device) -> Subject:
     model = nn.Linear(WIDTH, WIDTH).to(on)
     both(model)
     return in_turn(calling(model), on)
+
+
+@correct()
+def statistics_beside_objects_in_passing(on: torch.device) -> Subject:
+    """A config is read through an object that each call makes, and calls are counted beside what is read."""
+    config = SimpleNamespace(scale=2.0, hits=0)
+
+    def step(x: torch.Tensor) -> Any:
+        return x * SimpleNamespace(config=config).config.scale
+
+    return beside(step, on, lambda: setattr(config, "hits", config.hits + 1))
+
+
+@correct()
+def entries_beside_a_pattern(on: torch.device) -> Subject:
+    """A pattern reads one entry of a table in which others are counted."""
+    table: dict[str, Any] = {"kind": "linear", "hits": 0}
+
+    def step(x: torch.Tensor) -> Any:
+        match table:
+            case {"kind": "linear"}:
+                return x * 2
+        return x
+
+    return beside(step, on, lambda: table.update(hits=table["hits"] + 1))
+
+
+@correct()
+def candidates_that_are_not_picked(on: torch.device) -> Subject:
+    """One of several objects is picked by its rank; values of the others are trained."""
+
+    class Candidate:
+        def __init__(self, rank: int) -> None:
+            self.rank, self.value = rank, 2.0
+
+    first, best = Candidate(1), Candidate(2)
+
+    def step(x: torch.Tensor) -> Any:
+        return x * max([first, best], key=lambda one: one.rank).value
+
+    return beside(step, on, lambda: setattr(first, "value", first.value + 1))
+
+
+@correct()
+def lists_made_for_every_call(on: torch.device) -> Subject:
+    """Lists, tuples and dicts are made in every call, of activations and of what a config holds."""
+    config = SimpleNamespace(scales=[2.0, 3.0], hits=0)
+
+    def step(x: torch.Tensor) -> Any:
+        parts = [x * scale for scale in config.scales]
+        return torch.stack([*parts, x]).sum(0) + sum([one.sum(1, keepdim=True) for one in (x, parts[0])])
+
+    return beside(step, on, lambda: setattr(config, "hits", config.hits + 1))

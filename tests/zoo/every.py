@@ -16,6 +16,7 @@ import zoo.kept_values
 import zoo.modes
 import zoo.on_gpu
 import zoo.padding
+import zoo.passing_values
 import zoo.patches
 import zoo.phases
 import zoo.python_state

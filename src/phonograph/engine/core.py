@@ -163,7 +163,7 @@ class EngineCore(Generic[E]):
         scored = self._take_in(step, sampled) if step.prefills else ()
         updates = self.scheduler.commit(step, sampled)
         if self.scheduler.limits.tokens_per_row > 1:
-            self.speculation.note(step, updates)
+            self.speculation.note(step, updates, sampled.drafted)
             self.scheduler.width.took(step, updates)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
@@ -303,10 +303,12 @@ def _joined(parts: list[Sampled | None]) -> Sampled:
     found = [part if part is not None else Sampled([0]) for part in parts]
     tokens = [token for part in found for token in part.tokens]
     counts = [len(part.tokens) for part in found] if any(part.counts is not None for part in found) else None
+    drafted = [sum(part.drafted or ()) for part in found] if any(part.drafted for part in found) else None
     if not any(part.logprobs for part in found):
-        return Sampled(tokens, counts)
+        return Sampled(tokens, counts, drafted=drafted)
     nothing: TokenDetails = (0.0, [], [])
-    return Sampled(tokens, counts, [one for part in found for one in part.logprobs or [nothing] * len(part.tokens)])
+    likely = [one for part in found for one in part.logprobs or [nothing] * len(part.tokens)]
+    return Sampled(tokens, counts, likely, drafted=drafted)
 
 
 def _note_details(step: ScheduledStep, sampled: Sampled, committed: dict[Sequence, int]) -> None:

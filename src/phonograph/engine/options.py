@@ -145,11 +145,6 @@ class EngineOptions:
         expect_finite("memory, a share of the device's,", self.memory, PlanError, least=0, most=1, open_below=True)
 
     def _check_speculation(self) -> None:
-        if self.speculates and self.embeddings:
-            raise PlanError(
-                f"speculate={self.speculate!r} and embeddings exclude each other: the pass that makes vectors decodes "
-                "one token a row. Leave --embeddings or --speculate out."
-            )
         if self.speculate == "mtp" and self.draft is None:
             raise PlanError("speculate='mtp' drafts by modules, and draft says where these are. Give --draft PATH.")
         if self.draft is not None and self.speculate not in ("eagle", "mtp", "auto"):

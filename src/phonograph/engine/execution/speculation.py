@@ -79,7 +79,10 @@ def choose_drafter(options: EngineOptions, checkpoint: Checkpoint) -> Chosen | N
 
 def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[PassDeclaration]:
     """The passes of an engine with this drafter, or without one."""
-    passes = passes_for(embeddings=options.embeddings) if drafting is None else speculating_passes(drafting)
+    embeddings = options.embeddings
+    passes = (
+        passes_for(embeddings=embeddings) if drafting is None else speculating_passes(drafting, embeddings=embeddings)
+    )
     return [replace(one, gives_states=one.serves) for one in passes] if options.return_hidden_states else passes
 
 

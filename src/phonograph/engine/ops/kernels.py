@@ -105,6 +105,7 @@ class RoundKernels(Protocol):
         bounds: tuple[torch.Tensor, torch.Tensor],
         last_token: torch.Tensor,
         length: torch.Tensor,
+        drafts: torch.Tensor | None = None,
     ) -> AcceptedTokens:
         """Find how many of each row's tokens stay, and note the last of them and the row's length in the tables.
 
@@ -112,7 +113,8 @@ class RoundKernels(Protocol):
         ([num_rows, tokens_per_row]) is what the model says after each. Drafts stay as long as each is what was picked
         before it, and the first pick that is none stays too; at most one more than the row's depth, none at or past
         its limit: `bounds`, which are tables with an entry for every row. Rows of which none stays, and the null row,
-        are left as they were. A problem in place of a token is noted as token 0.
+        are left as they were. A problem in place of a token is noted as token 0. Where there is a table `drafts` ([all
+        rows, tokens_per_row - 1]), places for which it has nothing, a number below 0, are told apart by `NO_DRAFT`.
         """
         ...
 
@@ -134,7 +136,7 @@ class AcceptedTokens:
     """What stays of rounds."""
 
     counts: torch.Tensor  # [num_rows]; 0 for padding
-    block: torch.Tensor  # [num_rows, tokens_per_row]: what was picked, NO_TOKEN after the last that stays
+    block: torch.Tensor  # [num_rows, tokens_per_row]: what was picked, NO_TOKEN or NO_DRAFT after the last that stays
     tokens: torch.Tensor  # the same, whole, with 0 for problems
 
 

@@ -9,12 +9,19 @@ import numpy as np
 import torch
 
 from phonograph.engine.passes.base import Pass, PassParts
-from phonograph.engine.passes.prefill import PrefillBatch, PrefillBatches, PrefillBody, PrefillSample, prefill_pass
+from phonograph.engine.passes.prefill import (
+    PrefillBatch,
+    PrefillBatches,
+    PrefillBody,
+    PrefillSample,
+    TokenStates,
+    prefill_pass,
+)
 from phonograph.engine.passes.readback import Picked
-from phonograph.engine.passes.registry import EMBED
+from phonograph.engine.passes.registry import EMBED, PassDeclaration
+from phonograph.engine.passes.rounds import Rounds
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
-from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.slot import Pad, Slot
 from phonograph.graphs.phases.context import BREAKING
@@ -34,15 +41,15 @@ class EmbedBatch(PrefillBatch):
 class EmbedStates(NamedTuple):
     """What a recording gives."""
 
-    ends: torch.Tensor  # [num_sampled, hidden]: of the tokens that something is sampled after
+    ends: torch.Tensor | TokenStates  # [num_sampled, …]: of the tokens that something is sampled after
     pooled: torch.Tensor  # [num_pooled, hidden], float32
 
 
 class EmbedBatches:
     """Makes the batches of steps in which a chunk is pooled."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._prefill = PrefillBatches(limits)
+    def __init__(self, limits: Limits, rounds: Rounds | None) -> None:
+        self._prefill = PrefillBatches(limits, rounds)
 
     def batch(self, step: Step) -> EmbedBatch:
         """The batch of prefill, and the spans of its chunks."""
@@ -74,25 +81,30 @@ def _fake_sums(states: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) 
 class EmbedBody:
     """Runs the model over chunks and decodes, and sums spans; the tail picks tokens as that of prefill does."""
 
-    def __init__(self, parts: PassParts, backend: str) -> None:
-        self._prefill = PrefillBody(parts, None, backend)
+    def __init__(self, parts: PassParts, rounds: Rounds | None, backend: str) -> None:
+        self._prefill = PrefillBody(parts, rounds, backend)
         self._sum = opaque(sum_spans, fake=_fake_sums)
 
     def __call__(self, batch: EmbedBatch) -> EmbedStates:
-        states = self._prefill.found(batch, None).hidden
-        return EmbedStates(states[batch.ends], self._sum(states, batch.pool_starts, batch.pool_stops))
+        found, ends = self._prefill.found(batch, None), batch.ends
+        states = found.hidden
+        at_ends = self._prefill.at_ends(found, states[ends], ends)
+        return EmbedStates(at_ends, self._sum(states, batch.pool_starts, batch.pool_stops))
 
     def tail(self, found: EmbedStates, batch: EmbedBatch) -> Picked:
         """Tokens of the sequences that sample, and the sums of the spans that there are."""
-        picked = self._prefill.tail(found.ends, batch)
+        ends = found.ends
+        picked = (
+            self._prefill.rounds_tail(ends, batch) if isinstance(ends, TokenStates) else self._prefill.tail(ends, batch)
+        )
         return picked._replace(pooled=found.pooled[: batch.pool_starts.shape[0]])
 
 
 class EmbedSample:
     """Samples of prefill whose tokens, but for padding, are cut into spans."""
 
-    def __init__(self, parts: PassParts, *, spans: bool) -> None:
-        self._prefill = PrefillSample(parts, spans=spans)
+    def __init__(self, parts: PassParts, *, spans: bool, following: bool) -> None:
+        self._prefill = PrefillSample(parts, spans=spans, following=following)
 
     def __call__(self, extent: Extent, seed: int) -> EmbedBatch:
         batch, count = self._prefill(extent, seed), extent.used["pooled"]
@@ -106,23 +118,19 @@ class EmbedSample:
         return EmbedBatch(**vars(batch), pool_starts=starts, pool_stops=stops)
 
 
-def embed_pass(parts: PassParts, backend: str) -> Pass:
+def embed_pass(parts: PassParts, backend: str, declared: PassDeclaration = EMBED, rounds: Rounds | None = None) -> Pass:
     """The pass over all tokens of a step in which a chunk is pooled; slots and state are those of prefill."""
-    limits, body, plain = parts.limits, EmbedBody(parts, backend), prefill_pass(parts, backend, EMBED)
-    if limits.tokens_per_row != 1:
-        raise DeclarationError(
-            f"the pass {EMBED.name!r} decodes one token a row, and limits.tokens_per_row is {limits.tokens_per_row}. "
-            "Leave the embeddings out, or decode one token a step."
-        )
+    limits, body = parts.limits, EmbedBody(parts, rounds, backend)
+    plain = prefill_pass(parts, backend, declared, rounds)
     places = {"pad": Pad.fill(0), "valid": (0, limits.max_tokens)}
     own = [Slot(name, ("pooled",), torch.int64, **places) for name in ("pool_starts", "pool_stops")]  # type: ignore[arg-type]
     return replace(
         plain,
         slots=[*plain.slots, *own],
         dims=[*plain.dims, Dim("pooled", limit=limits.max_seqs)],
-        batch=EmbedBatches(limits).batch,
+        batch=EmbedBatches(limits, rounds).batch,
         public=(*plain.public, "pool_starts", "pool_stops"),
         body=body,
         tail=body.tail,
-        sample=EmbedSample(parts, spans=backend in BREAKING),
+        sample=EmbedSample(parts, spans=backend in BREAKING, following=rounds is not None and bool(rounds.taps)),
     )

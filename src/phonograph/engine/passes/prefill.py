@@ -144,11 +144,14 @@ class PrefillBody:
     def __call__(self, batch: PrefillBatch) -> torch.Tensor | TokenStates:
         """Hidden states of the tokens that something is sampled after."""
         found = self.found(batch, batch.ends)
+        return self.at_ends(found, found.hidden, batch.ends)
+
+    def at_ends(self, found: TokenStates, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | TokenStates:
+        """What the tail takes of the tokens at `ends`, whose hidden states these are."""
         if self._rounds is None:
-            return found.hidden
-        ends = batch.ends
+            return hidden
         features = None if found.features is None else found.features[ends]
-        return TokenStates(found.hidden, found.tokens[ends], found.rows[ends], found.positions[ends], features)
+        return TokenStates(hidden, found.tokens[ends], found.rows[ends], found.positions[ends], features)
 
     def found(self, batch: PrefillBatch, wanted: torch.Tensor | None) -> TokenStates:
         """Hidden states of the wanted tokens, or of all; and all that is known of every token."""

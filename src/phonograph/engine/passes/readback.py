@@ -12,7 +12,7 @@ import torch
 from phonograph.devices import Device, Fence
 from phonograph.engine.passes.prompt_scores import PromptScores
 from phonograph.engine.requests.request import MAX_LOGPROBS
-from phonograph.engine.requests.step import NO_TOKEN, PromptDetails, Sampled, TokenDetails
+from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN, PromptDetails, Sampled, TokenDetails
 from phonograph.engine.sampling.sampler import TopLogprobs
 from phonograph.errors import StepOrderError
 
@@ -20,8 +20,8 @@ from phonograph.errors import StepOrderError
 class Picked(NamedTuple):
     """What a pass picked, on the device.
 
-    Where rows may have several tokens or none, they lie in one block with `NO_TOKEN` after the last of each row, and
-    there are logprobs of each place of the block.
+    Where rows may have several tokens or none, they lie in one block, with `NO_TOKEN` or `NO_DRAFT` after the last of
+    each row, and there are logprobs of each place of the block.
     """
 
     tokens: torch.Tensor  # [num_rows] or [num_rows, tokens_per_row]; below 0 where logits were none (see `step`)
@@ -127,7 +127,7 @@ class Pending:
         if self._width is None:
             pooled = self._pooled() if self._pooled is not None else None
             return Sampled(tokens, None, logprobs, scores, pooled, states, prompt_states)
-        kept, counts = _counted(tokens, self._width)
+        kept, counts, drafted = _counted(tokens, self._width)
         return Sampled(
             [tokens[place] for place in kept],
             counts,
@@ -136,17 +136,20 @@ class Pending:
             self._pooled() if self._pooled is not None else None,
             None if states is None else states[kept],
             prompt_states,
+            drafted,
         )
 
 
-def _counted(tokens: list[int], width: int) -> tuple[list[int], list[int]]:
-    """Of blocks of so many places, those before the first place without a token; and how many of each block."""
-    counts, kept = list[int](), list[int]()
+def _counted(tokens: list[int], width: int) -> tuple[list[int], list[int], list[int]]:
+    """Of blocks of so many places, those before the first place without a token; how many these are of each block, and
+    for how many of its places something was drafted."""
+    counts, kept, drafted = list[int](), list[int](), list[int]()
     for first in range(0, len(tokens), width):
         row = tokens[first : first + width]
-        counts.append(row.index(NO_TOKEN) if NO_TOKEN in row else width)
+        drafted.append(width - 1 - row.count(NO_DRAFT))
+        counts.append(next((place for place, token in enumerate(row) if token in (NO_TOKEN, NO_DRAFT)), width))
         kept += range(first, first + counts[-1])
-    return kept, counts
+    return kept, counts, drafted
 
 
 class Readback:

@@ -8,7 +8,7 @@ of a round and wait in a column, so that rounds among prompts find them too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,10 @@ from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.chain import chained
 from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, rows_slot, sample_rows
 from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting, ReadsTarget
+from phonograph.engine.passes.embed import embed_pass
 from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
-from phonograph.engine.passes.registry import HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
+from phonograph.engine.passes.registry import EMBED, HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
 from phonograph.engine.passes.sampling_tail import axes_for
 from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.request import MAX_LOGPROBS
@@ -171,7 +172,8 @@ class DraftedRounds:
         picked = self._parts.tail.pick(logits, queries, needs, said)
         block, bounds = picked.tokens.view(-1, width), (tables["depth"], tables["limit"])
         # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
-        taken = self._parts.model.kernels.rounds.accept(queries, tokens, block, bounds, last_token, length)
+        kernels = self._parts.model.kernels.rounds
+        taken = kernels.accept(queries, tokens, block, bounds, last_token, length, self._drafts)
         rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.positions))
         if is_penalised:
             for place, token in enumerate(block.unbind(1)):
@@ -361,20 +363,24 @@ def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration
     return replace(chained(declared, verify, draft), written=written)
 
 
-def speculating_passes(drafting: Drafting) -> tuple[PassDeclaration, ...]:
-    """`SPECULATING`, with this drafter; rows among prompts verify what was drafted too."""
+def speculating_passes(drafting: Drafting, *, embeddings: bool = False) -> tuple[PassDeclaration, ...]:
+    """`SPECULATING`, with this drafter; rows among prompts verify what was drafted too, pooled ones among them."""
 
     def target_verify(parts: PassParts, backend: str) -> Pass:
         return target_verify_pass(parts, backend, declared, drafting.make(parts))
 
-    def mixed(parts: PassParts, backend: str) -> Pass:
-        drafter = drafting.make(parts)
-        rounds = DraftedRounds(parts, drafter)
-        found = prefill_pass(parts, backend, PREFILL, rounds)
-        return replace(found, reads=(*rounds.reads, *drafter.reads), writes=(*rounds.writes, *drafter.writes))
+    def mixed(plain: PassDeclaration, make: Callable[..., Pass]) -> PassDeclaration:
+        def made(parts: PassParts, backend: str) -> Pass:
+            drafter = drafting.make(parts)
+            rounds = DraftedRounds(parts, drafter)
+            found = make(parts, backend, plain, rounds)
+            return replace(found, reads=(*rounds.reads, *drafter.reads), writes=(*rounds.writes, *drafter.writes))
+
+        return replace(plain, make=made)
 
     def columns() -> Sequence[Column]:
         return (*round_columns(drafting.depth), *drafting.columns())
 
     declared = replace(TARGET_VERIFY, make=target_verify, columns=columns, keeps=drafting.keeps)
-    return declared, replace(PREFILL, make=mixed), HEARTBEAT
+    passes = declared, mixed(PREFILL, prefill_pass), HEARTBEAT
+    return (*passes, mixed(EMBED, embed_pass)) if embeddings else passes

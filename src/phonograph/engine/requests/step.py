@@ -20,6 +20,8 @@ NOTHING_ALLOWED = -2
 """In place of a token: all logits are -inf, as under a mask that allows nothing."""
 NO_TOKEN = -3
 """In place of a token, and of all that follow in its row: the step brought the row no more."""
+NO_DRAFT = -4
+"""The same, of a place for which nothing was drafted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +130,8 @@ class Sampled:
     """[num_tokens, hidden]: what each token was picked from, where a request wants that."""
     prompt_states: npt.NDArray[np.float32] | None = None
     """[any, hidden]: of prompts, those that `Chunk.num_stated` tells of, in the order of prefills."""
+    drafted: list[int] | None = None
+    """For how many places of each row something was drafted; None where rows have one token each."""
 
     def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""

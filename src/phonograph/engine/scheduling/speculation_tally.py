@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep, Update
 
-PLAIN_REASONS = ("grammar", "request", "cost")
-"""Why a row decodes plainly: its next step depends on its text, its request says so, or drafts would not pay."""
+PLAIN_REASONS = ("grammar", "request", "cost", "no_draft")
+"""Why a row decodes plainly: its next step depends on its text, its request says so, drafts would not pay, or there was
+none to verify."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +51,28 @@ class SpeculationTally:
         self._accepted = [0] * depth
         self._plain: Counter[str] = Counter(dict.fromkeys(PLAIN_REASONS, 0))
 
-    def note(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
-        """What the commit of a step brought."""
-        decoding = set(step.decodes)
+    def note(self, step: ScheduledStep, updates: Iterable[Update], drafted: Iterable[int] | None = None) -> None:
+        """What the commit of a step brought; `drafted` says for how many places of each of `step.sampling`."""
+        # What was sampled of a step comes in the order of its decodes, then of its prompts.
+        said = dict(zip(step.decodes, repeat(self._depth) if drafted is None else drafted, strict=False))
         for sequence, tokens, _ in updates:
-            if tokens and sequence in decoding:
-                self._note(sequence, len(tokens), is_round=step.tokens_per_row > 1)
+            if tokens and sequence in said:
+                self._note(sequence, len(tokens), said[sequence] if step.tokens_per_row > 1 else None)
 
-    def _note(self, sequence: Sequence, count: int, *, is_round: bool) -> None:
+    def _note(self, sequence: Sequence, count: int, said: int | None) -> None:
+        """`said` is None in a step that verifies nothing."""
         depth = sequence.draft_depth(self._depth)
-        if not depth or not is_round:
+        drafted = min(depth, said or 0)
+        if not drafted:
             by_row = "request" if sequence.constraint is None else "grammar"
-            self._plain["cost" if depth else by_row] += 1
+            self._plain[by_row if not depth else "cost" if said is None else "no_draft"] += 1
             return
         self._rounds += 1
         self._tokens += count
-        self._drafted += depth
+        self._drafted += drafted
         for place in range(count - 1):
             self._accepted[place] += 1
-        sequence.num_drafted += depth
+        sequence.num_drafted += drafted
         sequence.num_accepted += count - 1
 
     @property

@@ -109,6 +109,10 @@ class ChatTemplate:
         known |= {"tools": None if tools is None else [dict(tool) for tool in tools]}
         known |= {"add_generation_prompt": add_generation_prompt, "documents": None}
         checked = _checked(messages)
+        if not any(self.mentions(f"{quote}developer{quote}") for quote in ("'", '"')):
+            # The newer name of a system message: a template that does not know it would show a role that is new to
+            # the model, or leave the message out.
+            checked = [{**one, "role": "system"} if one["role"] == "developer" else one for one in checked]
         try:
             return self._template.render(known, messages=checked)
         except TypeError:

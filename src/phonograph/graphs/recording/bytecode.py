@@ -33,6 +33,7 @@ Kind = Literal[
     "super",
     "match class",
     "match keys",
+    "length",
     "value",
 ]
 NULL_COMES_LAST = sys.version_info >= (3, 13)
@@ -191,7 +192,7 @@ class _Reading:
             subject, keys = self._top(1), self._top()
             self._note(instruction, Read("match keys", None, subject, (keys,)))
         else:
-            self._whole(instruction, self._top())
+            self._about(instruction, "length", self._top())
         self._push_unnamed(1)
 
     def _shuffle(self, name: str, depth: int) -> None:
@@ -354,6 +355,8 @@ _EFFECTS: dict[str, tuple[int | None, int]] = {
     "LOAD_ASSERTION_ERROR": (0, 1),
     "FORMAT_WITH_SPEC": (2, 1),
     "BUILD_SET": (None, 1),
+    "MATCH_MAPPING": (0, 1),
+    "MATCH_SEQUENCE": (0, 1),
     "STORE_FAST": (1, 0),
     "STORE_FAST_STORE_FAST": (2, 0),
     "STORE_GLOBAL": (1, 0),

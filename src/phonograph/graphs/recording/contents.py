@@ -101,6 +101,20 @@ class IsTrue:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LengthOf:
+    """How much a container holds."""
+
+    holder: Any
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("length", id(self.holder))
+
+    def get(self) -> Any:
+        return len(self.holder)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HasKey:
     """Whether a dict or a set has a plain key."""
 

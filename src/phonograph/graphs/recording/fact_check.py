@@ -20,7 +20,7 @@ from torch.nn.modules import module as every_module
 from torch.utils.hooks import RemovableHandle
 
 from phonograph.graphs.recording import dict_versions, modes
-from phonograph.graphs.recording.contents import AllContents, HasKey, InContext, IsTrue, KeptEntries
+from phonograph.graphs.recording.contents import AllContents, HasKey, InContext, IsTrue, KeptEntries, LengthOf
 from phonograph.graphs.recording.dict_watcher import Unchanged
 from phonograph.graphs.recording.fact import (
     AddressOf,
@@ -330,6 +330,7 @@ _PLACES = {
     InList: "{holder}[{index}]",
     InContext: "{holder}.get()",
     IsTrue: "(len({holder}) > 0)",
+    LengthOf: "len({holder})",
     HasKey: "({key} in {holder})",
     ClassOf: "type({holder})",
     OfFunction: "{holder}.{part}",

@@ -37,8 +37,9 @@ from phonograph.graphs.recording.fact_check import FactCheck
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.late_reads import LateReads
 from phonograph.graphs.recording.modes import mode_facts
+from phonograph.graphs.recording.ownership import is_installed
 from phonograph.graphs.recording.places import ABSENT
-from phonograph.graphs.recording.reads import CONTAINERS_OF_MODULES, Reads, is_installed
+from phonograph.graphs.recording.reads import CONTAINERS_OF_MODULES, Reads
 from phonograph.graphs.recording.tracing import TracingUnavailableError
 
 AroundGap = Callable[[], AbstractContextManager[None]]

@@ -18,7 +18,7 @@ from typing import Any
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _HEADER = object.__basicsize__
 _TAGS = 3
-"""Bits of a pointer that Python may use for itself."""
+"""Bits of a pointer that Python may use for itself; with all of them it is no pointer."""
 _SEARCHED = 16
 EMPTY: Any = object()
 """Stands for a place that holds no object."""
@@ -90,7 +90,9 @@ def _num_fast(code: CodeType) -> int:
 
 
 def _word(address: int) -> int:
-    return ctypes.c_size_t.from_address(address).value & ~_TAGS
+    """The pointer at an address; 0 where there is none."""
+    found = ctypes.c_size_t.from_address(address).value
+    return 0 if found & _TAGS == _TAGS else found & ~_TAGS
 
 
 def _object_at(address: int) -> Any:

@@ -6,13 +6,10 @@ import bisect
 import functools
 import inspect
 import operator
-import sys
-import sysconfig
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -22,7 +19,16 @@ from torch.nn.modules.container import ModuleDict, ModuleList, Sequential
 from phonograph.errors import Frame
 from phonograph.graphs.recording.bytecode import Read, reads_of
 from phonograph.graphs.recording.contents import InThread
-from phonograph.graphs.recording.evaluation import UNKNOWN, Callee, Scene, attribute_of, call_of, keys_of, value_of
+from phonograph.graphs.recording.evaluation import (
+    UNKNOWN,
+    Callee,
+    Scene,
+    attribute_of,
+    call_of,
+    callee_of,
+    keys_of,
+    value_of,
+)
 from phonograph.graphs.recording.fact import (
     FUNCTION_PARTS,
     TENSOR_PARTS,
@@ -43,9 +49,10 @@ from phonograph.graphs.recording.frame_memory import memory_of
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.library_objects import library_reads
 from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
+from phonograph.graphs.recording.ownership import file_of, is_looked_into, is_of_library, is_ours
 from phonograph.graphs.recording.places import PLAIN
 from phonograph.graphs.recording.tracing import Callbacks, traced
-from phonograph.graphs.recording.uses import items_in, uses_of
+from phonograph.graphs.recording.uses import computes, contents_of, items_in, uses_of
 
 _NOTHING: dict[int, tuple[CodeType, Any]] = {}
 CONTAINERS_OF_MODULES = (ModuleList, Sequential, ModuleDict)
@@ -74,6 +81,8 @@ class Reads:
         """Identities of the objects that were read: a function that returns one has read it from somewhere."""
         self._inside: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         """By identity of a fact that only a container tells, that container's fact."""
+        self._in_closed: dict[int, bool] = {}
+        """By frame, whether the instruction that it is at calls closed code, which computes with what it is given."""
         self._returned: dict[int, dict[int, tuple[CodeType, Any]]] = {}
         """By frame and offset, what functions returned there."""
 
@@ -138,8 +147,12 @@ class Reads:
             self._note_attribute(Read("attribute", code.co_name, Read("local", "self")), owner, frame)
 
     def _leave(self, frame: FrameType, value: Any) -> None:
-        """A function returns."""
+        """A function returns, or yields."""
         caller, code = frame.f_back, frame.f_code
+        self._in_closed.pop(id(frame), None)
+        if not self._paused and caller is not None and self._in_closed.get(id(caller)):
+            for use in contents_of(f"{code.co_qualname}()", value):
+                self._note(_kind_of(use.source), use.name, use.source, Read("value", None), frame, use.inside)
         if self._paused or caller is None or id(value) not in self._known or code.co_flags & _GENERATORS:
             return
         offsets = [*reads_of(caller.f_code)]
@@ -161,6 +174,7 @@ class Reads:
             return
         memory = memory_of(frame)
         scene = Scene(frame, self._returned.get(id(frame), _NOTHING), memory)
+        self._in_closed[id(frame)] = read.kind == "call" and computes(callee_of(read, scene), self._looks_into)
         if read.kind == "global":
             self._note_global(read, frame)
         elif read.kind == "cell":
@@ -224,6 +238,10 @@ class Reads:
         if type(callee.function) is operator.attrgetter:
             for owner in values[:1]:
                 self._note_paths(first, owner, keys_of(callee.function), frame)
+            return
+        if callee.function is functools.reduce and values[:1] == [getattr] and len(values) > 2:
+            names = [one for one in items_in(values[1]) if isinstance(one, str)]
+            self._note_paths(first, values[2], [".".join(names)], frame)
             return
         for getter in (one for one in values if type(one) is operator.attrgetter):
             for owner in (held for one in values for held in items_in(one)):
@@ -295,11 +313,11 @@ class Reads:
 
     def _learn(self, value: Any, frame: FrameType) -> None:
         self._functions.learn(value)
-        if isinstance(value, torch.nn.Module) and not is_looked_into(_file_of(type(value))):
+        if isinstance(value, torch.nn.Module) and not is_looked_into(file_of(type(value))):
             # Compiled and scripted modules: nobody sees what their code reads.
             for module in value.modules():
                 self._meet(module, frame)
-                if not is_looked_into(_file_of(type(module))):
+                if not is_looked_into(file_of(type(module))):
                     self._note_held(module, frame)
 
     def _note_held(self, module: torch.nn.Module, frame: FrameType) -> None:
@@ -348,50 +366,3 @@ def _is_our_own(frame: FrameType) -> bool:
 
 def _line(frame: FrameType) -> Frame:
     return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
-# -- whose code is looked into --------------------------------------------------------------------------------
-
-_PACKAGES = tuple({f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "platlib")})
-_LIBRARY = tuple({f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib")})
-_TORCH = f"{Path(torch.__file__).parent}/"
-_TORCH_MODULES = f"{_TORCH}nn/modules/"
-_OURS = Path(__file__).parents[2]
-_CLOSED = (_TORCH, f"{_OURS}/graphs/", f"{_OURS}/devices/", f"{_OURS}/errors", "<frozen", "<eval_with_key>")
-
-
-_OPEN_LIBRARY = ("builtins", "collections", "types", "functools", "argparse", "__main__")
-"""Objects of these may be a user's values: dicts, lists, functions, namespaces."""
-
-
-@functools.lru_cache(maxsize=4096)
-def is_looked_into(file: str) -> bool:
-    """Whether a source file may hold code of a body: not torch but its modules, the standard library, or ours."""
-    if file.startswith(_TORCH_MODULES):
-        return not file.endswith("/module.py")  # calls of modules: what it reads is noted for each module met
-    if file.startswith(_CLOSED) or any(f"/{name}/" in file for name in ("numpy", "triton")):
-        return False
-    return file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)
-
-
-def is_installed(namespace: dict[str, Any]) -> bool:
-    """Whether globals are those of an installed package, or of Python's own."""
-    return str(namespace.get("__file__") or "").startswith((*_PACKAGES, *_LIBRARY))
-
-
-def is_ours(value: Any) -> bool:
-    """Whether an object is the graph layer's: its values are no facts of a body."""
-    module = str(type(value).__module__)
-    return module.startswith(("phonograph.graphs.", "phonograph.devices")) and module != f"{__package__}.facts"
-
-
-def is_of_library(value: Any) -> bool:
-    """Whether an object is one of the standard library's own, such as a logger or a queue."""
-    module = str(type(value).__module__)
-    is_open = module in _OPEN_LIBRARY or isinstance(value, types.ModuleType | type)
-    return not is_open and module.partition(".")[0] in sys.stdlib_module_names
-
-
-def _file_of(kind: Any) -> str:
-    module = sys.modules.get(str(kind.__module__))
-    return str(getattr(module, "__file__", None) or "")

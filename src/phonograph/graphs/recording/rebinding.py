@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from phonograph.graphs.recording.contents import AllContents, HasKey, IsTrue, KeptEntries
+from phonograph.graphs.recording.contents import AllContents, HasKey, IsTrue, KeptEntries, LengthOf
 from phonograph.graphs.recording.fact import AllItems, ClassOf, Fact, HooksOf, InDict, InList, InSlot, unchanged
 from phonograph.graphs.recording.lookup import instance_dict
 from phonograph.graphs.recording.places import PLAIN, same
 
 _KEPT = (*PLAIN, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
-_MOVABLE = (ClassOf, HooksOf, InDict, InSlot, InList, AllItems, AllContents, KeptEntries, HasKey, IsTrue)
+_MOVABLE = (ClassOf, HooksOf, InDict, InSlot, InList, AllItems, AllContents, KeptEntries, HasKey, IsTrue, LengthOf)
 _MAX_ROUNDS = 8
 
 

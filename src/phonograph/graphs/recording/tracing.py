@@ -26,7 +26,7 @@ class Callbacks:
     step: Callable[[FrameType, Read], None]
     """An instruction is about to read."""
     leave: Callable[[FrameType, Any], None]
-    """A function returns a value."""
+    """A function returns a value, or yields one."""
 
 
 class TracingUnavailableError(Exception):
@@ -125,8 +125,9 @@ def _handlers(monitoring: Any, callbacks: Callbacks, looks_into: LooksInto) -> d
             callbacks.leave(sys._getframe(1), value)
         return None
 
+    ends = {events.PY_RETURN: on_return, events.PY_YIELD: on_return}
     starts = {events.PY_START: on_start, events.PY_RESUME: on_start}
-    return {**starts, events.INSTRUCTION: on_instruction, events.PY_RETURN: on_return}
+    return {**starts, **ends, events.INSTRUCTION: on_instruction}
 
 
 _one_at_a_time = threading.Lock()

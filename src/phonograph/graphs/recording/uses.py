@@ -27,6 +27,7 @@ from phonograph.graphs.recording.contents import (
     InContext,
     IsTrue,
     KeptEntries,
+    LengthOf,
     fields_of,
     is_container,
     is_record,
@@ -67,6 +68,7 @@ _STORES = ("append", "appendleft", "add", "insert", "setdefault", "__setitem__")
 _WRITES = (*_STORES, "update", "clear", "extend", "remove", "discard", "pop", "popleft")
 """Methods of containers that don't tell what these hold; the first keep their arguments as they are."""
 _NO_READS = (isinstance, issubclass, type, id, callable, print, getattr, hasattr, setattr, vars, super, hash, delattr)
+_HANDS_ON = (list, tuple, dict, iter, next, zip, enumerate, reversed, map, filter)
 _QUIET = ("logging", "warnings", "contextlib", "threading", "typing", "dataclasses.field")
 """Modules whose functions don't compute anything of their arguments."""
 _TENSOR_WALKS = (
@@ -88,6 +90,8 @@ def uses_of(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
         base, name = value_of(read.base, scene), str(read.base)
         if read.kind == "truth" and is_container(base):
             yield Use(f"the truth of {name}", IsTrue(base))
+        elif read.kind == "length":
+            yield from _length(name, base, is_in_passing=False)
         elif read.kind == "contains":
             yield from _membership(name, base, value_of(read.parts[0], scene))
         elif read.kind == "match keys":
@@ -97,7 +101,7 @@ def uses_of(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
         elif read.kind == "item":
             yield from _item(name, base, key_of(read, scene))
             if isinstance(base, torch.Tensor):
-                yield from _contents(str(read.parts[0]) if read.parts else name, _key_value(read, scene))
+                yield from contents_of(str(read.parts[0]) if read.parts else name, _key_value(read, scene))
 
 
 def _key_value(read: Read, scene: Scene) -> Any:
@@ -106,12 +110,12 @@ def _key_value(read: Read, scene: Scene) -> Any:
 
 def _operand(read: Read | None, scene: Scene) -> Iterator[Use]:
     is_in_passing = scene.is_in_passing(read)
-    yield from _contents(str(read), value_of(read, scene), is_in_passing=is_in_passing)
+    yield from contents_of(str(read), value_of(read, scene), is_in_passing=is_in_passing)
 
 
 def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
     if isinstance(held := callee_of(read, scene).function, functools.partial):
-        yield from _contents(f"{read.base}.keywords", held.keywords)
+        yield from contents_of(f"{read.base}.keywords", held.keywords)
         yield Use(f"{read.base}.args", AllContents.of(held.args))
     if read.key == UNPACKED:
         for part in read.parts:
@@ -129,7 +133,7 @@ def _of_call(read: Read, scene: Scene, looks_into: Any) -> Iterator[Use]:
         yield from _of_function(read, callee, arguments, scene, looks_into)
     else:
         if callee.name not in _WRITES:
-            yield from _contents(name, owner, is_in_passing=callee.is_in_passing)
+            yield from contents_of(name, owner, is_in_passing=callee.is_in_passing)
         if callee.name not in _STORES and _is_closed(callee, looks_into):
             yield from _passed(arguments)
 
@@ -142,6 +146,8 @@ def _of_function(
         yield Use(f"{read.base}()", Computed(f"{read.base}()", function))
     elif _is_getenv(function) and arguments:
         yield from _item("environ", function.__globals__["environ"], arguments[0].value)
+    elif function is len and arguments:
+        yield from _length(arguments[0].name, arguments[0].value, is_in_passing=arguments[0].is_in_passing)
     elif type(function) is operator.itemgetter and len(arguments) == 1:
         for key in keys_of(function):
             yield from _item(arguments[0].name, arguments[0].value, key if is_key(key) else UNKNOWN)
@@ -149,18 +155,25 @@ def _of_function(
         yield from _passed(arguments)
         if function is dir or getattr(function, "__module__", None) == "copy":
             for one in arguments:
-                yield from _contents(one.name, instance_dict(one.value))
+                yield from contents_of(one.name, instance_dict(one.value))
         if isinstance(function, types.FunctionType):  # what `functools.singledispatch` chooses from
-            yield from _contents(f"{read.base}.registry", function.__dict__.get("registry"))
+            yield from contents_of(f"{read.base}.registry", function.__dict__.get("registry"))
+
+
+def _length(name: str, value: Any, *, is_in_passing: bool) -> Iterator[Use]:
+    if isinstance(value, ChainMap):
+        yield from contents_of(name, value)
+    elif is_container(value := unwrapped(value)) and not is_in_passing:
+        yield Use(f"len({name})", LengthOf(value))
 
 
 def _passed(arguments: Sequence[Argument]) -> Iterator[Use]:
     """All that closed code may read of arguments: of containers, and of methods of them (`map(table.get, names)`)."""
     for one in arguments:
-        yield from _contents(one.name, one.value, is_in_passing=one.is_in_passing)
+        yield from contents_of(one.name, one.value, is_in_passing=one.is_in_passing)
         method = one.method
         if method is not None and is_container(unwrapped(method.owner)) and method.name not in _WRITES:
-            yield from _contents(one.name, method.owner)
+            yield from contents_of(one.name, method.owner)
 
 
 def _walk(module: torch.nn.Module, callee: Callee) -> Iterator[Use]:
@@ -179,14 +192,14 @@ def _is_getenv(function: Any) -> bool:
     return isinstance(function, types.FunctionType) and (function.__module__, function.__name__) == ("os", "getenv")
 
 
-def _contents(name: str, value: Any, *, is_in_passing: bool = False) -> Iterator[Use]:
+def contents_of(name: str, value: Any, *, is_in_passing: bool = False) -> Iterator[Use]:
     """All that a container holds; and of what may be a temporary, all that the containers in it hold."""
     if isinstance(value, PLAIN):
         return
     if isinstance(value, ChainMap):
         yield Use(f"{name}.maps", AllItems(value.maps))
         for one in value.maps:
-            yield from _contents(name, one)
+            yield from contents_of(name, one)
     value = unwrapped(value)
     whole: Source | None = None
     if is_container(value) or is_record(value):
@@ -236,7 +249,7 @@ def _membership(name: str, base: Any, key: Any) -> Iterator[Use]:
     elif isinstance(base, dict | set) and is_key(key):
         yield Use(f"{shown(key)} in {name}", HasKey(base, key))
     elif isinstance(base, list | set):
-        yield from _contents(name, base)
+        yield from contents_of(name, base)
 
 
 def _kept_as(base: Any, key: Any) -> Any:
@@ -267,13 +280,18 @@ def _item(name: str, base: Any, key: Any) -> Iterator[Use]:
     elif isinstance(base, list) and isinstance(key, int) and not isinstance(key, bool):
         yield Use(f"{name}[{key!r}]", InList(base, key))
     elif is_container(base) and not isinstance(base, set):
-        yield from _contents(name, base)
+        yield from contents_of(name, base)
 
 
 def _is_made_by_closed(read: Read, scene: Scene, looks_into: Any) -> bool:
     """Whether what is called comes from a call of closed code: `operator.methodcaller(name)(config)`."""
     made = read.base
     return made is not None and made.kind == "call" and _is_closed(callee_of(made, scene), looks_into)
+
+
+def computes(callee: Callee, looks_into: Any) -> bool:
+    """Whether closed code is called that may compute with what functions give it back, and not only hand it on."""
+    return _is_closed(callee, looks_into) and not any(callee.function is one for one in _HANDS_ON)
 
 
 def _is_closed(callee: Callee, looks_into: Any) -> bool:

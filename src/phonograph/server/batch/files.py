@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ def numbered_lines(stream: BinaryIO, most: int) -> Iterator[tuple[int, bytes | B
     number = 0
     while line := stream.readline(most + 1):
         number += 1
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if len(line) > most and not line.endswith(b"\n"):
             size = len(line)
             while (rest := stream.readline(_MANY)) and not rest.endswith(b"\n"):

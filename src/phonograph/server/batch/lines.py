@@ -90,7 +90,8 @@ def read_request(line: bytes) -> BatchRequest:
     try:
         request = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        said = f"{str(error)[:1].lower()}{str(error)[1:]}"
+        said = str(error).removeprefix("JSON is malformed: ")
+        said = f"{said[:1].lower()}{said[1:]}"
         wanted = 'expected {"custom_id": …, "method": "POST", "url": …, "body": {…}}'
         raise BadLineError("invalid_line", f"{said}; {wanted}.", _id_in(line)) from None
     custom_id = request.custom_id

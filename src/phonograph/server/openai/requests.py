@@ -80,7 +80,7 @@ ONLY_NEUTRAL = {
     "media_io_kwargs": NeutralField(_ONLY_TEXT),
     "vllm_xargs": NeutralField("there are no plugins that would read them"),
     "echo": NeutralField("the prompt is not repeated", (False,)),
-    "best_of": NeutralField("no more choices are made than are returned: use `n`"),
+    "best_of": NeutralField("as many choices are made as are returned: leave it out, or let it be `n`"),
 }
 """Fields of OpenAI's and of other servers that some clients always send: accepted at values that match what is done
 anyway, refused by name with the reason at others."""

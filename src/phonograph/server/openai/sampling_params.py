@@ -27,7 +27,7 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
     """For /v1/completions."""
     _refuse(request.suffix, "suffix", "infilling is not supported")
     if request.best_of not in (None, request.n or 1):
-        raise _refusal("best_of", "no more choices are made than are returned: use `n`")
+        raise _refusal("best_of", "as many choices are made as are returned: leave it out, or let it be `n`")
     max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     echoed = request.logprobs if request.echo else None
     return _params(request, max_tokens, request.logprobs, prompt_logprobs=_more(echoed, request.prompt_logprobs))

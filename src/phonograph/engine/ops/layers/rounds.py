@@ -6,7 +6,7 @@ import torch
 
 from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens
 from phonograph.engine.ops.queries import Queries
-from phonograph.engine.requests.step import NO_TOKEN
+from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN
 
 SUFFIXES = (3, 2)
 """Lengths of what is looked for: a longer match is believed before a shorter one."""
@@ -23,6 +23,7 @@ class ReferenceRounds:
         bounds: tuple[torch.Tensor, torch.Tensor],
         last_token: torch.Tensor,
         length: torch.Tensor,
+        drafts: torch.Tensor | None = None,
     ) -> AcceptedTokens:
         width = picked.shape[1]
         depth, limit = bounds
@@ -36,7 +37,11 @@ class ReferenceRounds:
         found = said.gather(1, (counts - 1).clamp_min(0)[:, None])[:, 0]
         last_token.index_put_((rows,), torch.where(counts > 0, found, last_token[rows]) * real)
         length.index_put_((rows,), (starts + counts) * real)
-        return AcceptedTokens(counts, as_block(picked, counts), said)
+        block = as_block(picked, counts)
+        if drafts is not None and width > 1:
+            nothing = (drafts.view(-1, width - 1)[rows] < 0) & (block[:, 1:] == NO_TOKEN) & real[:, None]
+            block[:, 1:].masked_fill_(nothing, NO_DRAFT)
+        return AcceptedTokens(counts, block, said)
 
     def keep(self, history: torch.Tensor, new: NewTokens) -> None:
         offsets = torch.arange(new.tokens.shape[1], device=history.device)

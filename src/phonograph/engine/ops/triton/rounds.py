@@ -8,7 +8,7 @@ import triton.language as tl
 from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.ops.triton.kernel import kernel
-from phonograph.engine.requests.step import NO_TOKEN
+from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN
 from phonograph.sizes import ceil_div, next_power_of_two
 
 _ROWS = 32
@@ -19,9 +19,10 @@ _PLACES = 2048
 
 @kernel(unspecialised=["num_rows"])
 def _accept(
-    rows_ptr, positions_ptr, tokens_ptr, picked_ptr, depth_ptr, limit_ptr, last_token_ptr, length_ptr,
+    rows_ptr, positions_ptr, tokens_ptr, picked_ptr, depth_ptr, limit_ptr, drafts_ptr, last_token_ptr, length_ptr,
     counts_ptr, block_ptr, said_ptr, num_rows,
-    none: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, block: tl.constexpr,
+    none: tl.constexpr, no_draft: tl.constexpr, has_drafts: tl.constexpr,
+    width: tl.constexpr, columns: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Some rows, each with all places of its round."""
     number = tl.program_id(0) * block + tl.arange(0, block)
@@ -44,7 +45,12 @@ def _accept(
     tl.store(last_token_ptr + row, last, mask=real & (count > 0))
     tl.store(length_ptr + row, start + count, mask=real)
     tl.store(counts_ptr + number, count, mask=number < num_rows)
-    tl.store(block_ptr + at, tl.where(place < count[:, None], picked, none), mask=inside)
+    rest = tl.full((block, columns), none, picked_ptr.dtype.element_ty)
+    if has_drafts:
+        told = inside & (place > 0) & real[:, None]
+        kept = tl.load(drafts_ptr + row[:, None].to(tl.int64) * (width - 1) + place - 1, mask=told, other=0)
+        rest = tl.where(kept < 0, no_draft, rest)
+    tl.store(block_ptr + at, tl.where(place < count[:, None], picked, rest), mask=inside)
     tl.store(said_ptr + at, said, mask=inside)
 
 
@@ -99,6 +105,7 @@ class TritonRounds:
         bounds: tuple[torch.Tensor, torch.Tensor],
         last_token: torch.Tensor,
         length: torch.Tensor,
+        drafts: torch.Tensor | None = None,
     ) -> AcceptedTokens:
         picked = picked.contiguous()
         (num_rows, width), (depth, limit) = picked.shape, bounds
@@ -106,8 +113,10 @@ class TritonRounds:
         if num_rows:
             _accept[(ceil_div(num_rows, _ROWS),)](
                 queries.rows.contiguous(), queries.token_positions.contiguous(), tokens.contiguous(), picked,
-                depth, limit, last_token, length, found.counts, found.block, found.tokens, num_rows,
-                none=NO_TOKEN, width=width, columns=next_power_of_two(width), block=_ROWS, num_warps=1,
+                depth, limit, depth if drafts is None else drafts, last_token, length,
+                found.counts, found.block, found.tokens, num_rows,
+                none=NO_TOKEN, no_draft=NO_DRAFT, has_drafts=drafts is not None and width > 1,
+                width=width, columns=next_power_of_two(width), block=_ROWS, num_warps=1,
             )  # fmt: skip
         return found
 

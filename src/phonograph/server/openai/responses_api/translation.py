@@ -21,6 +21,11 @@ _WORDS = (
     (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
     (re.compile(r"response_format(\.json_schema)?"), "text.format"),
     (re.compile(r"max_completion_tokens|max_tokens"), "max_output_tokens"),
+    (re.compile(r"tool_call_id"), "call_id"),
+    (
+        re.compile(r"no message before it has\. Send the assistant's message too"),
+        "no item before it has. Send that too",
+    ),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"(?<!text\.)verbosity"), "text.verbosity"),
 )
