@@ -20,9 +20,8 @@ import torch
 from phonograph.bench.engine_driver import EngineDriver
 from phonograph.bench.measurement import greedy
 from phonograph.bench.workloads import MOST_ID, Prompts, w1
-from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.checkpoints import random_checkpoint
 from phonograph.engine.llm import LLM
-from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
@@ -120,14 +119,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--start-only", action="store_true")
     args = parser.parse_args()
-    config, sizes = SHAPES[args.shape], QUICK if args.quick else Sizes()
+    sizes = QUICK if args.quick else Sizes()
     asked = [ask("guard", args.guard, origin="--guard")] if args.guard else []
     asked += [ask(*setting.split("=", 1), origin="--plan") for setting in args.plan]
     if args.device == "cuda":
         torch.zeros(1, device="cuda")
     begin = time.time()
     options = EngineOptions(prefix_cache=False, **args.options)
-    llm = LLM(RandomCheckpoint(config), device=args.device, options=options, asked=asked)
+    llm = LLM(random_checkpoint(args.shape, options.model_impl), device=args.device, options=options, asked=asked)
     llm.device.synchronize()
     found: dict[str, Any] = {
         "label": args.label,
@@ -138,12 +137,12 @@ def main() -> None:
         "open_s": time.time() - begin,
         **started(llm),
     }
-    prompts = Prompts(config.vocab)
+    prompts = Prompts(llm.executor.vocab)
     if not args.start_only:
         found["decode"] = {count: decoded(llm, prompts, count, sizes) for count in sizes.decodes}
         cases = sizes.cases
         found["prefill"] = {f"{n} of {tokens}": prefilled(llm, prompts, n, tokens, sizes) for n, tokens in cases}
-        found["w1_tokens_s"] = throughput(llm, prompts, config.vocab, sizes)
+        found["w1_tokens_s"] = throughput(llm, prompts, llm.executor.vocab, sizes)
         found["eager_steps"] = {name: one.stats.eager.total() for name, one in llm.executor.runners.items()}
     print(json.dumps(found))
 

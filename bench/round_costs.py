@@ -44,10 +44,11 @@ def round_costs(llm: LLM, num_rows: int) -> dict[str, Any]:
     positions = (starts[:, None] + torch.arange(width, device=on)).flatten()
     queries = Queries(rows.repeat_interleave(width), positions, accepted.table, tokens_per_row=width)
     bounds = parts.tables["depth"].clone(), parts.tables["limit"].clone()
+    drafts = parts.tables["draft"].clone().view(-1, depth)
     state = parts.tables.last_token.clone(), parts.tables.length.clone()
 
     def acceptance() -> None:
-        parts.model.kernels.rounds.accept(queries, tokens.flatten(), tokens, bounds, *state)
+        parts.model.kernels.rounds.accept(queries, tokens.flatten(), tokens, bounds, *state, drafts)
 
     bodies: dict[str, Callable[[], object]] = {"acceptance": acceptance}
     if isinstance(drafter, ReadsTarget):

@@ -26,8 +26,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import report
 import torch
@@ -51,6 +52,7 @@ from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import PlanError
 
 Figures = dict[str, Any]
+T = TypeVar("T")
 GOALS = {(4, 0.8): 2.3, (3, 0.7): 1.8, (2, 0.5): 1.3}
 """By depth and rate of acceptance: how many times as fast as plain decoding the 8B shape is to be."""
 
@@ -101,22 +103,22 @@ class Benchmark:
         self.setting = setting
         self._plain: dict[int, float] = {}
 
-    @contextmanager
-    def engine(self, model: Any = None, **changes: Any) -> Iterator[LLM]:
-        given, setting = model or self.setting.model, self.setting
+    def on(self, work: Callable[[LLM], T], model: RandomCheckpoint | None = None, **changes: Any) -> T:
+        """What is measured on an engine that is opened for it, and gone afterwards: each takes most of the memory."""
+        setting = self.setting
         usual: dict[str, Any] = {"max_seqs": max(setting.batches), "max_len": setting.max_len, "dtype": setting.dtype}
         if changes.get("speculate", "off") != "off":
             usual |= {"speculate_depth": setting.depth, "speculate_when": "always"}
         options = EngineOptions(**{**usual, "verify": "off", "prefix_cache": False, **changes})
-        begun, llm = time.perf_counter(), LLM(given, device=setting.device, options=options)
+        _clean(setting.device)
+        begun = time.perf_counter()
+        llm = LLM(model or setting.model, device=setting.device, options=options)
         print(f"  opened in {time.perf_counter() - begun:.1f} s: {changes or 'plain'}", flush=True)
         try:
-            yield llm
+            return work(llm)
         finally:
             del llm
-            gc.collect()
-            if setting.device == "cuda":
-                torch.cuda.empty_cache()
+            _clean(setting.device)
 
     def prompts(self, llm: LLM, count: int) -> list[Prompt]:
         """Held-out ones where there are some, or random ones."""
@@ -148,12 +150,13 @@ class Benchmark:
 
     def rounds(self) -> Figures:
         """Tokens a round by drafter and kind of text."""
-        found: Figures = {}
-        for name, changes in self.setting.drafters.items():
-            with self.engine(**changes) as llm:
-                prompts = self.prompts(llm, self.setting.prompts)
-                found[name] = {kind: self._rounds(llm, prompts, kind) for kind in ("all", *{p.kind for p in prompts})}
-        return found
+
+        def work(llm: LLM) -> Figures:
+            prompts = self.prompts(llm, self.setting.prompts)
+            kinds = ("all", *sorted({prompt.kind for prompt in prompts}))
+            return {kind: self._rounds(llm, prompts, kind) for kind in kinds}
+
+        return {name: self.on(work, **changes) for name, changes in self.setting.drafters.items()}
 
     def _rounds(self, llm: LLM, prompts: Sequence[Prompt], kind: str) -> Figures:
         before = _counts(llm)
@@ -173,35 +176,37 @@ class Benchmark:
     def plain(self, num_seqs: int) -> float:
         """Plain decoding's tokens a second, measured once."""
         if not self._plain:
-            with self.engine() as llm:
-                self._plain = {count: self.rate(llm, count, self.setting.new_tokens) for count in self.setting.batches}
+            self._plain = self.on(partial(self._by_batch, new_tokens=self.setting.new_tokens))
         return self._plain[num_seqs]
+
+    def _by_batch(self, llm: LLM, new_tokens: int) -> dict[int, float]:
+        return {count: self.rate(llm, count, new_tokens) for count in self.setting.batches}
 
     def rates(self) -> Figures:
         """Tokens a second, and how many times plain decoding's."""
         found: Figures = {"plain": {f"{count}": round(self.plain(count), 1) for count in self.setting.batches}}
         for name, changes in self.setting.drafters.items():
             for when in ("always", "pays"):
-                with self.engine(**changes, speculate_when=when) as llm:
-                    rates = {count: self.rate(llm, count, self.setting.new_tokens) for count in self.setting.batches}
-                    found[f"{name} {when}"] = self._against_plain(rates) | {"ratios": _ratios(llm)}
+                found[f"{name} {when}"] = self.on(self._against_plain, **changes, speculate_when=when)
         return found
 
-    def _against_plain(self, rates: dict[int, float]) -> Figures:
-        return {
+    def _against_plain(self, llm: LLM) -> Figures:
+        found: Figures = {
             f"{count}": {"tokens_per_s": round(rate, 1), "times_plain": round(rate / self.plain(count), 3)}
-            for count, rate in rates.items()
+            for count, rate in self._by_batch(llm, self.setting.new_tokens).items()
         }
+        return found | {"ratios": str(measured_costs(llm.executor.runners[TARGET_VERIFY.name]))}
 
     def curve(self) -> Figures:
         """Up and down again, in one engine each: the largest loss against plain decoding, and between the two ways."""
         sizes = [*self.setting.batches, *self.setting.batches[-2::-1]]
-        both = {}
-        engines: dict[str, dict[str, Any]] = {"plain": {}} | self.setting.drafters
-        for name, changes in engines.items():
-            more = {"speculate_when": "pays"} if changes else {}
-            with self.engine(**changes, **more) as llm:
-                both[name] = [round(self.rate(llm, count, self.setting.new_tokens), 1) for count in sizes]
+        engines: dict[str, dict[str, Any]] = {"plain": {}}
+        engines |= {name: {**changes, "speculate_when": "pays"} for name, changes in self.setting.drafters.items()}
+
+        def work(llm: LLM) -> list[float]:
+            return [round(self.rate(llm, count, self.setting.new_tokens), 1) for count in sizes]
+
+        both = {name: self.on(work, **changes) for name, changes in engines.items()}
         found: Figures = {"batches": sizes, "tokens_per_s": both}
         for name in self.setting.drafters:
             times = [rate / plain for rate, plain in zip(both[name], both["plain"], strict=True)]
@@ -216,27 +221,30 @@ class Benchmark:
 
     def wrong(self) -> Figures:
         """No draft is accepted: what probing costs."""
-        tokens, found = self.setting.long_tokens, {}
-        with self.engine() as llm:
-            plain = {count: self.rate(llm, count, tokens) for count in self.setting.batches}
-        for name, changes in self.setting.drafters.items():
-            with accepting(None), self.engine(**changes, speculate_when="pays") as llm:
-                rates = {count: self.rate(llm, count, tokens) for count in self.setting.batches}
-                counts = _counts(llm)
-                losses = {f"{count}": round(1 - rate / plain[count], 4) for count, rate in rates.items()}
+        plain = self.on(partial(self._by_batch, new_tokens=self.setting.long_tokens))
+
+        def work(llm: LLM) -> Figures:
+            rates, counts = self._by_batch(llm, self.setting.long_tokens), _counts(llm)
             if counts.tokens != counts.rounds:
                 raise PlanError(f"measuring drafts that are never accepted: {counts.tokens - counts.rounds} were.")
-            found[name] = {"losses": losses, "rounds": counts.rounds, "plain": dict(counts.plain), "goal": 0.02}
-        return found
+            losses = {f"{count}": round(1 - rate / plain[count], 4) for count, rate in rates.items()}
+            return {"losses": losses, "rounds": counts.rounds, "plain": dict(counts.plain), "goal": 0.02}
+
+        with accepting(None):
+            drafters = self.setting.drafters.items()
+            return {name: self.on(work, **changes, speculate_when="pays") for name, changes in drafters}
 
     def costs(self) -> Figures:
         """Of each drafter with the model itself, and of a random head with the large shape."""
-        found = {}
-        for name, changes in self.setting.drafters.items():
-            with self.engine(**changes) as llm:
-                found[name] = {f"{count}": round_costs(llm, count) for count in self.setting.batches}
-        with self._random_head() as folder, self.engine(self.setting.shape, **self._shape(folder, 4)) as llm:
-            found["random head, large shape"] = {"1": round_costs(llm, 1)}
+
+        def work(llm: LLM) -> Figures:
+            return {
+                f"{count}": round_costs(llm, count) for count in self.setting.batches if count <= llm.limits.max_seqs
+            }
+
+        found = {name: self.on(work, **changes) for name, changes in self.setting.drafters.items()}
+        with self._random_head() as folder:
+            found["random head, large shape"] = self.on(work, self.setting.shape, **self._shape(folder, 4))
         return found
 
     @contextmanager
@@ -251,15 +259,16 @@ class Benchmark:
 
     def shape(self) -> Figures:
         """The large shape at batch 1 with acceptance at set rates, a random head's costs included."""
-        tokens, found = self.setting.new_tokens, dict[str, Any]()
-        with self.engine(self.setting.shape, max_seqs=1) as llm:
-            plain = self.rate(llm, 1, tokens)
-        found["plain"] = round(plain, 1)
+
+        def work(llm: LLM) -> tuple[float, Any]:
+            return self.rate(llm, 1, self.setting.new_tokens), llm.core.speculation and _counts(llm)
+
+        plain, _ = self.on(work, self.setting.shape, max_seqs=1)
+        found: Figures = {"plain": round(plain, 1)}
         with self._random_head() as folder:
             for (depth, rate), goal in GOALS.items():
-                changes = self._shape(folder, depth)
-                with accepting(rate), self.engine(self.setting.shape, **changes) as llm:
-                    reached, counts = self.rate(llm, 1, tokens), _counts(llm)
+                with accepting(rate):
+                    reached, counts = self.on(work, self.setting.shape, **self._shape(folder, depth))
                 found[f"depth {depth} at {rate}"] = {
                     "tokens_per_s": round(reached, 1),
                     "times_plain": round(reached / plain, 3),
@@ -272,12 +281,13 @@ class Benchmark:
 
     def poisson(self) -> Figures:
         """Requests by chance, at a third and at two thirds of what plain decoding does with all rows."""
-        found: Figures = {}
         most = self.plain(max(self.setting.batches)) / self.setting.new_tokens
-        for name, changes in self.setting.drafters.items():
-            with self.engine(**changes, speculate_when="pays", prefix_cache=True) as llm:
-                found[name] = {f"{share:.2f} of capacity": self._poisson(llm, most * share) for share in (1 / 3, 2 / 3)}
-        return found
+
+        def work(llm: LLM) -> Figures:
+            return {f"{share:.2f} of capacity": self._poisson(llm, most * share) for share in (1 / 3, 2 / 3)}
+
+        drafters = self.setting.drafters.items()
+        return {name: self.on(work, **changes, speculate_when="pays", prefix_cache=True) for name, changes in drafters}
 
     def _poisson(self, llm: LLM, per_second: float) -> Figures:
         numbers, due, jobs = random.Random(3), 0.0, list[Job]()
@@ -305,9 +315,10 @@ def _counts(llm: LLM) -> Any:
     return llm.core.speculation.counts
 
 
-def _ratios(llm: LLM) -> str:
-    """How much longer rounds take, by batch."""
-    return str(measured_costs(llm.executor.runners[TARGET_VERIFY.name]))
+def _clean(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 PARTS: dict[str, Callable[[Benchmark], Figures]] = {

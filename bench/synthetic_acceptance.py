@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundKernels
+from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundKernels, RoundTokens
 from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.sampling.sampler import hashes
@@ -27,6 +27,14 @@ class _Inner:
     """The protocol `RoundKernels`, all of it another's."""
 
     inner: RoundKernels
+
+    def spread(
+        self, rows: torch.Tensor, drafts: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor, vocab: int
+    ) -> RoundTokens:
+        return self.inner.spread(rows, drafts, last_token, length, vocab)
+
+    def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+        self.inner.keep_drafts(drafts, rows, found)
 
     def keep(self, history: torch.Tensor, new: NewTokens) -> None:
         self.inner.keep(history, new)
@@ -49,6 +57,7 @@ class AtRate(_Inner):
         bounds: tuple[torch.Tensor, torch.Tensor],
         last_token: torch.Tensor,
         length: torch.Tensor,
+        drafts: torch.Tensor | None = None,
     ) -> AcceptedTokens:
         width = picked.shape[1]
         if width > 1:
@@ -59,7 +68,7 @@ class AtRate(_Inner):
             # A wrong one differs from the draft by the lowest bit, which keeps it a token of any even vocabulary.
             said = torch.where(is_right, drafted, drafted ^ 1)
             picked = torch.cat([said, picked[:, -1:]], 1)
-        return self.inner.accept(queries, tokens, picked, bounds, last_token, length)
+        return self.inner.accept(queries, tokens, picked, bounds, last_token, length, drafts)
 
 
 @dataclass(frozen=True)
@@ -74,9 +83,11 @@ class Never(_Inner):
         bounds: tuple[torch.Tensor, torch.Tensor],
         last_token: torch.Tensor,
         length: torch.Tensor,
+        drafts: torch.Tensor | None = None,
     ) -> AcceptedTokens:
         depth, limit = bounds
-        return self.inner.accept(queries, tokens, picked, (torch.zeros_like(depth), limit), last_token, length)
+        none = torch.zeros_like(depth)
+        return self.inner.accept(queries, tokens, picked, (none, limit), last_token, length, drafts)
 
 
 def expected(rate: float, depth: int) -> float:

@@ -5,21 +5,22 @@
 DATA has prompts (`eagle_text`), FOLDER becomes what `--draft` takes: config.json, model.safetensors, and README.md with
 the recipe and how many tokens a round brings on held-out prompts. Texts and the state of training are kept in
 FOLDER/training, so that the same command goes on where it was ended; delete that folder when the head is good.
-Time is shared: a quarter for texts, the rest for training, whose rate falls to nothing as the steps or the time end.
+Time is shared: a quarter for texts, what is left for training, whose rate falls as the steps or the time end.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from eagle_text import Prompts, Text, training_texts, written
@@ -37,10 +38,15 @@ PAGE = 16
 STEP_TOKENS = 16_384
 """Tokens that the target computes at a time."""
 SHARE_OF_TEXTS = 0.25
+RESERVED = 15.0
+"""Seconds that are left for measuring the head."""
 SAVED_EVERY = 60.0
 """Seconds between two states of training on disk."""
 SHOWN = (1, 2, 3, 4, 5, 6)
 """Depths for which tokens a round are told."""
+
+
+MEASURED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,9 @@ class Computed:
     taps: torch.Tensor  # [length, num_taps * hidden]
     states: torch.Tensor  # [length, hidden]
     best: torch.Tensor  # [length]
+
+
+T = TypeVar("T", Text, Computed)
 
 
 @torch.no_grad()
@@ -81,14 +90,15 @@ def computed(model: Decoder, texts: Sequence[Text]) -> list[Computed]:
     return found
 
 
-def _groups(texts: Sequence[Text], most: int) -> Iterator[list[Text]]:
-    group, count = list[Text](), 0
-    for text in texts:
-        if group and count + len(text.tokens) > most:
+def _groups(found: Sequence[T], most: int) -> Iterator[list[T]]:
+    """One after the other, of so many tokens at most."""
+    group, count = list[T](), 0
+    for one in found:
+        if group and count + len(one.tokens) > most:
             yield group
             group, count = [], 0
-        group.append(text)
-        count += len(text.tokens)
+        group.append(one)
+        count += len(one.tokens)
     if group:
         yield group
 
@@ -126,16 +136,22 @@ def epochs(found: Sequence[Computed], batch_tokens: int, seed: int, skip: int = 
         epoch += 1
 
 
-def measured(head: Head, found: Sequence[Computed], depth: int) -> dict[str, float]:
-    """Tokens a round by kind of text and over all: what greedy decoding with such drafts would take."""
-    rounds, tokens = defaultdict[str, int](int), defaultdict[str, int](int)
-    for one in found:
-        right = head.right(batched([one]), depth)[0].tolist()
-        taken, brought = rounds_of(right, one.text.first, len(one.tokens))
-        for kind in (one.text.kind, "all"):
-            rounds[kind] += taken
-            tokens[kind] += brought
-    return {kind: round(tokens[kind] / taken, 3) for kind, taken in rounds.items() if taken}
+def measured(head: Head, found: Sequence[Computed], depths: Sequence[int]) -> dict[int, dict[str, float]]:
+    """For each depth, tokens a round by kind of text and over all: what greedy decoding with such drafts would take."""
+    rounds, tokens = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    for group in _groups(found, MEASURED_TOKENS):
+        right = head.right(batched(group), max(depths)).tolist()
+        for (one, rows), depth in itertools.product(zip(group, right, strict=True), depths):
+            taken, brought = rounds_of([row[:depth] for row in rows], one.text.first, len(one.tokens))
+            for kind in (one.text.kind, "all"):
+                rounds[depth, kind] += taken
+                tokens[depth, kind] += brought
+    return {
+        depth: {
+            kind: round(tokens[at, kind] / taken, 3) for (at, kind), taken in rounds.items() if at == depth and taken
+        }
+        for depth in depths
+    }
 
 
 class Training:
@@ -277,9 +293,10 @@ def main() -> None:
     print(
         f"{'resumed' if training.resume() else 'begun'} at step {training.step}, after {time.monotonic() - begun:.0f} s"
     )
-    training.run(learned, args.minutes * 60 * (1 - SHARE_OF_TEXTS))
+    left = args.minutes * 60 - (time.monotonic() - begun) - RESERVED
+    training.run(learned, max(1.0, training.spent + left))
     size = head.write(args.folder)
-    found = {depth: measured(head, tried, depth) for depth in SHOWN}
+    found = measured(head, tried, SHOWN)
     (args.folder / "README.md").write_text(card(head, size, texts, training, found))
     figures: dict[str, Any] = {
         "bytes": size,

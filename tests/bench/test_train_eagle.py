@@ -62,10 +62,10 @@ def test_a_head_is_trained_and_drafts_in_the_engine_what_it_drafted_in_training(
     found = computed(drafted_for(llm.executor.model), texts)
     head = head_for(llm, texts)
     head.scale_to(found[0].taps)
-    before, first = measured(head, found, 3)["all"], head.loss(batched(found[:8])).item()
+    before, first = measured(head, found, (3,))[3]["all"], head.loss(batched(found[:8])).item()
     training = Training(head, tmp_path / "state.pt")
     training.run(found)
-    after, last = measured(head, found, 3)["all"], head.loss(batched(found[:8])).item()
+    after, last = measured(head, found, (3,))[3]["all"], head.loss(batched(found[:8])).item()
     assert training.step == RECIPE.steps
     assert last < 0.8 * first
     assert after > before + 0.3
@@ -105,6 +105,21 @@ def test_training_goes_on_where_it_was_ended(
     resumed.run(found)
     for name, weight in whole.head.weights.items():
         torch.testing.assert_close(resumed.head.weights[name], weight)
+
+
+def test_shallower_drafts_are_the_beginnings_of_deeper_ones(texts: list[Text]) -> None:
+    llm = llm_of()
+    found, head = computed(drafted_for(llm.executor.model), texts[:9]), head_for(llm, texts)
+    head.scale_to(found[0].taps)
+    every = measured(head, found, (1, 2, 3))
+    assert list(every) == [1, 2, 3]
+    for depth in (1, 2, 3):
+        assert measured(head, found, (depth,))[depth] == every[depth]
+        rounds, tokens = 0, 0
+        for one in found:  # by itself, so that padding can have no part in it
+            taken = rounds_of(head.right(batched([one]), depth)[0].tolist(), one.text.first, len(one.tokens))
+            rounds, tokens = rounds + taken[0], tokens + taken[1]
+        assert every[depth]["all"] == round(tokens / rounds, 3)
 
 
 def test_batches_go_on_after_those_that_were_taken(texts: list[Text]) -> None:

@@ -70,6 +70,23 @@ def test_what_stays_is_what_the_reference_has(width: int, num_rows: int) -> None
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("num_rows", [1, 5, 33, 256])
+@pytest.mark.parametrize("depth", [1, 3, 4, 7])
+def test_the_ends_of_rounds_are_those_of_the_reference(depth: int, num_rows: int) -> None:
+    from phonograph.engine.ops.triton.rounds import TritonRounds
+
+    rows = (torch.randperm(num_rows, device="cuda") + 1) * (torch.arange(num_rows, device="cuda") % 7 != 3)
+    drafts = torch.randint(-99, 60_000, (num_rows + 1, depth), device="cuda")
+    last_token, length = torch.randint(0, 49_152, (2, num_rows + 1), device="cuda").unbind(0)
+    wanted, found = (k.spread(rows, drafts, last_token, length, 49_152) for k in (REFERENCE, TritonRounds()))
+    for name in ("rows", "positions", "tokens"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    new, kept, other = torch.randint(-9, 49_152, (num_rows, depth), device="cuda"), drafts.clone(), drafts.clone()
+    REFERENCE.keep_drafts(kept, rows, new)
+    TritonRounds().keep_drafts(other, rows, new)
+    assert torch.equal(kept[1:], other[1:])
+
+
 def test_a_round_s_kernels_in_a_graph_follow_what_is_in_memory() -> None:
     """The search ends where memory says, which differs from replay to replay."""
     from phonograph.engine.ops.triton.rounds import TritonRounds

@@ -252,6 +252,43 @@ def test_nobody_s_round() -> None:
     assert last_token == [0, 7]
 
 
+# -- what rounds begin and end with ---------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.integers(1, 7), st.integers(1, 33), st.sampled_from((2, 256, 49_152)))
+def test_rounds_are_the_last_token_and_the_drafts(data: st.DataObject, depth: int, num_rows: int, vocab: int) -> None:
+    any_draft = st.sampled_from((-(1 << 40), -1, 0, 1, vocab - 1, vocab, 1 << 40))
+    drafts = [[data.draw(any_draft) for _ in range(depth)] for _ in range(num_rows + 1)]
+    last_token = [0, *(row % vocab for row in range(num_rows))]
+    length = [0, *(3 * row for row in range(1, num_rows + 1))]
+    rows = [number if data.draw(st.integers(0, 4)) else 0 for number in range(1, num_rows + 1)]
+    wanted = [(row, length[row] + place, token) for row in rows for place, token in enumerate(
+        [last_token[row], *(min(max(draft, 0), vocab - 1) for draft in drafts[row])]
+    )]  # fmt: skip
+    for kernels in KERNELS:
+        tables = numbers(drafts), numbers(last_token), numbers(length)
+        found = kernels.spread(numbers(rows), *tables, vocab)
+        assert (
+            list(zip(*(part.tolist() for part in (found.rows, found.positions, found.tokens)), strict=True)) == wanted
+        )
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("depth", [1, 3, 7])
+@pytest.mark.parametrize("num_rows", [0, 1, 33, 300])
+def test_drafts_are_kept_by_row(num_rows: int, depth: int, stride: int) -> None:
+    rows = [0 if number % 5 == 3 else number + 1 for number in range(num_rows)]
+    found = torch.randint(-(1 << 40), 1 << 40, (num_rows, depth), device=DEVICE)
+    for kernels in KERNELS:
+        drafts = torch.full((num_rows + 2, depth), -7, device=DEVICE)
+        kernels.keep_drafts(drafts, every(stride, rows), found)
+        for number, row in enumerate(rows):
+            expected = found[number].tolist() if row else [-7] * depth
+            assert drafts[number + 1].tolist() == expected, "padding writes to nobody's row"
+        assert drafts[-1].tolist() == [-7] * depth
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the engine here is on the CPU, where these kernels are interpreted")
 def test_an_engine_with_these_kernels_says_what_plain_decoding_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ def fitted_request(body: dict[str, Any]) -> dict[str, Any]:
         "model",
         "chat_template_kwargs",
         "speculate",
+        "return_hidden_states",
         "best_of",
         "max_completion_tokens",
         "continue_final_message",

@@ -281,13 +281,18 @@ def another_dtype(model: Any) -> None:
     model.double()
 
 
+def vocabulary_resized(model: Any) -> None:
+    torch.manual_seed(1)
+    model.resize_token_embeddings(VOCAB + 8)
+
+
 def another_scale(model: Any) -> None:
     model.model.norm.variance_epsilon = 0.5
 
 
 CHANGES: list[Callable[[Any], None]] = [
     weight_written, weights_loaded, weight_replaced, memory_replaced, adapter_added, hooked, another_attention,
-    another_dtype, another_scale,
+    another_dtype, vocabulary_resized, another_scale,
 ]  # fmt: skip
 
 

@@ -87,5 +87,10 @@ def test_the_search_for_what_came_before_compiles(depth: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 4, 5])
 def test_acceptance_compiles(width: int) -> None:
-    fixed = {"none": -3, "width": width, "columns": 8, "block": 32}
+    fixed = {"none": -3, "no_draft": -4, "has_drafts": width > 1, "width": width, "columns": 8, "block": 32}
     assert compiled("triton.rounds", "_accept", fixed, "*i64", warps=1)["cubin"] > 1000
+
+
+def test_the_ends_of_rounds_compile() -> None:
+    compiled("triton.rounds", "_spread", {"vocab": 49_152, "width": 4, "block": 256}, "*i64")
+    compiled("triton.rounds", "_keep_drafts", {"depth": 3, "block": 256}, "*i64")

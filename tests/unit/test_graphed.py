@@ -31,6 +31,7 @@ from phonograph import (
     RunEagerly,
     ShapeKey,
     Slot,
+    VerifyError,
     break_graph,
     current,
     graph_break,
@@ -72,6 +73,20 @@ def test_the_ten_lines(device: Device) -> None:
     assert "1 too large: 65 seqs" in run.explain()
     assert "decode.backend" in run.explain()
     assert run.verify().ok
+
+
+def test_a_failed_verify_says_what_goes_on(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """Padding leaks into the mean of a batch."""
+    slots = [Slot("x", ("seqs", 4), torch.float32, pad=Pad.fill(7))]
+    options: dict[str, Any] = {"slots": slots, "bucketed": "seqs", "buckets": Buckets.of(4), "device": device}
+    run = graphed(lambda x: x - x.mean(0, keepdim=True), **options)
+    run.capture(silent)
+    assert not run.verify().ok
+    assert "what is wrong is replayed until it is released: verify: " in caplog.text
+    with pytest.raises(VerifyError):
+        run.capture(silent, verify=True)
+    run(x=torch.ones(3, 4, device=device.torch_device))
+    assert isinstance(run.runner.last, RunEagerly)
 
 
 def test_host_and_device_values_positional_and_by_name(device: Device) -> None:

@@ -13,9 +13,13 @@ import torch
 
 from phonograph import LLM, EngineOptions, RequestError, SamplingParams
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.ops.queries import Queries
+from phonograph.engine.requests.hidden_states import states_of
+from phonograph.engine.requests.request import Request
+from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.graphs.planning.settings import ask
 
 pytestmark = pytest.mark.slow
@@ -64,18 +68,35 @@ def check(llm: LLM, params: SamplingParams) -> None:
         ("disabled", {"speculate": "ngram"}),
         ("full", {"speculate": "ngram"}),
         ("disabled", {"embeddings": True}),
-        ("disabled", {"max_tokens": 8, "max_seqs": 8, "cache_tokens": 120}),
     ],
     ids=str,
 )
 def test_they_are_those_of_the_model_over_the_whole_sequence(backend: str, changes: dict[str, Any], asked: Any) -> None:
-    """In chunks, among others, in rounds, after prefix hits and preemptions."""
+    """In chunks, among others, in rounds, and after prefix hits."""
     llm = llm_of(backend, return_hidden_states=True, **changes)
     for _ in range(2):
         check(llm, replace(GREEDY, return_hidden_states=asked))
     check(llm, replace(GREEDY, return_hidden_states=asked, temperature=0.9, seed=3, logprobs=2, prompt_logprobs=1))
     if backend != "disabled":
         assert all(runner.stats.eager.total() == 0 for runner in llm.executor.runners.values())
+
+
+@pytest.mark.parametrize("asked", ["last", "all"])
+def test_after_preemptions_they_are_the_same(asked: Any) -> None:
+    llm = llm_of.__wrapped__(return_hidden_states=True, cache_tokens=96, prefix_cache=False, page_size=4)
+    scheduler = Scheduler(replace(llm.limits, reserve_tokens=0), prefix_cache=False)
+    core, params = EngineCore(scheduler, llm.executor), replace(GREEDY, max_tokens=30, return_hidden_states=asked)
+    sequences = [core.add(Request(f"{n}", tuple(range(n, n + 12)), params))[0] for n in range(5, 9)]
+    while not core.is_idle:
+        core.step()
+    assert scheduler.counts.preemptions > 0
+    for one in sequences:
+        whole = states((*one.request.prompt, *one.outputs[:-1]))
+        found = states_of(one, one.prompt_states, len(one.outputs))
+        assert found is not None
+        wanted = whole if asked == "all" else whole[one.num_prompt - 1 :]
+        torch.testing.assert_close(torch.from_numpy(found), wanted, atol=1e-4, rtol=1e-4)
+        scheduler.integrity()
 
 
 def test_a_prompt_alone() -> None:

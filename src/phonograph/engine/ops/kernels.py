@@ -97,6 +97,19 @@ class RotatingAttention(StepAttention, Protocol):
 class RoundKernels(Protocol):
     """What rounds of drafts need besides layers: small integers of few rows, where launches are all that costs."""
 
+    def spread(
+        self, rows: torch.Tensor, drafts: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor, vocab: int
+    ) -> RoundTokens:
+        """What rows compute in a round: each its last token, and what was drafted after it, at the positions from its
+        length on. Tables have an entry for every row, `drafts` is [all rows, depth]. Whatever was drafted, what comes
+        out is a token.
+        """
+        ...
+
+    def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+        """Write what was found ([num_rows, depth]) to the rows of `drafts`; nobody reads those of the null row."""
+        ...
+
     def accept(
         self,
         queries: Queries,
@@ -129,6 +142,15 @@ class RoundKernels(Protocol):
         Where the end of the row is reached, the tokens since that place repeat themselves.
         """
         ...
+
+
+@dataclass(frozen=True)
+class RoundTokens:
+    """The tokens of a round, [num_rows * tokens_per_row] each; those of a row stand together."""
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    tokens: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from phonograph.engine.ops.kernels import RoundKernels, RoundTokens
+from phonograph.engine.ops.layers.rounds import tokens_at
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.chain import chained
@@ -130,9 +132,12 @@ class DraftedRounds:
         return self._parts.tables["draft"].view(-1, self.width - 1)
 
     def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        # Whatever a drafter returns, only valid tokens are embedded.
-        drafted = self._drafts[rows, (offsets - 1).clamp_min(0)].clamp(0, self._vocab - 1)
-        return torch.where(offsets == 0, self._parts.tables.last_token[rows], drafted)
+        return tokens_at(rows, offsets, self._drafts, self._parts.tables.last_token, self._vocab)
+
+    def spread(self, rows: torch.Tensor, kernels: RoundKernels) -> RoundTokens:
+        """All tokens of a round of these rows."""
+        tables = self._parts.tables
+        return kernels.spread(rows, self._drafts, tables.last_token, tables.length, self._vocab)
 
     def verify(
         self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds
@@ -206,7 +211,9 @@ class DraftedRounds:
         try:
             if is_on:
                 found = self._drafter.draft(accepted)
-                drafts.index_put_((rows,), found.to(drafts.dtype) * (rows > 0)[:, None])
+                if found.shape != (len(rows), drafts.shape[1]):
+                    raise ValueError(f"drafts of shape {list(found.shape)}, expected {[len(rows), drafts.shape[1]]}")
+                self._parts.model.kernels.rounds.keep_drafts(drafts, rows, found)
             else:
                 self._drafter.keep_up(accepted)
         except Exception as error:  # no output depends on drafts
@@ -297,10 +304,8 @@ class _Links:
         if width == 1:
             tokens, queries = tables.last_token, Queries(batch.rows, tables.length, pages, 1, by_row=True)
         else:
-            offsets = torch.arange(width, device=batch.rows.device).repeat(batch.rows.shape[0])
-            rows = batch.rows[:, None].expand(-1, width).reshape(-1)
-            tokens = self._rounds.tokens(rows, offsets)
-            queries = Queries(rows, tables.length[rows] + offsets, pages, tokens_per_row=width)
+            spread = self._rounds.spread(batch.rows, self._model.kernels.rounds)
+            tokens, queries = spread.tokens, Queries(spread.rows, spread.positions, pages, tokens_per_row=width)
         hidden = self._model.hidden(tokens, queries, self._parts.cache, taps=self._rounds.taps)
         picked, accepted = self._rounds.verify(self._model.logits(hidden.states), tokens, queries, batch.needs)
         if batch.needs.states:

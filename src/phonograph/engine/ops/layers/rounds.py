@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens
+from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundTokens
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN
 
@@ -14,6 +14,17 @@ SUFFIXES = (3, 2)
 
 class ReferenceRounds:
     """The protocol `RoundKernels`."""
+
+    def spread(
+        self, rows: torch.Tensor, drafts: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor, vocab: int
+    ) -> RoundTokens:
+        width = drafts.shape[1] + 1
+        offsets = torch.arange(width, device=rows.device).repeat(rows.shape[0])
+        flat = rows[:, None].expand(-1, width).reshape(-1)
+        return RoundTokens(flat, length[flat] + offsets, tokens_at(flat, offsets, drafts, last_token, vocab))
+
+    def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+        drafts.index_put_((rows,), found.to(drafts.dtype) * (rows > 0)[:, None])
 
     def accept(
         self,
@@ -55,6 +66,15 @@ class ReferenceRounds:
         self.keep(history, new)
         lasts = (new.starts + new.counts).clamp_max(history.shape[1] - 1)
         return torch.where((new.rows > 0)[:, None], continued(history[new.rows], lasts, depth), -1)
+
+
+def tokens_at(
+    rows: torch.Tensor, offsets: torch.Tensor, drafts: torch.Tensor, last_token: torch.Tensor, vocab: int
+) -> torch.Tensor:
+    """The token that each of these rows computes so many places after its length; at 0 it is the last token."""
+    # Whatever a drafter returns, only valid tokens are embedded.
+    drafted = drafts[rows, (offsets - 1).clamp_min(0)].clamp(0, vocab - 1)
+    return torch.where(offsets == 0, last_token[rows], drafted)
 
 
 def as_block(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens
+from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundTokens
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.ops.triton.kernel import kernel
 from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN
@@ -13,8 +13,39 @@ from phonograph.sizes import ceil_div, next_power_of_two
 
 _ROWS = 32
 """Rows of a program that accepts."""
+_TOKENS = 256
+"""Tokens of a program that spreads rounds, or keeps drafts."""
 _PLACES = 2048
 """Places that a program compares at a time."""
+
+
+@kernel(unspecialised=["num_tokens"])
+def _spread(
+    rows_ptr, drafts_ptr, last_token_ptr, length_ptr, out_rows_ptr, positions_ptr, tokens_ptr, num_tokens,
+    vocab: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of rounds, each by its row and its place in the round."""
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside, offset = at < num_tokens, at % width
+    row = tl.load(rows_ptr + at // width, mask=inside, other=0)
+    start = tl.load(length_ptr + row, mask=inside, other=0)
+    last = tl.load(last_token_ptr + row, mask=inside & (offset == 0), other=0)
+    draft = tl.load(drafts_ptr + row * (width - 1) + offset - 1, mask=inside & (offset > 0), other=0)
+    token = tl.where(offset == 0, last, tl.minimum(tl.maximum(draft, 0), vocab - 1))
+    tl.store(out_rows_ptr + at, row, mask=inside)
+    tl.store(positions_ptr + at, start + offset, mask=inside)
+    tl.store(tokens_ptr + at, token, mask=inside)
+
+
+@kernel(unspecialised=["num_drafts"])
+def _keep_drafts(
+    drafts_ptr, rows_ptr, found_ptr, num_drafts, rows_step, depth: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Some drafts; those of padding go nowhere."""
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.load(rows_ptr + at // depth * rows_step, mask=at < num_drafts, other=0)
+    found = tl.load(found_ptr + at, mask=at < num_drafts, other=0)
+    tl.store(drafts_ptr + row * depth + at % depth, found, mask=row > 0)
 
 
 @kernel(unspecialised=["num_rows"])
@@ -96,6 +127,26 @@ def _keep_and_continue(
 
 class TritonRounds:
     """The protocol `RoundKernels`; the same integers as the reference."""
+
+    def spread(
+        self, rows: torch.Tensor, drafts: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor, vocab: int
+    ) -> RoundTokens:
+        width = drafts.shape[1] + 1
+        num_tokens = rows.shape[0] * width
+        found = RoundTokens(*(torch.empty(num_tokens, dtype=torch.int64, device=rows.device) for _ in range(3)))
+        if num_tokens:
+            _spread[(ceil_div(num_tokens, _TOKENS),)](
+                rows.contiguous(), drafts, last_token, length, found.rows, found.positions, found.tokens, num_tokens,
+                vocab=vocab, width=width, block=_TOKENS, num_warps=4,
+            )  # fmt: skip
+        return found
+
+    def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+        found, depth = found.to(drafts.dtype).contiguous(), drafts.shape[1]
+        if num_drafts := found.numel():
+            _keep_drafts[(ceil_div(num_drafts, _TOKENS),)](
+                drafts, rows, found, num_drafts, rows.stride(0), depth=depth, block=_TOKENS, num_warps=4
+            )
 
     def accept(
         self,
