@@ -6,11 +6,19 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
 
 from phonograph.devices import Device, EmulatedDevice, open_device
+
+with suppress(ImportError):  # where only other tests are run
+    import hypothesis
+
+    # How long an example takes says how busy the machine is.
+    hypothesis.settings.register_profile("phonograph", deadline=None)
+    hypothesis.settings.load_profile("phonograph")
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

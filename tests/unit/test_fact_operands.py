@@ -427,7 +427,10 @@ FUNCTIONS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("make", [*(PASSING | SHAPES | MISSING | FUNCTIONS).values()], ids=str)
+CASES = [*PASSING.items(), *SHAPES.items(), *MISSING.items(), *FUNCTIONS.items()]
+
+
+@pytest.mark.parametrize("make", [make for _, make in CASES], ids=[name for name, _ in CASES])
 def test_cases_are_bodies(make: Make) -> None:
     """Each change changes what its body gives: else that it is seen would say nothing."""
     body, change = make()
