@@ -23,6 +23,8 @@ from hugging_face import DECODERS, ENCODERS, VOCAB, linear_of, made, prompt
 from phonograph import DeclarationError
 from phonograph.hf import Accelerated, accelerate
 
+pytestmark = pytest.mark.slow
+
 MEANT = (
     "the first step of a kind is taken to see whether the second is like it",
     "what is recorded is compared with a step that is not",

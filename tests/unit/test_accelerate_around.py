@@ -18,6 +18,8 @@ import transformers
 from hugging_face import DECODERS, VOCAB, WINDOW, made, prompt
 from phonograph.hf import Accelerated, accelerate
 
+pytestmark = pytest.mark.slow
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 WINDOWED = "mistral, windowed"
 

@@ -11,6 +11,8 @@ from torch import nn
 from phonograph import Graphed, Slot, graphed
 from phonograph.graphs.recording.fact_check import WINDOW
 
+pytestmark = pytest.mark.slow
+
 SMALL, LARGE = 2, 200
 
 

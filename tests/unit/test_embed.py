@@ -33,6 +33,8 @@ from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.planning.settings import ask
 from server import tiny
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 6, 7], [9], list(range(1, 38)), [40, 41, 42, 43, 44, 45, 46, 47]]
 NOTHING = SamplingParams(max_tokens=0)
 """A request that is pooled generates nothing."""

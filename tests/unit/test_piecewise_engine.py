@@ -18,6 +18,8 @@ from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 9, 200, 3], [7], list(range(20, 61)), [11] * 9, list(range(100, 117))]
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, top_p=0.9, seed=3, ignore_eos=True)
