@@ -61,6 +61,8 @@ class Way:
     """Whether state that was found begins with noise: what padding writes may be there already."""
     key: ShapeKey | None = None
     """Whose recording is replayed, where it is not the trial's own."""
+    in_function_mode: bool = False
+    """Whether an eager run has a TorchFunctionMode around it, as captures of some devices do."""
 
 
 class Trial:
@@ -267,8 +269,8 @@ class Trial:
         now = Current(phase.name, runner.plan.backend, Stage.EAGER, live)
         if isinstance(watching, _Watching):
             now = watching.prepared(now, view.batch, view.kwargs, without)
-        in_mode = way.padded and runner.device.capabilities.captures_in_function_mode
-        with entering(now), weights_uncached(), watching, BaseTorchFunctionMode() if in_mode else nullcontext():
+        mode_around = BaseTorchFunctionMode() if way.in_function_mode else nullcontext()
+        with entering(now), weights_uncached(), watching, mode_around:
             outputs = phase.forward(view.batch, view.kwargs)
         if way.padded:
             outputs = runner.trim(self.key, outputs, extent.used)
