@@ -15,6 +15,8 @@ from hugging_face import DECODERS, ENCODERS, VOCAB, WINDOW, Family, layers_of, l
 from phonograph import Buckets, Graphed, Pad, Slot, graphed
 from phonograph.graphs.progress import silent
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 8
 FAST = {"llama", "gpt2", "gemma3", "bert", "t5 encoder"}
 """The others run with the slow tests."""

@@ -385,6 +385,7 @@ def test_a_server_without_descriptors_still_answers_and_says_so(tiny_model: Path
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "2>&-", ">&-"])
 def test_standard_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
     """What is written goes nowhere, and above all not into a file that was opened since."""

@@ -18,6 +18,8 @@ from phonograph.engine.options import EngineOptions
 from server import tiny
 from server.conftest import TINY_FLAGS, Server, serving
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["one", "another text, which is longer", "x" * 200]
 
 

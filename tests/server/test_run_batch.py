@@ -26,6 +26,8 @@ from phonograph.server.batch.lines import BadLineError, read_request
 from phonograph.server.batch.progress import BatchProgress
 from phonograph.server.batch.running import BatchRun, Tally
 
+pytestmark = pytest.mark.slow
+
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
 
 
@@ -205,7 +207,7 @@ def test_so_many_are_in_flight_and_no_more(waits: bool) -> None:
         nonlocal flying, most
         flying += 1
         most = max(most, flying)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
         flying -= 1
         return JSONResponse({"id": "x"})
 

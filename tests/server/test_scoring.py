@@ -15,6 +15,8 @@ import torch
 from server import tiny
 from server.conftest import TINY_FLAGS, Server, serving
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -301,12 +303,13 @@ def test_the_lowest_priority_goes_first(tiny_model: Path) -> None:
     with serving("--model", str(tiny_model), *flags) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
         ended: list[int] = []
 
-        def ask(priority: int, max_tokens: int) -> None:
-            asked(server, TEXT, prompt=[5, 6], max_tokens=max_tokens, ignore_eos=True, priority=priority)
+        def ask(priority: int, max_tokens: int, n: int = 1) -> None:
+            asked(server, TEXT, prompt=[5, 6], max_tokens=max_tokens, ignore_eos=True, priority=priority, n=n)
             ended.append(priority)
 
-        running = [pool.submit(ask, -100, 400)]
-        time.sleep(0.3)
+        # One after the other: long enough for the rest to come, and fewer steps than make age count for more.
+        running = [pool.submit(ask, -100, 480, 2)]
+        time.sleep(0.05)
         for priority in (3, -2, 0):
             running.append(pool.submit(ask, priority, 20))
             time.sleep(0.02)

@@ -182,6 +182,7 @@ def test_an_object_from_outside_that_the_body_fills_is_refused_by_name(device: D
     assert "changes Box.t in every run" in str(runner.report.failures[0].error)
 
 
+@pytest.mark.slow
 def test_an_argument_that_a_gap_changes_is_whole_again_at_the_next_replay(device: Device) -> None:
     @graph_break
     def take(parts: list[torch.Tensor], names: dict[str, int]) -> torch.Tensor:

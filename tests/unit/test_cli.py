@@ -64,6 +64,7 @@ def test_explain_shows_the_ops_of_a_phase_with_their_lines(capsys: Capture) -> N
     assert "decode" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generate_on_the_graph_path_as_json(default: None, capsys: Capture) -> None:
     flags = ["--device", "emulated", "--max-len", "64", "--max-seqs", "1", "--prefill-graph-limit", "16"]
     assert main(["generate", "--prompt", "One, two, three,", "--max-tokens", "4", "--json", *flags]) == 0

@@ -368,6 +368,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once_and_shows_it(built: Path) -> None:
     assert built.suffix == ".so"
 

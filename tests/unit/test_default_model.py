@@ -124,6 +124,7 @@ class TestFile:
 
 
 class TestWeights:
+    @pytest.mark.slow
     def test_every_tensor_is_what_transformers_makes_of_it(
         self, tensors: dict[str, torch.Tensor], their_model: Any
     ) -> None:

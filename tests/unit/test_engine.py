@@ -398,6 +398,7 @@ def spoil(llm: LLM, token: int, value: float) -> None:
         embedding_of(llm)[token] = value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["disabled", "full", "breakable"])
 def test_logits_that_are_not_finite_fail_their_own_request_by_name(device: Device, backend: str) -> None:
     """Neighbours say what they would say without it, then and after, in the pages that it has left."""

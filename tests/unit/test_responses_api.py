@@ -304,3 +304,11 @@ def test_the_store_keeps_to_its_bytes(puts: list[tuple[bytes, int]]) -> None:
         assert store.get(owner, str(number)) is not None
         kept = [store.get(owner, str(one)) for one, (owner, _) in enumerate(puts[: number + 1])]
         assert sum(one.size for one in kept if one is not None) == store.num_bytes <= 10_000
+
+
+def test_errors_are_in_the_words_of_responses() -> None:
+    names = "`messages[3].tool_call_id` names the call 'c7', which no message before it has."
+    said = f"{names} Send the assistant's message too."
+    error = in_words_of_responses(ApiError(400, said, param="messages[3].tool_call_id", code="invalid_value"))
+    assert str(error) == "`input.call_id` names the call 'c7', which no item before it has. Send that too."
+    assert error.error.param == "input.call_id"

@@ -413,6 +413,7 @@ def test_no_penalty_makes_logits_that_are_not_finite(repetition: float) -> None:
         assert not penalise(torch.full((1, 7), broken), penalties).isfinite().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_parameter_that_a_sampler_names_changes_what_it_draws(name: str) -> None:
     """Values are those of trial runs: a parameter that somebody adds is among them."""

@@ -108,6 +108,7 @@ def test_where_rounding_tells_nothing_a_row_is_judged_by_its_largest() -> None:
     assert set(blind.allowed("y", torch.ones(2))) == {None}
 
 
+@pytest.mark.slow
 def test_among_millions_of_elements_none_seems_not_to_move() -> None:
     """Four draws leave one in a million without room; those that look wrong get more."""
     numbers = torch.Generator().manual_seed(5)
