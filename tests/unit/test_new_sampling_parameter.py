@@ -150,6 +150,8 @@ def test_the_channel_to_the_core_takes_every_field() -> None:
         allowed_token_ids=(5, 6),
         bad_words=("y",),
         bad_token_ids=((1,), (2, 3)),
+        speculate=2,
+        return_hidden_states="last",
     )
     neutral = SamplingParams()
     assert [one.name for one in fields(given) if getattr(given, one.name) == getattr(neutral, one.name)] == []

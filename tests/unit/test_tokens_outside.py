@@ -63,7 +63,7 @@ def test_a_token_past_the_vocabulary_fails_its_request_alone(llm: LLM, outside: 
     assert [found[0].outputs, found[2].outputs] == [right[0], right[2]]
     assert found[1].outputs == right[1][: len(found[1].outputs)]
     assert found[1].finish is FinishReason.ERROR
-    assert f"brought {token}, which is not in the vocabulary of {llm.executor.vocab}" in found[1].error
+    assert f"returned {token}, which is not in the vocabulary of {llm.executor.vocab}" in found[1].error
     assert "Sampler.pick" in found[1].error
     assert len(found[1].logprobs) == (0 if logprobs is None else len(found[1].outputs))
 
@@ -71,7 +71,7 @@ def test_a_token_past_the_vocabulary_fails_its_request_alone(llm: LLM, outside: 
 @pytest.mark.parametrize("code", [NO_TOKEN, -4, -(1 << 40)])
 def test_a_problem_that_nobody_knows_is_told_as_it_is(llm: LLM, code: int) -> None:
     found = served(llm, Spoiling(llm.executor, code))
-    assert f"brought {code}, which is not a token, nor a problem that is known" in found[1].error
+    assert f"returned {code}, which is not a token, nor a problem that is known" in found[1].error
     assert [one.error for one in (found[0], found[2])] == ["", ""]
 
 
@@ -87,5 +87,5 @@ def test_of_rounds_the_row_is_named() -> None:
     sampled = Sampled([1, 99, 3, 256, 300], [2, 0, 3])
     found = sampled.outside(step, 256)
     assert [sequence.request.id for sequence, _ in found] == ["c"]
-    assert "brought 300" in found[0][1]
+    assert "returned 300" in found[0][1]
     assert sampled.outside(step, 301) == []

@@ -215,5 +215,5 @@ def _no_token(found: int, sequence: Sequence, vocab: int | None = None) -> str:
     among = f"in the vocabulary of {vocab}" if vocab is not None else "a token, nor a problem that is known"
     return (
         f"at position {position} the step returned {found}, which is not {among}. Check what picks tokens "
-        "(Sampler.pick, Rounds.accept) and at what brings them to the host (StepExecutor.collect)"
+        "(Sampler.pick, Rounds.accept) and what brings them to the host (StepExecutor.collect)"
     )
