@@ -107,9 +107,7 @@ class EngineCore(Generic[E]):
             return self._grammars.start(grammar, request.params.n)
         except RequestError:
             raise
-        except (
-            BaseException
-        ) as error:  # a panic of the Rust library is a BaseException, and must not end all other requests
+        except BaseException as error:  # a panic of the Rust library is one, and must not end all other requests
             log.warning("compiling a %s grammar failed: %s: %s", grammar.kind, type(error).__name__, error)
             problem = f"the {grammar.kind} grammar can't be compiled: it is too complex. Change it."
             raise RequestError(problem, field=grammar.field) from error

@@ -146,8 +146,9 @@ def _counted(tokens: list[int], width: int) -> tuple[list[int], list[int], list[
     counts, kept, drafted = list[int](), list[int](), list[int]()
     for first in range(0, len(tokens), width):
         row = tokens[first : first + width]
-        drafted.append(width - 1 - row.count(NO_DRAFT))
-        counts.append(next((place for place, token in enumerate(row) if token in (NO_TOKEN, NO_DRAFT)), width))
+        without_draft = row.count(NO_DRAFT)
+        drafted.append(width - 1 - without_draft)
+        counts.append(width - without_draft - row.count(NO_TOKEN))  # nothing stays after a place without a token
         kept += range(first, first + counts[-1])
     return kept, counts, drafted
 
