@@ -84,8 +84,8 @@ class StaleWatch:
                     name, state = ".".join(map(str, path)), found.name or "its own state"
                     detail = (
                         f"{name!r} was given the memory of {state}, which the body writes before it reads {name!r}: a "
-                        f"replay would read what was there when the call began. Pass a copy ({state}.clone()), or "
-                        "read the input before the write"
+                        "replay would read what was there when the call began. Pass a copy (`.clone()`), or read the "
+                        "input before the write"
                     )
                     self._warn_once(f"memory of {name}", detail)
                     return RunEagerly(Reason.STALE, detail)
