@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,11 +74,18 @@ def _wrong(found: Any, wanted: Any, *, is_exact: bool) -> str:
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The root mean square of the difference over that of the values, where both are finite."""
+    """The root mean square of the difference over that of the values, where both are finite; infinite where NaN is in
+    the place of a number, or numbers in the place of nothing but zeros."""
+    if bool((found.isnan() & ~wanted.isnan()).any()):
+        return math.inf
     both = found.isfinite() & wanted.isfinite()
     one, other = (tensor[both].double() for tensor in (found, wanted))
-    size = other.square().mean().sqrt() if one.numel() else torch.zeros(())
-    return float((one - other).square().mean().sqrt() / size) if float(size) else 0.0
+    if not one.numel():
+        return 0.0
+    apart, size = (float(values.square().mean().sqrt()) for values in (one - other, other))
+    if size:
+        return apart / size
+    return math.inf if apart > torch.finfo(wanted.dtype).eps else 0.0  # a product that is fused may leave its rounding
 
 
 def _apart(found: torch.Tensor, wanted: torch.Tensor) -> str:

@@ -1,0 +1,44 @@
+"""What a compiler made of a body is compared by how far it is off, at the ends of what numbers there are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from phonograph import CaptureError
+from phonograph.graphs.recording.made_check import Outcome, refuse_another_result
+
+ONES = torch.ones(4)
+
+
+def refused(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    try:
+        refuse_another_result(Outcome(found, []), Outcome(wanted, []), None, is_exact=False)
+    except CaptureError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "is_refused"),
+    [
+        (ONES, ONES, False),
+        (ONES * 1.001, ONES, False),
+        (ONES * 1.1, ONES, True),
+        (ONES * 0, ONES * 0, False),
+        (ONES * 1e-9, ONES * 0, False),
+        (ONES * 1e-3, ONES * 0, True),
+        (ONES * 0, ONES, True),
+        (torch.tensor([math.nan, 1.0]), torch.ones(2), True),
+        (torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0]), False),
+        (torch.tensor([-math.inf, 1.0]), torch.tensor([-math.inf, 1.0]), False),
+        (torch.full((2,), math.nan), torch.full((2,), math.nan), False),
+        (torch.empty(0), torch.empty(0), False),
+        (torch.ones(2, dtype=torch.bfloat16) * 1.1, torch.ones(2, dtype=torch.bfloat16), False),
+        (torch.ones(2, dtype=torch.bfloat16) * 1.5, torch.ones(2, dtype=torch.bfloat16), True),
+    ],
+)
+def test_how_far_a_compiler_may_be_off(found: torch.Tensor, wanted: torch.Tensor, is_refused: bool) -> None:
+    assert refused(found, wanted) is is_refused
