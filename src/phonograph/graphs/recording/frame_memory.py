@@ -110,7 +110,7 @@ def _frame_address(frame: FrameType) -> int:
 
 @functools.cache
 def _layout() -> Layout | None:
-    if sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info < (3, 15):
+    if sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info < (3, 14):
         return None
     found = _searched(object(), object(), object())
     return found if found is not None and _is_on_stack(found, object()) else None
