@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 CTRL_C, CTRL_D, UP = b"\x03", b"\x04", b"\x1b[A"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
+_BEGUN = re.compile(r"\x1b(\[[0-9;?]*)?$")
 
 
 class Terminal:
@@ -26,6 +28,9 @@ class Terminal:
         self.screen = ""
         """All that was written, without colours and movements."""
         self._seen = 0
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        """A character may come in two reads, and so may an escape."""
+        self._begun = ""
 
     def type(self, keys: bytes | str) -> None:
         """As a person would: not in the moment in which a prompt appears, when Python's readline may miss a signal."""
@@ -58,7 +63,10 @@ class Terminal:
             data = os.read(self._end, 65536)
         except OSError:  # the other side is closed
             return False
-        self.screen += _ESCAPES.sub("", data.decode(errors="replace"))
+        text = self._begun + self._decode(data)
+        begun = _BEGUN.search(text)
+        self._begun = begun.group() if begun else ""
+        self.screen += _ESCAPES.sub("", text.removesuffix(self._begun))
         return bool(data)
 
 
