@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from phonograph.graphs.phases.live_arguments import hidden
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends import Backend, Bind, Body, BodyView, SizedAxis
-from phonograph.graphs.recording.bound import Bound
+from phonograph.graphs.recording.bound import Bound, named_state
 from phonograph.graphs.recording.guarding import Drawn, drawn_for
 from phonograph.graphs.recording.tensor_state import SavedState
 from phonograph.graphs.recording.weight_caches import weights_uncached
@@ -59,6 +59,10 @@ class Binder:
 
         self._bind = self.backend.prepare(self.phase.forward, {key: partial(loaded, key) for key in keys}, progress)
 
+    @property
+    def is_prepared(self) -> bool:
+        return self._bind is not None
+
     def bound(
         self,
         key: ShapeKey,
@@ -85,10 +89,12 @@ class Binder:
     ) -> Iterator[Bound]:
         """A body to run once, to see what it does; what it writes is put back."""
         bound = self.bound(key, Stage.WARMING, drawn, as_written=as_written, noting=noting)
-        preserve = self.phase.preserve
-        kept = self.state.watching() if preserve is None else preserve(bound.batch)
-        with entering(bound.now), kept:
-            yield bound
+        if self.phase.preserve is None:
+            with entering(bound.now), self.state.watching():
+                yield bound
+        else:
+            with entering(bound.now), self.phase.preserve(bound.batch) as preserved:
+                yield replace(bound, state=named_state(preserved))
 
     def forward(self, view: View, noting: Noting | None = None) -> Any:
         """The body itself on a view."""

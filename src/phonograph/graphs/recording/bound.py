@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,8 +23,19 @@ class Bound:
     inputs: dict[str, torch.Tensor]
     """What was loaded for each slot that the batch fills."""
     kwargs: Mapping[str, Any]
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """In a trial, the state that live rows may read, where the phase says which that is."""
 
     @property
     def others(self) -> list[Any]:
         """The body's arguments, without the batch itself, which is new for every call."""
         return [*fields_of(self.now.batch), *self.kwargs.values()]
+
+
+def named_state(preserved: Any) -> dict[str, torch.Tensor]:
+    """What a phase's `preserve` yields: tensors by name, several, or nothing."""
+    if preserved is None:
+        return {}
+    if isinstance(preserved, Mapping):
+        return dict(preserved)
+    return {f"state[{index}]": tensor for index, tensor in enumerate(preserved)}

@@ -22,7 +22,7 @@ from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.phases.phase import Phase, Sample
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.backends import Backend, Recording, WarmUp
-from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder, Noting
+from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder
 from phonograph.graphs.recording.bound import Bound
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.captured import Captured
@@ -30,9 +30,9 @@ from phonograph.graphs.recording.carried import FieldReads, carried_by
 from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder
 from phonograph.graphs.recording.garbage import gc_frozen
-from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
-from phonograph.graphs.recording.made_check import Outcome, refuse_another_result
-from phonograph.graphs.recording.outputs import OutputBuffers, Run, own
+from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following, guarded
+from phonograph.graphs.recording.made_check import MadeCheck
+from phonograph.graphs.recording.outputs import OutputBuffers, Run
 from phonograph.graphs.recording.probing import Trimming, find_trimming
 from phonograph.graphs.recording.python_state import Moves, PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
@@ -66,8 +66,6 @@ class Capture:
     _warmups: Warmups | None = None
     _settled: dict[ShapeKey, Settled] = field(default_factory=dict)
     _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
-    _reads: dict[ShapeKey, FieldReads] = field(default_factory=dict)
-    """What bodies read of their batches, where a capture can't tell."""
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
     _input_write: InputWriteError | None = None
@@ -75,9 +73,11 @@ class Capture:
     _findings: list[Finding] = field(default_factory=list)
     _warm_seconds: float = 0.0
     _binder: Binder = field(init=False)
+    _made: MadeCheck = field(init=False)
 
     def __post_init__(self) -> None:
         self._binder = Binder(self.phase, self.registry, self.backend, self._state)
+        self._made = MadeCheck(self._binder, self.device, self._kept, may_rerun=self.barrier is None)
 
     @contextmanager
     def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
@@ -143,40 +143,29 @@ class Capture:
                 self._attempt(key, self._first_run)
                 self._attempt(key, self._second_run)
             self._refuse_moved(keys)
-            if self._warmups.python.now.is_cut_short:
-                log.warning(
-                    "capturing %s: the body reaches too many Python objects to watch all of them for changes. "
-                    "Say what it writes with Phase(preserve=…).",
-                    self.phase.name,
-                )
+            self._warmups.warn_if_cut_short(self.phase.name)
         else:
             # The phase declares what its body writes, so there is no search; the largest shape sizes the workspaces.
             for key in keys:
                 if key.size in (keys[0].size, keys[-1].size):
-                    self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
+                    self._attempt(key, self._run_freely)
         self._binder.prepare([key for key in keys if key not in self._errors], self._kept, self.progress)
+        if not self.backend.records_body:
+            self._made.compared = guarded(keys, self.guard.sizes, self.backend.program_of)
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
+            if not self.backend.records_body:
+                self._attempt(key, self._made.compare)
             self.progress(f"warming {key}", index + 1, len(keys))
-        if not self.backend.records_body:
-            for key in keys:
-                self._attempt(key, self._check_made)
+        self._errors = self._made.refused(keys) | self._errors
         if self.guard.mode != "off":
             self._guard_all(keys)
 
-    def _check_made(self, key: ShapeKey) -> None:
-        """Compare what the backend made of the body with the body itself, whose reads are noted in the same run."""
-        reads = self._reads[key] = FieldReads()
-        noting = None if self.phase.compares_others else reads.noting
-        made, body = self._outcome(key, as_written=False), self._outcome(key, noting)
-        again = partial(self._outcome, key) if self.barrier is None else None
-        refuse_another_result(made, body, again, is_exact=self.backend.is_exact)
-
-    def _outcome(self, key: ShapeKey, noting: Noting | None = None, *, as_written: bool = True) -> Outcome:
-        trial = self._binder.trial(key, noting=noting, as_written=as_written)
-        with self._kept(key), generators_restored(self.device), trial as bound:
-            result = self.backend.warm_up(key, bound.body, WarmUp.FREE if as_written else WarmUp.REHEARSAL)
-            return Outcome(own(result), [tensor.clone() for tensor in self._state.elements])
+    def _run_freely(self, key: ShapeKey) -> None:
+        self._run_warm_up(key, WarmUp.FREE)
+        is_watched = self.facts is not None and (self.barrier is not None or self.facts.lacks(key))
+        if is_watched and not self.backend.records_body:
+            self._run_warm_up(key, WarmUp.FREE)  # rehearsals do not run the body, whose facts two runs tell
 
     def _guard_all(self, keys: Sequence[ShapeKey]) -> None:
         """Refuse or report shapes whose ops depend on the sample."""
@@ -252,6 +241,9 @@ class Capture:
 
     def _rehearse(self, key: ShapeKey) -> None:
         try:
+            if key in self._made.compared:
+                self._note_run(key, self._made.rehearse(key))
+                return
             self._run_warm_up(key, WarmUp.REHEARSAL)
             if self.facts is not None and self.facts.lacks(key) and self.barrier is None:
                 self._run_warm_up(key, WarmUp.REHEARSAL)  # what only one run reads may be a temporary
@@ -283,12 +275,17 @@ class Capture:
             bound = self._binder.bound(key, Stage.WARMING)
             free = warm_up is WarmUp.FREE
             unwritten = refusing_input_writes(bound.inputs) if free else nullcontext()
-            with self._preserved(bound.batch), unwritten, self._watched(key, bound.now):
+            is_body = self.backend.records_body or not self._binder.is_prepared  # facts are the body's
+            watched = self._watched(key, bound.now) if is_body else entering(bound.now)
+            with self._preserved(bound.batch), unwritten, watched:
                 result = self.backend.warm_up(key, bound.body, warm_up)
             if free:
                 self.outputs.standing.note(result)
             else:
-                self._runs[key] = [Run(self.phase.padded(key.size), self.outputs.specs_of(result))]
+                self._note_run(key, result)
+
+    def _note_run(self, key: ShapeKey, result: Any) -> None:
+        self._runs[key] = [Run(self.phase.padded(key.size), self.outputs.specs_of(result))]
 
     @contextmanager
     def _watched(self, key: ShapeKey, now: Current, around_gap: AroundGap = nullcontext) -> Iterator[None]:
@@ -389,7 +386,8 @@ class Capture:
 
     def _recorded(self, key: ShapeKey) -> Recording:
         with self._kept(key):
-            reads, as_written = self._reads.get(key) or FieldReads(), self.backend.records_body
+            as_written = self.backend.records_body
+            reads = FieldReads() if as_written else self._made.reads_of(key)
             noting = reads.noting if as_written and not self.phase.compares_others else None
             bound = self._binder.bound(key, Stage.CAPTURING, as_written=as_written, noting=noting)
             with entering(bound.now), self._preserved(bound.batch), refusing_compilations():

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from phonograph.devices import Device
 from phonograph.errors import CaptureError
 from phonograph.graphs.inputs.tree import leaves
-from phonograph.graphs.recording.outputs import is_near
+from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
+from phonograph.graphs.recording.backends import WarmUp
+from phonograph.graphs.recording.binding import Binder, Noting
+from phonograph.graphs.recording.carried import FieldReads
+from phonograph.graphs.recording.outputs import is_near, own
 from phonograph.graphs.recording.places import PLAIN
+from phonograph.graphs.recording.tensor_state import generators_restored
 
 _APART = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.2}
 """How far a compiler that rounds in its own way may be off: root mean square over that of the values."""
+_MOST_FAR = 0.5
+"""Share of the vectors that a run writes to its state which may be further off: after another pick all differ."""
+Program = tuple[RecordingGroup, int] | ShapeKey
+"""One of those that were made for a product; a shape that none was made for stands for itself."""
 _REMEDY = (
     "It takes another branch, as code does that asks torch.compiler.is_compiling() or current().stage, or a fake= is "
     "wrong: compute the same in both, or use backend='breakable', which traces nothing"
@@ -28,6 +40,85 @@ class Outcome:
 
     outputs: Any
     state: Sequence[torch.Tensor]
+    live: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """By name, the state that live rows may read, where the phase says which that is."""
+    before: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The same before the run."""
+
+
+@dataclass(eq=False)
+class MadeCheck:
+    """Runs what a backend made of a body, and the body, from the same state and draws."""
+
+    binder: Binder
+    device: Device
+    kept: Callable[[ShapeKey], AbstractContextManager[None]]
+    """Makes Python values those of a shape."""
+    may_rerun: bool
+    compared: Collection[ShapeKey] = ()
+    """The shapes that are compared."""
+    _reads: dict[Program, FieldReads] = field(default_factory=dict)
+    _rehearsed: dict[ShapeKey, Outcome] = field(default_factory=dict)
+    _tuned: set[Program] = field(default_factory=set)
+    """Programs that have run."""
+
+    _wrong: dict[Program, CaptureError] = field(default_factory=dict)
+
+    def reads_of(self, key: ShapeKey) -> FieldReads:
+        """What the body reads of its batches, which a capture can't tell. A program is traced once, so that all of its
+        sizes have frozen what the body read at one of them."""
+        program = self._program(key)
+        return self._reads.setdefault(program, FieldReads())
+
+    def rehearse(self, key: ShapeKey) -> Any:
+        """A rehearsal of what was made, to be compared; what it returned."""
+        program = self._program(key)
+        if program not in self._tuned:  # kernels serve all sizes, and are loaded and tuned when they first run
+            self._run(key, WarmUp.FREE, as_written=False)
+            self._tuned.add(program)
+        result, self._rehearsed[key] = self._run(key, WarmUp.REHEARSAL, as_written=False)
+        return result
+
+    def compare(self, key: ShapeKey) -> None:
+        """Refuse what gives otherwise than the body itself, whose reads are noted in the same run."""
+        if key not in self.compared:
+            return
+        if key not in self._rehearsed:
+            self.rehearse(key)
+        noting = None if self.binder.phase.compares_others else self.reads_of(key).noting
+        made, body = self._rehearsed.pop(key), self._outcome(key, noting)
+        again = partial(self._outcome, key) if self.may_rerun else None
+        try:
+            refuse_another_result(made, body, again, is_exact=self.binder.backend.is_exact)
+        except CaptureError as error:
+            self._wrong[self._program(key)] = error
+            raise
+
+    def refused(self, keys: Sequence[ShapeKey]) -> dict[ShapeKey, CaptureError]:
+        """Shapes that were not compared, and whose program is wrong at another size."""
+        wrong = [(key, self._wrong.get(self._program(key))) for key in keys if key not in self.compared]
+        return {key: CaptureError(one.problem, one.remedy, shape=str(key)) for key, one in wrong if one is not None}
+
+    def _program(self, key: ShapeKey) -> Program:
+        number = self.binder.backend.program_of(key)
+        return (key.group, number) if number >= 0 else key
+
+    def _outcome(self, key: ShapeKey, noting: Noting | None = None) -> Outcome:
+        return self._run(key, WarmUp.FREE, noting, as_written=True)[1]
+
+    def _run(
+        self, key: ShapeKey, kind: WarmUp, noting: Noting | None = None, *, as_written: bool
+    ) -> tuple[Any, Outcome]:
+        trial = self.binder.trial(key, noting=noting, as_written=as_written)
+        with self.kept(key), generators_restored(self.device), trial as bound:
+            before = _copies(bound.state)
+            result = self.binder.backend.warm_up(key, bound.body, kind)
+            written = [tensor.clone() for tensor in self.binder.state.elements]
+            return result, Outcome(own(result), written, _copies(bound.state), before)
+
+
+def _copies(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def refuse_another_result(made: Outcome, body: Outcome, again: Callable[[], Outcome] | None, *, is_exact: bool) -> None:
@@ -50,7 +141,33 @@ def _other_result(made: Outcome, body: Outcome, *, is_exact: bool) -> CaptureErr
         wrong = _wrong(one, other, is_exact=is_exact)
         if wrong:
             return _error(f"{name} {wrong}")
+    for name, wrong in _wrong_state(made, body, is_exact=is_exact):
+        return _error(f"the state {name} {wrong}")
     return None
+
+
+def _wrong_state(made: Outcome, body: Outcome, *, is_exact: bool) -> Iterator[tuple[str, str]]:
+    """State that live rows may read. What rounds in its own way may pick another token, and then all that follows from
+    it differs: half of the vectors that are written must be near."""
+    for name, wanted in body.live.items():
+        found, start = made.live[name], body.before[name]
+        if is_exact:
+            wrong = _wrong(found, wanted, is_exact=True)
+        elif wanted.is_floating_point() and wanted.dim():
+            written = ((found != start) | (wanted != start)).any(-1)
+            limit = _APART.get(wanted.dtype, 0.5)
+            wrong = _far(found[written].double(), wanted[written].double(), limit) if bool(written.any()) else ""
+        else:
+            wrong = ""
+        if wrong:
+            yield name, wrong
+
+
+def _far(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
+    """Vectors of which half are further off than they may be, by their lengths."""
+    away = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    share = float((~(away <= limit)).double().mean())
+    return f"differs in {share:.0%} of the vectors that it writes" if share > _MOST_FAR else ""
 
 
 def _error(what: str) -> CaptureError:

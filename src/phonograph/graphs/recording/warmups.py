@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from phonograph.graphs.recording.python_state import Moves, PythonState, line_of
 from phonograph.graphs.recording.reachable import Snapshot, StateChange
 from phonograph.graphs.recording.stand_ins import stand_in_for
 from phonograph.graphs.recording.tensor_state import MemoryRun, SavedState
+
+log = logging.getLogger("phonograph")
 
 _AS_TENSOR = "Keep it in a tensor that the body writes in place, pass it in a slot, or change it in a @graph_break"
 _ONLY_IN_GAPS = (
@@ -238,6 +241,15 @@ class Warmups:
             for change in settled.made:
                 change.redo()
             yield
+
+    def warn_if_cut_short(self, phase: str) -> None:
+        """Say where there is more in Python than is watched."""
+        if self.python.now.is_cut_short:
+            log.warning(
+                "capturing %s: the body reaches too many Python objects to watch all of them for changes. "
+                "Say what it writes with Phase(preserve=…).",
+                phase,
+            )
 
     def forget(self) -> None:
         """Undo all that was made: no recording uses it."""

@@ -18,6 +18,7 @@ from phonograph.graphs.inputs.tree import TreePath
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.phase import Sample
+from phonograph.graphs.recording.bound import named_state
 from phonograph.graphs.recording.python_state import PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
 from phonograph.graphs.recording.weight_caches import weights_uncached
@@ -287,7 +288,7 @@ class Trial:
                 stack.enter_context(self._python.kept())
             kept = stack.enter_context(preserve(sample.batch)) if preserve is not None else None
             self._seed_generators()
-            state = self.elements | _named(kept)
+            state = self.elements | named_state(kept)
             try:
                 if noisy:
                     self._make_noise()
@@ -373,12 +374,3 @@ def same_memory(runner: Runner, sample: Sample) -> str:
 
 def _at(frame: Any) -> str:
     return f" ({frame})" if frame is not None else ""
-
-
-def _named(kept: Any) -> dict[str, torch.Tensor]:
-    """What a phase's `preserve` yields: tensors by name, several, or nothing."""
-    if kept is None:
-        return {}
-    if isinstance(kept, Mapping):
-        return dict(kept)
-    return {f"state[{index}]": tensor for index, tensor in enumerate(kept)}

@@ -158,6 +158,10 @@ class Backend(Protocol):
         """
         ...
 
+    def program_of(self, key: ShapeKey) -> int:
+        """Which of the programs that were made of the body a prepared shape runs; -1 where it is the body itself."""
+        ...
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         """Run a body once as a warm-up and return what it returned: the body itself, or one that was bound."""
         ...

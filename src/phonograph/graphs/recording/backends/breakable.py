@@ -229,6 +229,9 @@ class BreakableBackend:
     def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         return as_it_is(body)
 
+    def program_of(self, key: ShapeKey) -> int:
+        return -1
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         rehearse = warm_up is not WarmUp.FREE
         with self._device.rehearsal(named=warm_up is WarmUp.DIAGNOSIS) as rehearsal:

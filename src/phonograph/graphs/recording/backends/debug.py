@@ -36,6 +36,9 @@ class DebugBackend:
     def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         return as_it_is(body)
 
+    def program_of(self, key: ShapeKey) -> int:
+        return -1
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         return self._inner.warm_up(key, body, warm_up)
 

@@ -35,6 +35,9 @@ class DisabledBackend:
     def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         return as_it_is(body)
 
+    def program_of(self, key: ShapeKey) -> int:
+        return -1
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         return body()
 

@@ -93,6 +93,10 @@ class _Programs:
                 problem = problem or misfit
             return self._added(view, problem or other, may_add=may_add)
 
+    def index_of(self, key: ShapeKey) -> int:
+        """Which of the programs a shape runs; -1 for one that has none."""
+        return self.tracers.index(self._of_key[key]) if key in self._of_key else -1
+
     def _added(self, view: BodyView, problem: str, *, may_add: bool) -> Call:
         if not may_add or len(self.tracers) >= MAX_PROGRAMS:
             count = f"{len(self.tracers)} programs were compiled for other sizes and values"
@@ -129,8 +133,8 @@ class TcPiecewiseBackend:
         self._programs: dict[RecordingGroup, _Programs] = {}
         self._errors: dict[ShapeKey, CaptureError] = {}
         self._fallen_back: dict[ShapeKey, CaptureError] = {}
-        self._ran: set[ShapeKey] = set()
-        """Shapes whose pieces have run."""
+        self._rehearsed: set[ShapeKey] = set()
+        """Shapes that are recorded as pieces."""
         self._progress: Progress = silent
         self.seconds = 0.0
         """Seconds of tracing and compiling."""
@@ -166,7 +170,7 @@ class TcPiecewiseBackend:
 
     def prepare(self, body: ViewBody, views: Views, progress: Progress = silent) -> Bind:
         start, self._programs, plain = time.perf_counter(), {}, as_it_is(body)
-        self._errors, self._fallen_back, self._ran = {}, {}, set()
+        self._errors, self._fallen_back, self._rehearsed = {}, {}, set()
         self._progress, self.compile_seconds = progress, 0.0
         for index, (key, loaded) in enumerate(views.items()):
             try:
@@ -190,15 +194,17 @@ class TcPiecewiseBackend:
 
         return bind
 
+    def program_of(self, key: ShapeKey) -> int:
+        group = self._programs.get(key.group)
+        return group.index_of(key) if group is not None else -1
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         if not isinstance(body, PieceBody):
             return self._run_as_written(key, body, warm_up)
         if warm_up is WarmUp.DIAGNOSIS:  # its lines are the user's
             return self._as_written.warm_up(key, body.as_written, warm_up)
         checked = replace(body, checks=True)
-        if key not in self._ran:  # kernels are tuned when they first run
-            self._pieces.warm_up(key, checked, WarmUp.FREE)
-            self._ran.add(key)
+        self._rehearsed.add(key)
         try:
             return self._pieces.warm_up(key, checked, warm_up)
         except CaptureError:
@@ -206,7 +212,7 @@ class TcPiecewiseBackend:
             raise
 
     def capture(self, key: ShapeKey, body: Body) -> Recording:
-        backend = self._pieces if key in self._ran else self._as_written
+        backend = self._pieces if key in self._rehearsed else self._as_written
         return backend.capture(key, body)
 
     def _run_as_written(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:

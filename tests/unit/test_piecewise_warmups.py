@@ -1,0 +1,110 @@
+"""tc_piecewise before it records: how often pieces and body run, what is compared, and whose facts are found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from phonograph import Phase, PhasePlan, Runner, Slot, Stage, current, opaque
+from phonograph.devices import EmulatedDevice
+from phonograph.graphs.planning.kinds import BackendName
+from phonograph.graphs.running.runner_options import RunnerOptions
+
+SIZES = (1, 2, 4, 8)
+
+
+class Case:
+    """A runner of a phase that says what it writes, as the engine's do."""
+
+    def __init__(
+        self, backend: BackendName = "tc_piecewise", factor: Callable[[int], float] = lambda rows: 1.0, **options: Any
+    ) -> None:
+        self.weight, self.written = torch.ones(4), torch.zeros(8, 4)
+        self.runs: Counter[tuple[Stage, int]] = Counter()
+        """By stage and number of rows."""
+
+        def store(x: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+            self.runs[current().stage, len(x)] += 1
+            written[: len(x)] = x
+            return x * 2
+
+        stored = opaque(store, fake=lambda x, written: torch.empty_like(x), mutates=("written",))
+
+        def body(batch: dict[str, Any]) -> torch.Tensor:
+            x = batch["x"]
+            return stored(x * self.weight * factor(x.shape[0]), self.written)
+
+        phase = Phase(
+            "p",
+            body=body,
+            slots=[Slot("x", ("seqs", 4), torch.float32)],
+            bucketed="seqs",
+            preserve=self._preserve,
+            sample=lambda extent, seed: {"x": torch.ones(extent.used["seqs"], 4) * (seed + 1)},
+        )
+        plan = PhasePlan(backend=backend, buckets=SIZES)
+        self.runner = Runner(phase, EmulatedDevice(), plan, options=RunnerOptions(**options))
+
+    @contextmanager
+    def _preserve(self, batch: Any) -> Iterator[dict[str, torch.Tensor]]:
+        before = self.written.clone()
+        yield {"written": self.written}
+        self.written.copy_(before)
+
+
+def test_facts_are_of_the_body_also_where_the_phase_says_what_it_writes() -> None:
+    """Rehearsals run pieces, which read nothing of what the body does."""
+    found = {}
+    backends: tuple[BackendName, ...] = ("breakable", "tc_piecewise")
+    for backend in backends:
+        case = Case(backend, facts="verify")
+        case.runner.capture()
+        found[backend] = {(fact.kind, fact.name) for fact in case.runner.stale.facts}
+        assert case.runner.stale.find() is None
+        case.weight = torch.zeros(4)
+        assert case.runner.stale.find() is not None
+    assert found["tc_piecewise"] == found["breakable"]
+
+
+def test_sizes_between_are_rehearsed_once_where_the_ends_are_compared() -> None:
+    case = Case(guard="off", guarded="ends", facts="off")
+    report = case.runner.capture()
+    assert not report.failures
+    warmed = {rows: case.runs[Stage.WARMING, rows] for rows in SIZES}
+    # Free run of the body, of the pieces (whose kernels are tuned then), rehearsal, and the body to compare with.
+    assert warmed == {8: 4, 4: 1, 2: 1, 1: 3}
+
+
+def test_all_sizes_are_compared_unless_the_ends_are_asked_for() -> None:
+    case = Case(guard="off", facts="off")
+    assert not case.runner.capture().failures
+    assert {rows: case.runs[Stage.WARMING, rows] for rows in SIZES} == {8: 4, 4: 2, 2: 2, 1: 3}
+
+
+def test_what_one_end_shows_holds_for_the_sizes_of_its_program() -> None:
+    """At 8 rows, trace and body agree."""
+
+    def factor(rows: int) -> float:
+        return 1.0 + (rows - 8) if torch.compiler.is_compiling() else 1.0
+
+    report = Case(factor=factor, guard="off", guarded="ends", facts="off").runner.capture()
+    assert {row.key.size for row in report.failures} == {1, 2, 4}
+    for row in report.failures:
+        assert "the traced body gives another result than the body itself" in str(row.error)
+        assert str(row.key) in str(row.error)
+
+
+def test_programs_have_ends_of_their_own() -> None:
+    """Sizes above 2 are a program: what is wrong at 4 and not at 8 shows at its smaller end."""
+
+    def factor(rows: int) -> float:
+        if rows > 2:
+            return 1.0 + (rows - 8) if torch.compiler.is_compiling() else 1.0
+        return 3.0
+
+    report = Case(factor=factor, guard="off", guarded="ends", facts="off").runner.capture()
+    assert {row.key.size for row in report.failures} == {4}
