@@ -29,6 +29,19 @@ Noting = Callable[[Any], Any]
 """Makes a batch that notes what is read of it."""
 
 
+@dataclass(frozen=True)
+class MadeBodies:
+    """What a backend made of a phase's body, for views of the phase's shapes."""
+
+    phase: Phase
+    bind: Bind
+    varying: Mapping[ShapeKey, frozenset[str]]
+
+    def of(self, key: ShapeKey, view: View) -> Body:
+        """It on a view; called where no op is watched."""
+        return self.bind(body_view(self.phase, key, view, self.varying[key]))
+
+
 @dataclass(eq=False)
 class Binder:
     """Binds the body of a phase: the body itself, and once it is prepared, what the backend made of it."""
@@ -38,9 +51,9 @@ class Binder:
     backend: Backend
     state: SavedState
     """State that trial runs have written: each run starts from the state before the first."""
-    _bind: Bind | None = None
+    made: MadeBodies | None = None
+    """Once it is prepared."""
     _views: list[View] = field(default_factory=list)
-    _varying: Mapping[ShapeKey, frozenset[str]] = field(default_factory=dict)
 
     def prepare(
         self,
@@ -49,19 +62,16 @@ class Binder:
         progress: Progress = silent,
     ) -> None:
         """From here on, the backend's own form of the body is bound; `kept` makes Python values those of a key."""
-        self._varying = {key: self._dims_that_vary(key, keys) for key in keys}
+        varying = {key: self._dims_that_vary(key, keys) for key in keys}
 
         @contextmanager
         def loaded(key: ShapeKey) -> Iterator[BodyView]:
             with kept(key):
                 drawn = drawn_for(self.phase, key, CAPTURE_SEED)
-                yield self._body_view(key, self.load(drawn.sample, drawn.extent))
+                yield body_view(self.phase, key, self.load(drawn.sample, drawn.extent), varying[key])
 
-        self._bind = self.backend.prepare(self.phase.forward, {key: partial(loaded, key) for key in keys}, progress)
-
-    @property
-    def is_prepared(self) -> bool:
-        return self._bind is not None
+        bind = self.backend.prepare(self.phase.forward, {key: partial(loaded, key) for key in keys}, progress)
+        self.made = MadeBodies(self.phase, bind, varying)
 
     def bound(
         self,
@@ -80,7 +90,8 @@ class Binder:
             self.phase.host_plan(view.batch, extent)
         now = Current(self.phase.name, self.backend.name, stage, view.batch)
         inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
-        body = partial(self.forward, view, noting) if as_written or self._bind is None else self._made(key, view)
+        made = None if as_written else self.made
+        body = partial(self.forward, view, noting) if made is None else made.of(key, view)
         return Bound(body, now, sample.batch, inputs, view.kwargs)
 
     @contextmanager
@@ -109,22 +120,20 @@ class Binder:
         self._views.append(view)
         return view
 
-    def _made(self, key: ShapeKey, view: View) -> Body:
-        assert self._bind is not None
-        return self._bind(self._body_view(key, view))
-
-    def _body_view(self, key: ShapeKey, view: View) -> BodyView:
-        found: list[SizedAxis] = []
-        for slot in self.phase.slots:
-            tensor = fetch(view.batch, view.kwargs, slot.path) if slot.name not in self.phase.without else None
-            if isinstance(tensor, torch.Tensor):
-                axes = enumerate(slot.shape)
-                found += [SizedAxis(tensor, axis, str(dim)) for axis, dim in axes if dim in self._varying[key]]
-        batch = hidden(view.batch, self.phase.live) if self.phase.live else view.batch
-        fields = {name: dim.field for name, dim in self.phase.all_dims.items() if dim.field is not None}
-        varying = [path_of(field) for name, field in fields.items() if name in self._varying[key]]
-        return BodyView(key, batch, view.kwargs, found, varying)
-
     def _dims_that_vary(self, key: ShapeKey, keys: Sequence[ShapeKey]) -> frozenset[str]:
         sizes = [self.phase.padded(one.size) for one in keys if one.group == key.group]
         return frozenset(name for name in sizes[0] if len({size[name] for size in sizes}) > 1)
+
+
+def body_view(phase: Phase, key: ShapeKey, view: View, varying: frozenset[str]) -> BodyView:
+    """A loaded view as backends take it; `varying` are the dims whose size differs between recordings of the group."""
+    found: list[SizedAxis] = []
+    for slot in phase.slots:
+        tensor = fetch(view.batch, view.kwargs, slot.path) if slot.name not in phase.without else None
+        if isinstance(tensor, torch.Tensor):
+            found += [SizedAxis(tensor, axis, str(dim)) for axis, dim in enumerate(slot.shape) if dim in varying]
+    batch = hidden(view.batch, phase.live) if phase.live else view.batch
+    fields = {name: dim.field for name, dim in phase.all_dims.items() if dim.field is not None}
+    return BodyView(
+        key, batch, view.kwargs, found, [path_of(field) for name, field in fields.items() if name in varying]
+    )

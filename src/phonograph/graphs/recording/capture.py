@@ -77,7 +77,7 @@ class Capture:
 
     def __post_init__(self) -> None:
         self._binder = Binder(self.phase, self.registry, self.backend, self._state)
-        self._made = MadeCheck(self._binder, self.device, self._kept, may_rerun=self.barrier is None)
+        self._made = MadeCheck(self._binder, self.device, may_rerun=self.barrier is None)
 
     @contextmanager
     def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
@@ -155,7 +155,7 @@ class Capture:
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
             if not self.backend.records_body:
-                self._attempt(key, self._made.compare)
+                self._attempt(key, partial(self._made.compare, kept=self._kept))
             self.progress(f"warming {key}", index + 1, len(keys))
         self._errors = self._made.refused(keys) | self._errors
         if self.guard.mode != "off":
@@ -242,7 +242,7 @@ class Capture:
     def _rehearse(self, key: ShapeKey) -> None:
         try:
             if key in self._made.compared:
-                self._note_run(key, self._made.rehearse(key))
+                self._note_run(key, self._made.rehearse(key, self._kept))
                 return
             self._run_warm_up(key, WarmUp.REHEARSAL)
             if self.facts is not None and self.facts.lacks(key) and self.barrier is None:
@@ -275,7 +275,7 @@ class Capture:
             bound = self._binder.bound(key, Stage.WARMING)
             free = warm_up is WarmUp.FREE
             unwritten = refusing_input_writes(bound.inputs) if free else nullcontext()
-            is_body = self.backend.records_body or not self._binder.is_prepared  # facts are the body's
+            is_body = self.backend.records_body or self._binder.made is None  # facts are the body's
             watched = self._watched(key, bound.now) if is_body else entering(bound.now)
             with self._preserved(bound.batch), unwritten, watched:
                 result = self.backend.warm_up(key, bound.body, warm_up)
@@ -394,4 +394,5 @@ class Capture:
                 recording = self.backend.capture(key, lambda: self.outputs.store(bound.body()))
             self._carried[key] = carried_by(self.phase, key, Sample(bound.batch, bound.kwargs), reads)
         recording.holds = self._settled.get(key, Settled()).holds
+        recording.made = partial(self._binder.made.of, key) if self._binder.made and not as_written else None
         return recording

@@ -26,6 +26,8 @@ _APART = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.1, torch.bf
 """How far a compiler that rounds in its own way may be off: root mean square over that of the values."""
 _MOST_FAR = 0.5
 """Share of the vectors that a run writes to its state which may be further off: after another pick all differ."""
+Kept = Callable[[ShapeKey], AbstractContextManager[None]]
+"""Makes Python values those of a shape."""
 Program = tuple[RecordingGroup, int] | ShapeKey
 """One of those that were made for a product; a shape that none was made for stands for itself."""
 _REMEDY = (
@@ -52,8 +54,6 @@ class MadeCheck:
 
     binder: Binder
     device: Device
-    kept: Callable[[ShapeKey], AbstractContextManager[None]]
-    """Makes Python values those of a shape."""
     may_rerun: bool
     compared: Collection[ShapeKey] = ()
     """The shapes that are compared."""
@@ -70,24 +70,24 @@ class MadeCheck:
         program = self._program(key)
         return self._reads.setdefault(program, FieldReads())
 
-    def rehearse(self, key: ShapeKey) -> Any:
+    def rehearse(self, key: ShapeKey, kept: Kept) -> Any:
         """A rehearsal of what was made, to be compared; what it returned."""
         program = self._program(key)
         if program not in self._tuned:  # kernels serve all sizes, and are loaded and tuned when they first run
-            self._run(key, WarmUp.FREE, as_written=False)
+            self._run(key, kept, WarmUp.FREE, as_written=False)
             self._tuned.add(program)
-        result, self._rehearsed[key] = self._run(key, WarmUp.REHEARSAL, as_written=False)
+        result, self._rehearsed[key] = self._run(key, kept, WarmUp.REHEARSAL, as_written=False)
         return result
 
-    def compare(self, key: ShapeKey) -> None:
+    def compare(self, key: ShapeKey, kept: Kept) -> None:
         """Refuse what gives otherwise than the body itself, whose reads are noted in the same run."""
         if key not in self.compared:
             return
         if key not in self._rehearsed:
-            self.rehearse(key)
+            self.rehearse(key, kept)
         noting = None if self.binder.phase.compares_others else self.reads_of(key).noting
-        made, body = self._rehearsed.pop(key), self._outcome(key, noting)
-        again = partial(self._outcome, key) if self.may_rerun else None
+        made, body = self._rehearsed.pop(key), self._outcome(key, kept, noting)
+        again = partial(self._outcome, key, kept) if self.may_rerun else None
         try:
             refuse_another_result(made, body, again, is_exact=self.binder.backend.is_exact)
         except CaptureError as error:
@@ -103,14 +103,14 @@ class MadeCheck:
         number = self.binder.backend.program_of(key)
         return (key.group, number) if number >= 0 else key
 
-    def _outcome(self, key: ShapeKey, noting: Noting | None = None) -> Outcome:
-        return self._run(key, WarmUp.FREE, noting, as_written=True)[1]
+    def _outcome(self, key: ShapeKey, kept: Kept, noting: Noting | None = None) -> Outcome:
+        return self._run(key, kept, WarmUp.FREE, noting, as_written=True)[1]
 
     def _run(
-        self, key: ShapeKey, kind: WarmUp, noting: Noting | None = None, *, as_written: bool
+        self, key: ShapeKey, kept: Kept, kind: WarmUp, noting: Noting | None = None, *, as_written: bool
     ) -> tuple[Any, Outcome]:
         trial = self.binder.trial(key, noting=noting, as_written=as_written)
-        with self.kept(key), generators_restored(self.device), trial as bound:
+        with kept(key), generators_restored(self.device), trial as bound:
             before = _copies(bound.state)
             result = self.binder.backend.warm_up(key, bound.body, kind)
             written = [tensor.clone() for tensor in self.binder.state.elements]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,11 +14,12 @@ from torch.overrides import BaseTorchFunctionMode
 from phonograph.errors import InputWriteError, VerifyError
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import expose, fetch, fields_of
-from phonograph.graphs.inputs.registry import LoadMode
+from phonograph.graphs.inputs.registry import LoadMode, View
 from phonograph.graphs.inputs.tree import TreePath
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.phases.phase import Sample
+from phonograph.graphs.recording.backends import Body
 from phonograph.graphs.recording.bound import named_state
 from phonograph.graphs.recording.python_state import PythonState
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
@@ -62,6 +64,8 @@ class Way:
     """Whether state that was found begins with noise: what padding writes may be there already."""
     key: ShapeKey | None = None
     """Whose recording is replayed, where it is not the trial's own."""
+    made: bool = False
+    """Whether an eager run is of what was recorded in the place of the body."""
     in_function_mode: bool = False
     """Whether an eager run has a TorchFunctionMode around it, as captures of some devices do."""
 
@@ -270,12 +274,20 @@ class Trial:
         now = Current(phase.name, runner.plan.backend, Stage.EAGER, live)
         if isinstance(watching, _Watching):
             now = watching.prepared(now, view.batch, view.kwargs, without)
+        body = self._body(way, view)
         mode_around = BaseTorchFunctionMode() if way.in_function_mode else nullcontext()
         with entering(now), weights_uncached(), watching, mode_around:
-            outputs = phase.forward(view.batch, view.kwargs)
+            outputs = body()
         if way.padded:
             outputs = runner.trim(self.key, outputs, extent.used)
         return runner.parts(outputs)
+
+    def _body(self, way: Way, view: View) -> Body:
+        if not way.made:
+            return partial(self.runner.phase.forward, view.batch, view.kwargs)
+        made = self.runner.recording(self.key).made
+        assert made is not None
+        return made(view)
 
     @contextmanager
     def started(self, sample: Sample, instead: State | None, *, noisy: bool) -> Iterator[State]:

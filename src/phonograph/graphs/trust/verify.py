@@ -258,7 +258,11 @@ def _quick_looks(runner: Runner) -> Iterator[tuple[ShapeKey, _Look, bool]]:
     yield from ((keys[0], Checks.quick_same_view, True) for keys in groups.values())
     yield from ((key, Checks.quick_unpadded, True) for key in small.values())
     for group, keys in groups.items():
-        further = dict.fromkeys((keys[len(keys) // 2], keys[0]))
+        middle = keys[len(keys) // 2]
+        if not runner.backend.is_exact:  # of many rows, some pick another token, and rounding takes many runs
+            yield from ((key, Checks.quick_same_view, False) for key in (middle,) if key != keys[0])
+            continue
+        further = dict.fromkeys((middle, keys[0]))
         yield from ((key, Checks.quick_unpadded, False) for key in further if key != small[group])
 
 

@@ -78,6 +78,8 @@ class Recording:
     """In order; graphs and gaps take turns among the steps where there are some."""
     holds: Sequence[Any] = ()
     """Tensors that the graphs read and that nothing else may keep alive."""
+    made: Callable[[Any], Body] | None = None
+    """Takes a loaded view: what was recorded in the place of the body, on it. None where the body was recorded."""
     replay: ReplayStep = field(init=False)
 
     def __post_init__(self) -> None:
