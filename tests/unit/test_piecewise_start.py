@@ -1,18 +1,23 @@
-"""tc_piecewise before it records: how often pieces and body run, what is compared, and whose facts are found."""
+"""tc_piecewise at a start: how often pieces and body run, what is compared, whose facts are found, what is verified."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+from torch import fx
 
 from phonograph import Phase, PhasePlan, Runner, Slot, Stage, current, opaque
 from phonograph.devices import EmulatedDevice
 from phonograph.graphs.planning.kinds import BackendName
+from phonograph.graphs.recording.backends.compilers import COMPILERS
 from phonograph.graphs.running.runner_options import RunnerOptions
+from phonograph.graphs.trust.verify import verify_some
 
 SIZES = (1, 2, 4, 8)
 
@@ -47,7 +52,9 @@ class Case:
             sample=lambda extent, seed: {"x": torch.ones(extent.used["seqs"], 4) * (seed + 1)},
         )
         plan = PhasePlan(backend=backend, buckets=SIZES)
-        self.runner = Runner(phase, EmulatedDevice(), plan, options=RunnerOptions(**options))
+        device = EmulatedDevice()
+        device.capabilities = replace(device.capabilities, compilers=frozenset(COMPILERS))
+        self.runner = Runner(phase, device, plan, options=RunnerOptions(**options))
 
     @contextmanager
     def _preserve(self, batch: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -108,3 +115,35 @@ def test_programs_have_ends_of_their_own() -> None:
 
     report = Case(factor=factor, guard="off", guarded="ends", facts="off").runner.capture()
     assert {row.key.size for row in report.failures} == {4}
+
+
+def rounding(module: fx.GraphModule) -> Callable[..., Any]:
+    """A compiler that rounds in its own way."""
+    return lambda *args: tuple(one * 1.003 for one in module.forward(*args))
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setitem(COMPILERS, "rounding", rounding)
+    case = Case(guard="off", guarded="ends", facts="off", tc_compiler="rounding")
+    assert not case.runner.capture().failures
+    assert not case.runner.backend.is_exact
+    case.runs.clear()
+    return case
+
+
+def test_a_quick_look_runs_what_was_recorded_and_measures_no_rounding(rounded: Case) -> None:
+    found = verify_some(rounded.runner, seconds=0.0)
+    assert [check.passed for check in found.checks if check.name == "same view"] == [True]
+    assert rounded.runs[Stage.EAGER, 8] == 1
+    between = verify_some(rounded.runner, seconds=60.0)
+    assert [check.key.size for check in between.checks if check.name == "same view"] == [8, 2]
+
+
+def test_a_replay_that_differs_from_what_was_recorded_is_compared_with_the_body(rounded: Case) -> None:
+    (largest,) = (key for key in rounded.runner.captured if key.size == 8)
+    with rounded.runner.recording(largest).replaying(lambda steps: None):
+        found = verify_some(rounded.runner, seconds=0.0)
+    (check,) = (check for check in found.checks if check.name == "same view")
+    assert not check.passed
+    assert rounded.runs[Stage.EAGER, 8] > 2
