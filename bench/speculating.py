@@ -4,7 +4,8 @@
     python bench/speculating.py --tiny                                                 # all of it, on any machine
 
 DATA has prompts (`eagle_text`); without it, and for random weights, prompts are random. Parts:
-  rounds   tokens a round of each drafter on held-out prompts, by kind of text
+  rounds   tokens a round of each drafter on held-out prompts, by kind of text; drafters are compared by those of all
+           rounds, since one that seldom drafts is right more often where it does
   rates    tokens a second at each batch size, with rounds always, and without
   curve    up through the batch sizes and down again where rounds run if they pay, against plain decoding
   wrong    the same with drafts of which none is ever accepted, over 512 tokens a sequence
@@ -171,12 +172,15 @@ class Benchmark:
         llm.generate(chosen, SamplingParams(max_tokens=self.setting.new_tokens, temperature=0.0))
         after = _counts(llm)
         rounds, tokens = after.rounds - before.rounds, after.tokens - before.tokens
+        without = after.plain["no_draft"] - before.plain["no_draft"]
         earlier = before.accepted or (0,) * len(after.accepted)
         accepted = [now - then for now, then in zip(after.accepted, earlier, strict=True)]
         return {
             "prompts": len(chosen),
             "rounds": rounds,
+            "rounds_without_drafts": without,
             "tokens_a_round": round(tokens / rounds, 3) if rounds else None,
+            "tokens_a_round_with_or_without_drafts": round((tokens + without) / max(1, rounds + without), 3),
             "accepted_by_place": [round(count / rounds, 4) if rounds else None for count in accepted],
         }
 

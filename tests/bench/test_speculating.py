@@ -83,6 +83,10 @@ def test_with_a_head_rounds_and_rates_have_all_drafters_and_the_curve_those_made
     found = json.loads(path.read_text())["figures"]
     assert list(found["rounds"]) == ["ngram", "eagle", "ngram+eagle"]
     assert [len(part["all"]["accepted_by_place"]) for part in found["rounds"].values()] == [TINY.depth] * 3
+    alone, both = found["rounds"]["ngram"]["all"], found["rounds"]["ngram+eagle"]["all"]
+    assert alone["rounds_without_drafts"] > both["rounds_without_drafts"] == 0
+    assert both["tokens_a_round_with_or_without_drafts"] == both["tokens_a_round"]
+    assert alone["tokens_a_round_with_or_without_drafts"] <= alone["tokens_a_round"]
     assert list(found["rates"]) == ["plain", "ngram always", "eagle always", "ngram+eagle always"]
     assert list(found["curve"]["tokens_per_s"]) == ["plain", "ngram", "eagle"]
     draw(path, tmp_path / "plot.svg")
