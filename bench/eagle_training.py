@@ -173,8 +173,7 @@ class Head:
     def unrolled(self, batch: Batch, depth: int) -> Iterator[torch.Tensor]:
         """For each step of a chain its hidden states, by start: [num_seqs, length, hidden]."""
         hidden, length = self._fused(batch.taps), batch.tokens.shape[1]
-        earlier = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
-        own = torch.eye(length, dtype=torch.bool, device=hidden.device)
+        later = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
         keys, values = list[torch.Tensor](), list[torch.Tensor]()
         for place in range(depth):
             tokens = functional.pad(batch.tokens[:, 1 + place :], (0, 1 + place))
@@ -184,8 +183,13 @@ class Head:
             keys.append(self._heads(x, "k", place))
             values.append(self._heads(x, "v", None))
             # Of the first step all keys up to the start; of the steps since, those of the same chain.
-            seen = torch.cat([earlier, *[own] * place], -1)
-            mixed = functional.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), seen)
+            # In plain products: lengths differ from batch to batch, and a fused kernel may be planned anew for each.
+            scores = [(q @ keys[0].mT).masked_fill(later, -torch.inf)]
+            scores += [(q * key).sum(-1, keepdim=True) for key in keys[1:]]
+            shares = (torch.cat(scores, -1) * self.config.head_dim**-0.5).float().softmax(-1).to(q.dtype)
+            mixed = shares[..., :length] @ values[0]
+            for number, value in enumerate(values[1:]):
+                mixed = mixed + shares[..., length + number, None] * value
             x = hidden + self._linear(mixed.transpose(1, 2).flatten(-2), f"{ATTENTION}o_proj")
             inner = self._normed(x, NORMS[2])
             gated = functional.silu(self._linear(inner, f"{MLP}gate_proj")) * self._linear(inner, f"{MLP}up_proj")
