@@ -156,11 +156,11 @@ def written(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list
 def training_texts(
     llm: LLM, prompts: Prompts, count: int, new_tokens: int, seconds: float, told: Written, seed: int
 ) -> list[Text]:
-    """Up to `count` texts, as many as the time allows: a third of them greedy, a half conversations of its own."""
+    """Up to `count` texts, as many as the time allows: half of them greedy, half of them conversations of its own."""
     found, num_tokens, begun = list[Text](), 0, time.monotonic()
     for number, chunk in enumerate(_chunks(llm, prompts, count, seed)):
-        greedy = number % 3 == 0
-        params = SamplingParams(max_tokens=new_tokens, temperature=0.0 if greedy else 0.8, seed=seed + number)
+        greedy = number % 2 == 0
+        params = SamplingParams(max_tokens=new_tokens, temperature=0.0 if greedy else 0.7, seed=seed + number)
         more = written(llm, chunk, params)
         found += more
         num_tokens += sum(len(text.tokens) - text.first for text in more)

@@ -25,6 +25,8 @@ from phonograph.engine.models.rope import rope_table
 ATTENTION, MLP = "midlayer.self_attn.", "midlayer.mlp."
 SIZE = 4.0
 """Root mean square of the features that training begins with."""
+LOGITS = 8192
+"""Rows of logits that are computed at a time."""
 NORMS = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
 
 
@@ -32,15 +34,17 @@ NORMS = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_atte
 class Recipe:
     """What is trained, and how long."""
 
-    depth: int = 5
+    depth: int = 4
     """Steps of a chain."""
     draft_vocab: int = 16_384
-    width: float = 1.5
+    width: float = 2.0
     """Of the head's feed-forward part, in widths of the target's."""
-    steps: int = 3000
+    steps: int = 12_000
     batch_tokens: int = 24_576
     rate: float = 1e-3
-    warm_up: float = 0.03
+    optimizer: str = "adamw"
+    """Of matrices: muon or adamw."""
+    warm_up: float = 0.02
     """Share of the steps in which the rate rises; it falls by a cosine afterwards."""
     further: float = 0.9
     """Weight of each further step of a chain, times that of the one before."""
@@ -59,6 +63,33 @@ class Batch:
     best: torch.Tensor  # [num_seqs, length]: the likeliest next token
     first: torch.Tensor  # [num_seqs]: tokens of the prompt
     length: torch.Tensor  # [num_seqs]
+
+
+def _divergence(drafted: torch.Tensor, likely: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Between the distributions of two logits, summed over rows; and its gradient by the first."""
+    mine, theirs = drafted.float().log_softmax(-1), likely.float().log_softmax(-1)
+    return (theirs.exp() * (theirs - mine)).sum(), (mine.exp() - theirs.exp()).to(drafted.dtype)
+
+
+class _Divergence(torch.autograd.Function):
+    """The same of two states, some rows at a time: the logits of all of them would take gigabytes a step."""
+
+    _compiled = staticmethod(torch.compile(_divergence, dynamic=True))
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        compute = _Divergence._compiled if rows.is_cuda else _divergence
+        total, gradients = torch.zeros((), device=rows.device), list[torch.Tensor]()
+        for mine, theirs in zip(states.split(LOGITS), wanted.split(LOGITS), strict=True):
+            found, gradient = compute(mine.to(rows.dtype) @ rows.mT, theirs.to(rows.dtype) @ rows.mT)
+            total += found
+            gradients.append((gradient @ rows).to(states.dtype))
+        ctx.save_for_backward(torch.cat(gradients) if gradients else torch.zeros_like(states))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients[0] * ctx.saved_tensors[0], None, None
 
 
 def taps_of(config: ModelConfig) -> tuple[int, ...]:
@@ -152,6 +183,7 @@ class Head:
             keys.append(self._heads(x, "k", place))
             values.append(self._heads(x, "v", None))
             # Of the first step all keys up to the start; of the steps since, those of the same chain.
+            # In plain products: lengths differ from batch to batch, and a fused kernel may be planned anew for each.
             scores = [(q @ keys[0].mT).masked_fill(later, -torch.inf)]
             scores += [(q * key).sum(-1, keepdim=True) for key in keys[1:]]
             shares = (torch.cat(scores, -1) * self.config.head_dim**-0.5).float().softmax(-1).to(q.dtype)
@@ -174,18 +206,14 @@ class Head:
         and how far the state that logits are made of is turned from the target's."""
         known = torch.zeros(self.config.vocab, dtype=torch.bool, device=self.ids.device)
         known[self.ids] = True
-        rows = self._rows.float()
-        total, weights = torch.zeros((), device=rows.device), 0.0
+        total, weights = torch.zeros((), device=self.ids.device), 0.0
         for place, hidden in enumerate(self.unrolled(batch, self.recipe.depth)):
             ahead = place + 1  # the position whose logits the step foretells
             best = functional.pad(batch.best[:, ahead:], (0, ahead))
             chosen = self._trained(batch, place) & known[best]
             states = self._normed(hidden, NORMS[3])[chosen]
             wanted = functional.pad(batch.states[:, ahead:], (0, 0, 0, ahead))[chosen].float()
-            with torch.no_grad():
-                likely = functional.linear(wanted, rows).float().softmax(-1)
-            drafted = functional.linear(states, rows).float().log_softmax(-1)
-            tokens = functional.kl_div(drafted, likely, reduction="sum")
+            tokens = _Divergence.apply(states, wanted, self._rows)
             turned = (1 - functional.cosine_similarity(states.float(), wanted, dim=-1)).sum()
             weight = self.recipe.further**place
             total = total + weight * (tokens + self.recipe.hidden_weight * turned) / max(1, len(states))

@@ -33,7 +33,7 @@ def _rounds(axes: Axes, figures: dict[str, Any]) -> None:
     kinds = list(dict.fromkeys(kind for drafter in figures.values() for kind in drafter))
     width = 0.8 / len(figures)
     for number, (name, drafter) in enumerate(figures.items()):
-        values = [(drafter.get(kind) or {}).get("tokens_a_round") or 0.0 for kind in kinds]
+        values = [drafter.get(kind, {}).get("tokens_a_round_with_or_without_drafts", 0.0) for kind in kinds]
         places = [place + number * width for place in range(len(kinds))]
         axes.bar(places, values, width, color=_COLORS[number % len(_COLORS)], label=name)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(kinds))], kinds, fontsize=8)

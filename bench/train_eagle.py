@@ -154,6 +154,16 @@ def measured(head: Head, found: Sequence[Computed], depths: Sequence[int]) -> di
     }
 
 
+def optimizers(
+    recipe: Recipe, matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> list[torch.optim.Optimizer]:
+    """For matrices Muon, whose steps have the size of AdamW's, or AdamW; for vectors AdamW."""
+    plain = torch.optim.AdamW(others, lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    if recipe.optimizer == "adamw":
+        return [torch.optim.AdamW(matrices, lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.01), plain]
+    return [torch.optim.Muon(matrices, lr=recipe.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"), plain]
+
+
 class Training:
     """The loop: steps, their rate, and a state on disk to go on from."""
 
@@ -162,8 +172,7 @@ class Training:
         weights = list(head.weights.values())
         decayed = [weight for weight in weights if weight.dim() > 1]
         others = [weight for weight in weights if weight.dim() == 1]
-        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, lr=self.recipe.rate, betas=(0.9, 0.95))
+        self._optimizers = optimizers(self.recipe, decayed, others)
         self.step, self.spent = 0, 0.0
         self.losses: list[float] = []
 
@@ -177,14 +186,16 @@ class Training:
         with torch.no_grad():
             for name, weight in self.head.weights.items():
                 weight.copy_(kept["weights"][name])
-        self._optimizer.load_state_dict(kept["optimizer"])
+        for optimizer, state in zip(self._optimizers, kept["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         self.step, self.spent, self.losses = kept["step"], kept["spent"], kept["losses"]
         return True
 
     def save(self) -> None:
         weights = {name: weight.detach() for name, weight in self.head.weights.items()}
         kept = {"recipe": asdict(self.recipe), "ids": self.head.ids, "weights": weights, "step": self.step}
-        more = {"optimizer": self._optimizer.state_dict(), "spent": self.spent, "losses": self.losses}
+        states = [optimizer.state_dict() for optimizer in self._optimizers]
+        more = {"optimizers": states, "spent": self.spent, "losses": self.losses}
         part = self._state.with_suffix(".part")
         torch.save(kept | more, part)
         part.rename(self._state)
@@ -197,14 +208,16 @@ class Training:
             if done >= 1:
                 break
             rate = self.recipe.rate * min(1.0, (self.step + 1) / (self.recipe.warm_up * self.recipe.steps + 1))
-            for parameters in self._optimizer.param_groups:
+            for parameters in (group for one in self._optimizers for group in one.param_groups):
                 parameters["lr"] = rate * (0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2)
             with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
                 loss = self.head.loss(batched(group))
-            self._optimizer.zero_grad()
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(list(self.head.weights.values()), 1.0)
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
             self.step, self.spent = self.step + 1, time.monotonic() - begun
             if self.step % 25 == 1:
                 self.losses.append(loss.item())
@@ -280,7 +293,7 @@ def main() -> None:
     texts, held_out = texts_for(llm, args.data, state / "texts.json", args)
     recipe = Recipe(
         depth=args.depth, draft_vocab=args.draft_vocab, steps=args.steps, batch_tokens=args.batch_tokens,
-        rate=args.rate, seed=args.seed,
+        rate=args.rate, optimizer=args.optimizer, seed=args.seed,
     )  # fmt: skip
     del llm
     gc.collect()
@@ -319,12 +332,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=40_000, help="texts to write, if time allows")
     parser.add_argument("--new-tokens", type=int, default=224, help="of each text, at most")
     parser.add_argument("--held-out", type=int, default=360, help="prompts to measure with, besides 20 chats")
-    parser.add_argument("--max-seqs", type=int, default=512, help="texts that are written at a time")
+    parser.add_argument("--max-seqs", type=int, default=256, help="texts that are written at a time")
     parser.add_argument("--steps", type=int, default=recipe.steps)
     parser.add_argument("--batch-tokens", type=int, default=recipe.batch_tokens)
     parser.add_argument("--depth", type=int, default=recipe.depth)
     parser.add_argument("--draft-vocab", type=int, default=recipe.draft_vocab)
     parser.add_argument("--rate", type=float, default=recipe.rate)
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default=recipe.optimizer)
     parser.add_argument("--seed", type=int, default=recipe.seed)
     return parser.parse_args()
 

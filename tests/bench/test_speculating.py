@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_head import write_random_head
 from speculating import TINY, measure
 from speculating_plot import draw
 from synthetic_acceptance import AtRate, Never, accepting, expected, rates_of
@@ -72,3 +73,21 @@ def test_the_script_measures_and_draws(tmp_path: Path) -> None:
     assert found["curve"]["batches"] == [1, 2, 1]
     draw(path, tmp_path / "plot.svg")
     assert "tokens a round" in (tmp_path / "plot.svg").read_text()
+
+
+@pytest.mark.slow
+def test_with_a_head_rounds_and_rates_have_all_drafters_and_the_curve_those_made_of_no_others(tmp_path: Path) -> None:
+    write_random_head(tmp_path / "head", TINY.shape.config, TINY.draft_vocab, TINY.dtype)
+    setting = replace(TINY, batches=(1, 2), new_tokens=8, prompts=3, head=tmp_path / "head")
+    path = measure(setting, ["rounds", "rates", "curve"], tmp_path, open_device("emulated"))
+    found = json.loads(path.read_text())["figures"]
+    assert list(found["rounds"]) == ["ngram", "eagle", "ngram+eagle"]
+    assert [len(part["all"]["accepted_by_place"]) for part in found["rounds"].values()] == [TINY.depth] * 3
+    alone, both = found["rounds"]["ngram"]["all"], found["rounds"]["ngram+eagle"]["all"]
+    assert alone["rounds_without_drafts"] > both["rounds_without_drafts"] == 0
+    assert both["tokens_a_round_with_or_without_drafts"] == both["tokens_a_round"]
+    assert alone["tokens_a_round_with_or_without_drafts"] <= alone["tokens_a_round"]
+    assert list(found["rates"]) == ["plain", "ngram always", "eagle always", "ngram+eagle always"]
+    assert list(found["curve"]["tokens_per_s"]) == ["plain", "ngram", "eagle"]
+    draw(path, tmp_path / "plot.svg")
+    assert "ngram+eagle always" in (tmp_path / "plot.svg").read_text()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_head import write_random_head
 
 from phonograph import SamplingParams
+from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.models.draft_head import DraftHead
 from phonograph.engine.ops.layers.rounds import continued
 from phonograph.engine.passes.ngram import ngram
+from phonograph.engine.passes.ngram_eagle import ngram_eagle
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.sampling.penalties import count_tokens, with_said
-from speculation import Driver, check, oracle, plain, speculating
+from speculation import MAX_LEN, Driver, check, oracle, plain, plain_llm, speculating
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PARAMS = (
@@ -36,6 +44,14 @@ requests = st.tuples(
         st.sampled_from((None, None, None, False, 1, 2)),
     ),
 )
+
+
+@cache
+def random_head() -> DraftHead:
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_head(Path(folder), SHAPES["tiny"], 100, torch.float32)
+        checkpoint = DraftCheckpoint.open(Path(folder), SHAPES["tiny"])
+        return checkpoint.load(drafted_for(plain_llm().executor.model), MAX_LEN + 16)
 
 
 @dataclass
@@ -60,7 +76,9 @@ class Switching:
 def test_output_is_that_of_plain_decoding(data: st.DataObject) -> None:
     """In the first turn and in the second; with requests given up in mid-round, scarce pages, and any drafts."""
     depth, spoiled = data.draw(st.integers(1, 7), "depth"), data.draw(st.sampled_from((0, 10, 40, 100)), "spoiled")
-    drafting = ngram(depth) if data.draw(st.booleans(), "ngram") else oracle(depth, spoiled)
+    drafter = data.draw(st.sampled_from(("oracle", "ngram", "ngram+eagle")), "drafter")
+    made = {"oracle": lambda: oracle(depth, spoiled), "ngram": lambda: ngram(depth)}
+    drafting = made.get(drafter, lambda: ngram_eagle(random_head(), depth))()
     page_size = data.draw(st.sampled_from((4, 8)), "page size")
     core = speculating(
         drafting,

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from random_head import write_random_head
 
+from phonograph import LLM
 from server.conftest import TINY_FLAGS, Server, serving
 
 pytestmark = pytest.mark.slow
@@ -15,9 +18,20 @@ pytestmark = pytest.mark.slow
 BODY = {"prompt": "one two three one two three one two", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module", params=["ngram", "ngram+eagle"])
+def drafter(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Server]:
-    with serving("--model", str(tiny_model), *TINY_FLAGS, "--speculate", "ngram", "--speculate-depth", "2") as found:
+def server(drafter: str, tiny_model: Path, offline: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--speculate", drafter, "--speculate-depth", "2"]
+    if "eagle" in drafter:
+        head = tmp_path_factory.mktemp("head")
+        write_random_head(head, offline.checkpoint.config, 100, torch.float32)
+        flags += ["--draft", str(head)]
+    with serving("--model", str(tiny_model), *TINY_FLAGS, *flags) as found:
         yield found
 
 
@@ -59,7 +73,7 @@ def test_a_stop_text_within_a_round(server: Server, tiny_server: Server) -> None
         assert found["usage"]["completion_tokens"] == wanted["usage"]["completion_tokens"]
 
 
-def test_metrics_and_status(server: Server) -> None:
+def test_metrics_and_status(server: Server, drafter: str) -> None:
     server.post("/v1/completions", {**BODY, "speculate": False})
     server.post("/v1/completions", BODY)
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "round_tokens")
@@ -70,6 +84,7 @@ def test_metrics_and_status(server: Server) -> None:
     told = server.get("/status.json").json()["speculation"]
     assert (told["rounds"], sum(told["accepted"])) == (rounds, accepted)
     assert told["plain"]["request"] >= 39
+    assert (told["plain"]["no_draft"] == 0) == (drafter != "ngram"), "a head drafts whatever came before"
 
 
 def test_what_can_t_be_is_refused(server: Server, tiny_server: Server) -> None:

@@ -147,6 +147,7 @@ def test_one_program_also_where_long_steps_are_cut(eager: LLM, monkeypatch: pyte
     monkeypatch.setattr(decoder, "_STEP", 4)
     llm = make(decode="full", prefill="tc_piecewise")
     assert backend_of(llm, "prefill").num_programs == 1
+    assert [row.error for report in llm.reports for row in report.failures] == []
     found, wanted = (one.generate(PROMPTS, GREEDY) for one in (llm, eager))
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
 

@@ -324,6 +324,8 @@ def options_of(*flags: str) -> EngineOptions:
         (("--speculate", "ngram"), ("ngram", 3, None)),
         (("--speculate", "ngram", "--speculate-depth", "5"), ("ngram", 5, None)),
         (("--speculate", "eagle", "--draft", "head"), ("eagle", 3, Path("head"))),
+        (("--speculate", "ngram+eagle"), ("ngram+eagle", 3, None)),
+        (("--speculate", "ngram+eagle", "--draft", "head"), ("ngram+eagle", 3, Path("head"))),
         (("--speculative-algorithm", "NGRAM", "--speculative-num-steps", "4"), ("ngram", 4, None)),
         (("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"), ("ngram", 3, None)),
         (

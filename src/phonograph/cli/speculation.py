@@ -41,10 +41,11 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         SPECULATE,
-        choices=("off", "ngram", "eagle", "mtp", "auto"),
+        choices=("off", "ngram", "eagle", "ngram+eagle", "mtp", "auto"),
         help="the drafter: ngram looks up what followed the same tokens earlier in the sequence, eagle runs a head "
-        "trained for the model (--draft), mtp runs modules that predict further tokens (--draft), auto takes a head or "
-        "modules where there are some, else ngram; default: off",
+        "trained for the model (--draft), ngram+eagle looks up where that finds something and runs the head elsewhere, "
+        "mtp runs modules that predict further tokens (--draft), auto takes a head or modules where there are some, "
+        "else ngram; default: off",
     )
     group.add_argument(
         DRAFT, metavar="PATH", help="the folder of an EAGLE-3 head, as SpecForge writes it, or of MTP modules"

@@ -29,9 +29,9 @@ SamplingSource = Literal["model", "neutral"]
 """What the model's publishers recommend, or values that change nothing."""
 
 
-SpeculateName = Literal["off", "ngram", "eagle", "mtp", "auto"]
-"""The drafter: none; n-gram lookup in the sequence itself; an EAGLE-3 head; MTP modules; or a head or modules where
-there are some, else n-gram lookup."""
+SpeculateName = Literal["off", "ngram", "eagle", "ngram+eagle", "mtp", "auto"]
+"""The drafter: none; n-gram lookup in the sequence itself; an EAGLE-3 head; n-gram lookup where it finds something and
+a head elsewhere; MTP modules; or a head or modules where there are some, else n-gram lookup."""
 
 
 SpeculateWhen = Literal["always", "pays"]
@@ -147,10 +147,10 @@ class EngineOptions:
     def _check_speculation(self) -> None:
         if self.speculate == "mtp" and self.draft is None:
             raise PlanError("speculate='mtp' drafts by modules, and draft says where these are. Give --draft PATH.")
-        if self.draft is not None and self.speculate not in ("eagle", "mtp", "auto"):
+        if self.draft is not None and self.speculate in ("off", "ngram"):
             raise PlanError(
                 f"draft names a head or modules, and speculate={self.speculate!r} drafts without. Give --draft "
-                "together with --speculate eagle, mtp or auto, or neither."
+                "together with --speculate eagle, ngram+eagle, mtp or auto, or neither."
             )
         if self.speculate_depth is not None:
             expect_whole("speculate_depth", self.speculate_depth, PlanError, least=1, most=MAX_DEPTH)

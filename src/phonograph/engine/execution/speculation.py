@@ -19,6 +19,7 @@ from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
 from phonograph.engine.passes.mtp import mtp
 from phonograph.engine.passes.ngram import ngram
+from phonograph.engine.passes.ngram_eagle import ngram_eagle
 from phonograph.engine.passes.registry import TARGET_VERIFY, PassDeclaration, passes_for
 from phonograph.engine.passes.target_verify import PLAIN_STEPS, speculating_passes
 from phonograph.engine.requests.step_costs import StepCosts
@@ -33,7 +34,7 @@ log = logging.getLogger("phonograph")
 class Chosen:
     """The drafter that was chosen, and why; its weights are not read yet."""
 
-    name: Literal["ngram", "eagle", "mtp"]
+    name: Literal["ngram", "eagle", "ngram+eagle", "mtp"]
     why: str = ""
     """Where it was not asked for by name."""
     draft: DraftCheckpoint | MtpCheckpoint | None = None
@@ -47,7 +48,8 @@ class Chosen:
             case None:
                 made = ngram(depth)
             case DraftCheckpoint() as head:
-                made = eagle(head.load(drafted_for(model, self.name), num_positions), depth)
+                make = ngram_eagle if self.name == "ngram+eagle" else eagle
+                made = make(head.load(drafted_for(model, self.name), num_positions), depth)
             case MtpCheckpoint() as modules:
                 made = mtp(modules.load(drafted_for(model, self.name), num_positions, depth), depth)
         return replace(made, why=f"auto: {self.why}" if self.why else "")
@@ -64,17 +66,18 @@ def choose_drafter(options: EngineOptions, checkpoint: Checkpoint) -> Chosen | N
         return Chosen("mtp", draft=MtpCheckpoint.open(folder, target))
     shipped = None if folder is not None or name == "ngram" else shipped_head(checkpoint)
     head = folder or shipped
-    if name == "eagle" and head is None:
+    if name in ("eagle", "ngram+eagle") and head is None:
         raise PlanError(
-            "--speculate eagle drafts by a head, and none comes with this model. Give --draft PATH, or use --speculate "
-            "ngram."
+            f"--speculate {name} drafts by a head, and none comes with this model. Give --draft PATH, or use "
+            "--speculate ngram."
         )
     if name == "auto" and folder is not None and has_modules(folder):
         return Chosen("mtp", "--draft names MTP modules", MtpCheckpoint.open(folder, target))
     if head is None:
         return Chosen("ngram", "no head comes with this model, and --draft names none" if name == "auto" else "")
     why = "--draft names a head" if shipped is None else "a head comes with this model"
-    return Chosen("eagle", why if name == "auto" else "", DraftCheckpoint.open(head, target))
+    draft = DraftCheckpoint.open(head, target)
+    return Chosen("eagle", why, draft) if name == "auto" else Chosen(name, draft=draft)
 
 
 def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[PassDeclaration]:

@@ -11,8 +11,8 @@ from phonograph.engine.cache.groups import CacheGroup, Paged, PagedCache
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Hidden
 from phonograph.engine.ops.attention.prepared import PreparedAttention
-from phonograph.engine.ops.attention.traced import TracedAttention
 from phonograph.engine.ops.kernels import Angles, Heads, Kernels, Norm, Places
+from phonograph.engine.ops.layers.reference import TracedKernels
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.projections import linear, norm_gated, norm_linear
 from phonograph.engine.ops.queries import Attention, Queries
@@ -124,7 +124,7 @@ class Decoder:
 
     def _is_cut(self, x: torch.Tensor) -> bool:
         """Whether tokens go through in pieces; not where one program is compiled for every number of tokens."""
-        return not isinstance(self.attention, TracedAttention) and x.shape[0] > PIECE
+        return not isinstance(self.kernels, TracedKernels) and x.shape[0] > PIECE
 
     def _embedded(self, inputs: torch.Tensor, queries: Queries, page_size: int) -> tuple[torch.Tensor, Places]:
         """The residual stream before the first layer, and where its tokens stand."""

@@ -12,7 +12,7 @@ import torch
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.models.interface import Model
 from phonograph.engine.ops.attention.traced import TracedAttention
-from phonograph.engine.ops.layers.reference import ReferenceKernels
+from phonograph.engine.ops.layers.reference import TracedKernels
 from phonograph.engine.passes.registry import PassDeclaration
 from phonograph.engine.passes.sample_batches import Trials
 from phonograph.engine.passes.sampling_tail import SamplingTail
@@ -48,7 +48,7 @@ class PassParts:
         """
         if backend != "tc_piecewise":
             return self.model
-        return self.model.with_kernels(ReferenceKernels()).with_attention(TracedAttention(self.model.attention))
+        return self.model.with_kernels(TracedKernels()).with_attention(TracedAttention(self.model.attention))
 
     @cached_property
     def trials(self) -> Trials:

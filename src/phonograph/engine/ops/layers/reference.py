@@ -100,6 +100,10 @@ class ReferenceKernels:
         return q if out is None else out.copy_(q)
 
 
+class TracedKernels(ReferenceKernels):
+    """The same in a trace, which is one program for every number of tokens: no step is cut into pieces."""
+
+
 def linear(x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
     """x projected by torch, with sums in `dtype` where that is given. Takes any matrix."""
     weight, bias = matrix.values(), matrix.bias
