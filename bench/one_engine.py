@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +90,20 @@ def throughput(llm: LLM, prompts: Prompts, vocab: int, sizes: Sizes) -> list[flo
     return found
 
 
+class Parts:
+    """Seconds of a start, by what its progress tells; `before X` is what passes until the first word about X."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._told = time.perf_counter()
+
+    def __call__(self, doing: str, done: int, total: int) -> None:
+        now, name = time.perf_counter(), re.split(r"[\[:,]", doing)[0]
+        self.seconds[name if name in self.seconds else f"before {name}"] += now - self._told
+        self.seconds[name] += 0.0
+        self._told = now
+
+
 def started(llm: LLM) -> dict[str, Any]:
     """What the start took, by phase."""
     found: dict[str, Any] = {
@@ -126,7 +142,8 @@ def main() -> None:
         torch.zeros(1, device="cuda")
     begin = time.time()
     options = EngineOptions(prefix_cache=False, **args.options)
-    llm = LLM(random_checkpoint(args.shape, options.model_impl), device=args.device, options=options, asked=asked)
+    parts, checkpoint = Parts(), random_checkpoint(args.shape, options.model_impl)
+    llm = LLM(checkpoint, device=args.device, options=options, asked=asked, progress=parts)
     llm.device.synchronize()
     found: dict[str, Any] = {
         "label": args.label,
@@ -135,6 +152,7 @@ def main() -> None:
         "plan": args.plan,
         "guard": args.guard,
         "open_s": time.time() - begin,
+        "parts_s": {name: round(seconds, 2) for name, seconds in parts.seconds.items() if seconds > 0.01},
         **started(llm),
     }
     prompts = Prompts(llm.executor.vocab)

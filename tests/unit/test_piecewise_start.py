@@ -77,6 +77,20 @@ def test_facts_are_of_the_body_also_where_the_phase_says_what_it_writes() -> Non
     assert found["tc_piecewise"] == found["breakable"]
 
 
+class Scale:
+    value = 2.0
+
+
+@pytest.mark.parametrize("guarded", ["all", "ends"])
+def test_what_only_a_program_between_reads_is_a_fact(guarded: str) -> None:
+    scale = Scale()
+    case = Case(factor=lambda rows: scale.value if rows == 4 else 1.0, facts="check", guarded=guarded, guard="off")
+    assert not case.runner.capture().failures
+    assert case.runner.stale.find() is None
+    scale.value = 3.0
+    assert case.runner.stale.find() is not None
+
+
 def test_sizes_between_are_rehearsed_once_where_the_ends_are_compared() -> None:
     case = Case(guard="off", guarded="ends", facts="off")
     report = case.runner.capture()

@@ -148,24 +148,24 @@ class Capture:
             # The phase declares what its body writes, so there is no search; the largest shape sizes the workspaces.
             for key in keys:
                 if key.size in (keys[0].size, keys[-1].size):
-                    self._attempt(key, self._run_freely)
+                    self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
         self._binder.prepare([key for key in keys if key not in self._errors], self._kept, self.progress)
         if not self.backend.records_body:
             self._made.compared = guarded(keys, self.guard.sizes, self.backend.program_of)
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
             if not self.backend.records_body:
-                self._attempt(key, partial(self._made.compare, kept=self._kept))
+                self._attempt(key, self._check_made)
             self.progress(f"warming {key}", index + 1, len(keys))
         self._errors = self._made.refused(keys) | self._errors
         if self.guard.mode != "off":
             self._guard_all(keys)
 
-    def _run_freely(self, key: ShapeKey) -> None:
-        self._run_warm_up(key, WarmUp.FREE)
-        is_watched = self.facts is not None and (self.barrier is not None or self.facts.lacks(key))
-        if is_watched and not self.backend.records_body:
-            self._run_warm_up(key, WarmUp.FREE)  # rehearsals do not run the body, whose facts two runs tell
+    def _check_made(self, key: ShapeKey) -> None:
+        """Compare what the backend made with the body; the body's run is also the one that facts are confirmed by."""
+        self._made.compare(key, self._kept, self._watched)
+        if self.facts is not None and self.facts.lacks(key) and self.barrier is None:
+            self._made.run_body(key, self._kept, self._watched)
 
     def _guard_all(self, keys: Sequence[ShapeKey]) -> None:
         """Refuse or report shapes whose ops depend on the sample."""

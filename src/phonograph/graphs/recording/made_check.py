@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from phonograph.devices import Device
 from phonograph.errors import CaptureError
 from phonograph.graphs.inputs.tree import leaves
+from phonograph.graphs.phases.context import Current
 from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.recording.backends import WarmUp
 from phonograph.graphs.recording.binding import Binder, Noting
@@ -28,12 +29,18 @@ _MOST_FAR = 0.5
 """Share of the vectors that a run writes to its state which may be further off: after another pick all differ."""
 Kept = Callable[[ShapeKey], AbstractContextManager[None]]
 """Makes Python values those of a shape."""
+Watched = Callable[[ShapeKey, Current], AbstractContextManager[None]]
+"""Takes a shape and what is current while its body runs; inside, what is read is noted."""
 Program = tuple[RecordingGroup, int] | ShapeKey
 """One of those that were made for a product; a shape that none was made for stands for itself."""
 _REMEDY = (
     "It takes another branch, as code does that asks torch.compiler.is_compiling() or current().stage, or a fake= is "
     "wrong: compute the same in both, or use backend='breakable', which traces nothing"
 )
+
+
+def _unwatched(key: ShapeKey, now: Current) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -61,14 +68,12 @@ class MadeCheck:
     _rehearsed: dict[ShapeKey, Outcome] = field(default_factory=dict)
     _tuned: set[Program] = field(default_factory=set)
     """Programs that have run."""
-
     _wrong: dict[Program, CaptureError] = field(default_factory=dict)
 
     def reads_of(self, key: ShapeKey) -> FieldReads:
         """What the body reads of its batches, which a capture can't tell. A program is traced once, so that all of its
         sizes have frozen what the body read at one of them."""
-        program = self._program(key)
-        return self._reads.setdefault(program, FieldReads())
+        return self._reads.setdefault(self._program(key), FieldReads())
 
     def rehearse(self, key: ShapeKey, kept: Kept) -> Any:
         """A rehearsal of what was made, to be compared; what it returned."""
@@ -79,15 +84,15 @@ class MadeCheck:
         result, self._rehearsed[key] = self._run(key, kept, WarmUp.REHEARSAL, as_written=False)
         return result
 
-    def compare(self, key: ShapeKey, kept: Kept) -> None:
+    def compare(self, key: ShapeKey, kept: Kept, watched: Watched) -> None:
         """Refuse what gives otherwise than the body itself, whose reads are noted in the same run."""
         if key not in self.compared:
             return
         if key not in self._rehearsed:
             self.rehearse(key, kept)
         noting = None if self.binder.phase.compares_others else self.reads_of(key).noting
-        made, body = self._rehearsed.pop(key), self._outcome(key, kept, noting)
-        again = partial(self._outcome, key, kept) if self.may_rerun else None
+        made, body = self._rehearsed.pop(key), self.run_body(key, kept, watched, noting)
+        again = partial(self.run_body, key, kept, _unwatched) if self.may_rerun else None
         try:
             refuse_another_result(made, body, again, is_exact=self.binder.backend.is_exact)
         except CaptureError as error:
@@ -103,16 +108,25 @@ class MadeCheck:
         number = self.binder.backend.program_of(key)
         return (key.group, number) if number >= 0 else key
 
-    def _outcome(self, key: ShapeKey, kept: Kept, noting: Noting | None = None) -> Outcome:
-        return self._run(key, kept, WarmUp.FREE, noting, as_written=True)[1]
+    def run_body(self, key: ShapeKey, kept: Kept, watched: Watched, noting: Noting | None = None) -> Outcome:
+        """One run of the body itself."""
+        return self._run(key, kept, WarmUp.FREE, noting, watched, as_written=True)[1]
 
     def _run(
-        self, key: ShapeKey, kept: Kept, kind: WarmUp, noting: Noting | None = None, *, as_written: bool
+        self,
+        key: ShapeKey,
+        kept: Kept,
+        kind: WarmUp,
+        noting: Noting | None = None,
+        watched: Watched = _unwatched,
+        *,
+        as_written: bool,
     ) -> tuple[Any, Outcome]:
         trial = self.binder.trial(key, noting=noting, as_written=as_written)
         with kept(key), generators_restored(self.device), trial as bound:
             before = _copies(bound.state)
-            result = self.binder.backend.warm_up(key, bound.body, kind)
+            with watched(key, bound.now):
+                result = self.binder.backend.warm_up(key, bound.body, kind)
             written = [tensor.clone() for tensor in self.binder.state.elements]
             return result, Outcome(own(result), written, _copies(bound.state), before)
 
