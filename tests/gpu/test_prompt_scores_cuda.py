@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -17,10 +19,17 @@ PROMPTS = [[5, 9, 200, 3], [7], LONG, [11] * 9, LONG[:17], LONG[:40]]
 SCORED = SamplingParams(max_tokens=2, prompt_logprobs=5, temperature=0.0, ignore_eos=True)
 
 
+class OnAnyDevice(RandomCheckpoint):
+    """The same numbers on every device: those that a CPU draws."""
+
+    def tensors(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.to(device)) for name, tensor in super().tensors("cpu"))
+
+
 def engine(device: str, backend: str, dtype: torch.dtype = torch.float32) -> LLM:
     options = EngineOptions(max_seqs=4, max_tokens=32, max_len=96, cache_tokens=1024, page_size=16, dtype=dtype)
     asked = [ask(f"{phase}.backend", backend, origin="test") for phase in ("decode", "prefill")]
-    return LLM(RandomCheckpoint(SHAPES["tiny"]), device=device, options=options, asked=asked)
+    return LLM(OnAnyDevice(SHAPES["tiny"]), device=device, options=options, asked=asked)
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-3), (torch.bfloat16, 0.1)])
