@@ -41,8 +41,8 @@ class Recipe:
     """Of the head's feed-forward part, in widths of the target's."""
     steps: int = 12_000
     batch_tokens: int = 24_576
-    rate: float = 1e-3
-    optimizer: str = "adamw"
+    rate: float = 2e-3
+    optimizer: str = "muon"
     """Of matrices: muon or adamw."""
     warm_up: float = 0.02
     """Share of the steps in which the rate rises; it falls by a cosine afterwards."""

@@ -229,8 +229,9 @@ class Training:
 
 
 def card(
-    head: Head, size: int, texts: Sequence[Text], training: Training, found: Mapping[int, Mapping[str, float]]
-) -> str:
+    target: str, head: Head, size: int, texts: Sequence[Text], training: Training,
+    found: Mapping[int, Mapping[str, float]],
+) -> str:  # fmt: skip
     """What the head is, in Markdown."""
     recipe, new = head.recipe, sum(len(text.tokens) - text.first for text in texts)
     kinds = [*sorted(kind for kind in found[SHOWN[0]] if kind != "all"), "all"]
@@ -238,7 +239,10 @@ def card(
     settings = ", ".join(f"{field.name} {getattr(recipe, field.name)}" for field in fields(recipe))
     return "\n".join(
         [
-            "# An EAGLE-3 head",
+            f"# An EAGLE-3 head for {target}",
+            "",
+            f"Drafts tokens that {target} then verifies: outputs are the model's own.",
+            "Used by `--speculate eagle --draft FOLDER`.",
             "",
             f"{size / 1e6:.1f} MB in float16, {sum(one.numel() for one in head.weights.values()) / 1e6:.2f} M weights, "
             f"{len(head.ids):,} tokens to draft; hidden states after the layers {', '.join(map(str, head.taps))}, "
@@ -289,7 +293,7 @@ def main() -> None:
     begun, state = time.monotonic(), args.folder / "training"
     state.mkdir(parents=True, exist_ok=True)
     llm = LLM(args.model, device=args.device, options=options_for(args.device, args.max_seqs))
-    model = drafted_for(llm.executor.model)
+    model, target = drafted_for(llm.executor.model), Path(llm.checkpoint.source).name
     texts, held_out = texts_for(llm, args.data, state / "texts.json", args)
     recipe = Recipe(
         depth=args.depth, draft_vocab=args.draft_vocab, steps=args.steps, batch_tokens=args.batch_tokens,
@@ -310,7 +314,7 @@ def main() -> None:
     training.run(learned, max(1.0, training.spent + left))
     size = head.write(args.folder)
     found = measured(head, tried, SHOWN)
-    (args.folder / "README.md").write_text(card(head, size, texts, training, found))
+    (args.folder / "README.md").write_text(card(target, head, size, texts, training, found))
     figures: dict[str, Any] = {
         "bytes": size,
         "steps": training.step,

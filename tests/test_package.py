@@ -53,6 +53,8 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 """
 
+HEAD = "phonograph/engine/checkpoints/SmolLM2-135M-Instruct.eagle3/model.safetensors"
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -79,12 +81,12 @@ def test_both_hold_the_package_and_nothing_of_the_work_on_it(built: Path) -> Non
     here = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "phonograph").rglob("*.py")}
     assert here <= set(names_of(wheel))
     assert {f"src/{name}" for name in here} <= set(names_of(source))
-    assert {"phonograph/py.typed", "phonograph/engine/ops/tuned.json"} <= set(names_of(wheel))
+    assert {"phonograph/py.typed", "phonograph/engine/ops/tuned.json", HEAD} <= set(names_of(wheel))
     for archive in (wheel, source):
         tops = {re.sub(r"^src/", "", name).partition("/")[0] for name in names_of(archive)}
         assert not tops & {"tests", "bench", "docs", "examples", "scripts", "site", ".venv", ".ci"}
         assert not [name for name in names_of(archive) if "__pycache__" in name or name.endswith(".pyc")]
-        assert archive.stat().st_size < 4 << 20
+        assert archive.stat().st_size < 20 << 20, "most of it is the default model's draft head"
 
 
 @pytest.mark.slow

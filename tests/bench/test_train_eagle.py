@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 CONFIG = SHAPES["tiny"]
 NEW_TOKENS = 24
-RECIPE = Recipe(depth=3, draft_vocab=200, steps=60, batch_tokens=600, rate=3e-3)
+RECIPE = Recipe(depth=3, draft_vocab=200, steps=60, batch_tokens=600, rate=1e-2)
 PROMPTS = [tuple(range(start, start + 3 + start % 9)) for start in range(3, 203, 5)]
 
 

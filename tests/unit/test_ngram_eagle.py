@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -218,7 +217,7 @@ def test_the_head_that_comes_with_the_model_is_taken(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default = tmp_path / "default.gguf"
-    shutil.copytree(folder, tmp_path / "SmolLM2-135M-Instruct.eagle3")
+    monkeypatch.setattr(checkpoints, "_HEAD", folder)
     monkeypatch.setattr(checkpoints, "find_spec", lambda name: True)
     monkeypatch.setattr(checkpoints, "default_model", lambda: default)
     chosen = choose_drafter(options(), replace(RandomCheckpoint(TARGET), source=str(default)))

