@@ -70,3 +70,11 @@ def test_written_state_is_compared_and_what_lies_around_it_hides_nothing() -> No
         assert "the state cache differs in 100% of the vectors" in refusal_of(wrong, wanted, before, is_exact=False)
     for wrong in (near, other):
         assert "the state cache has" in refusal_of(wrong, wanted, before, is_exact=True)
+
+
+def test_what_is_not_finite_in_both_is_not_apart() -> None:
+    before, wanted = torch.zeros(4, 3), torch.tensor([[-math.inf, 1.0, math.nan]]).repeat(4, 1)
+    other = wanted * torch.tensor([1.0, 2.0, 1.0])
+    assert not refusal_of(wanted.clone(), wanted, before, is_exact=False)
+    for wrong in (other, wanted.nan_to_num(), before):
+        assert "differs in 100% of the vectors" in refusal_of(wrong, wanted, before, is_exact=False)

@@ -12,9 +12,13 @@ import pytest
 import torch
 from torch import fx
 
-from phonograph import Phase, PhasePlan, Runner, Slot, Stage, current, opaque
+from phonograph import LLM, Phase, PhasePlan, Runner, Slot, Stage, current, opaque
 from phonograph.devices import EmulatedDevice
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.options import EngineOptions
 from phonograph.graphs.planning.kinds import BackendName
+from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.recording.backends.compilers import COMPILERS
 from phonograph.graphs.running.runner_options import RunnerOptions
 from phonograph.graphs.trust.verify import verify_some
@@ -26,14 +30,22 @@ class Case:
     """A runner of a phase that says what it writes, as the engine's do."""
 
     def __init__(
-        self, backend: BackendName = "tc_piecewise", factor: Callable[[int], float] = lambda rows: 1.0, **options: Any
+        self,
+        backend: BackendName = "tc_piecewise",
+        factor: Callable[[int], float] = lambda rows: 1.0,
+        tail: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        **options: Any,
     ) -> None:
-        self.weight, self.written = torch.ones(4), torch.zeros(8, 4)
+        self.weight, self.written = torch.arange(1.0, 5.0), torch.zeros(8, 4)
+        self.failing: int | None = None
+        """A number of rows that runs from the second on have no room for."""
         self.runs: Counter[tuple[Stage, int]] = Counter()
         """By stage and number of rows."""
 
         def store(x: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
             self.runs[current().stage, len(x)] += 1
+            if len(x) == self.failing and self.runs[Stage.WARMING, len(x)] > 1:
+                raise MemoryError("no room")
             written[: len(x)] = x
             return x * 2
 
@@ -41,7 +53,7 @@ class Case:
 
         def body(batch: dict[str, Any]) -> torch.Tensor:
             x = batch["x"]
-            return stored(x * self.weight * factor(x.shape[0]), self.written)
+            return tail(stored(x * self.weight * factor(x.shape[0]), self.written))
 
         phase = Phase(
             "p",
@@ -113,7 +125,7 @@ def test_what_one_end_shows_holds_for_the_sizes_of_its_program() -> None:
         return 1.0 + (rows - 8) if torch.compiler.is_compiling() else 1.0
 
     report = Case(factor=factor, guard="off", guarded="ends", facts="off").runner.capture()
-    assert {row.key.size for row in report.failures} == {1, 2, 4}
+    assert {row.key.size for row in report.failures} == set(SIZES)
     for row in report.failures:
         assert "the traced body gives another result than the body itself" in str(row.error)
         assert str(row.key) in str(row.error)
@@ -128,7 +140,46 @@ def test_programs_have_ends_of_their_own() -> None:
         return 3.0
 
     report = Case(factor=factor, guard="off", guarded="ends", facts="off").runner.capture()
-    assert {row.key.size for row in report.failures} == {4}
+    assert {row.key.size for row in report.failures} == {4, 8}
+
+
+@pytest.mark.parametrize("failing", [8, 1])
+def test_where_an_end_can_not_be_compared_the_next_size_is(failing: int) -> None:
+    """At 8 rows and at 1, trace and body agree."""
+
+    def factor(rows: int) -> float:
+        return 1.0 + (rows - 8) * (rows - 1) if torch.compiler.is_compiling() else 1.0
+
+    case = Case(factor=factor, guard="off", guarded="ends", facts="off")
+    case.failing = failing
+    errors = {row.key.size: str(row.error) for row in case.runner.capture().failures}
+    assert errors.keys() == set(SIZES)
+    assert "no room" in errors.pop(failing)
+    assert all("another result than the body itself" in error for error in errors.values())
+
+
+def test_where_an_end_fails_the_others_serve() -> None:
+    for failing in (8, 1):
+        case = Case(guard="off", guarded="ends", facts="off")
+        case.failing = failing
+        assert [row.key.size for row in case.runner.capture().failures] == [failing]
+
+
+@pytest.mark.parametrize("at", ["trace", "pieces"])
+def test_facts_are_found_where_the_largest_size_has_no_recording(at: str) -> None:
+    """Its body ran freely before, and is looked at no more."""
+
+    def factor(rows: int) -> float:
+        if at == "trace" and rows == 8 and torch.compiler.is_compiling():
+            raise ValueError("too large")
+        return 1.0
+
+    case = Case(factor=factor, guard="off", guarded="ends", facts="verify")
+    case.failing = 8 if at == "pieces" else None
+    assert [row.key.size for row in case.runner.capture().failures] == [8]
+    assert case.runner.stale.find() is None
+    case.weight = torch.zeros(4)
+    assert case.runner.stale.find() is not None
 
 
 def rounding(module: fx.GraphModule) -> Callable[..., Any]:
@@ -161,3 +212,49 @@ def test_a_replay_that_differs_from_what_was_recorded_is_compared_with_the_body(
     (check,) = (check for check in found.checks if check.name == "same view")
     assert not check.passed
     assert rounded.runs[Stage.EAGER, 8] > 2
+
+
+def tokens_off(module: fx.GraphModule) -> Callable[..., Any]:
+    """A compiler whose code has wrong integers for up to two rows."""
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        found = module.forward(*args)
+        return tuple(3 - one if one.dtype == torch.int64 and len(one) <= 2 else one for one in found)
+
+    return run
+
+
+def test_of_every_program_one_recording_is_compared_with_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, which rounding may flip, are not compared at capture; and the code that was recorded has the same."""
+    monkeypatch.setitem(COMPILERS, "tokens off", tokens_off)
+    options: dict[str, Any] = {"guard": "off", "guarded": "ends", "facts": "off", "tc_compiler": "tokens off"}
+    case = Case(factor=lambda rows: 3.0 if rows <= 2 else 1.0, tail=lambda x: x.argmax(-1), **options)
+    assert not case.runner.capture().failures
+    found = verify_some(case.runner, seconds=0.0)
+    failed = [check for check in found.checks if not check.passed]
+    assert [(check.key.size, check.name) for check in failed] == [(1, "unpadded")]
+
+
+def second_layer_off(module: fx.GraphModule) -> Callable[..., Any]:
+    """A compiler that fails where the first layer ends and the second begins: keys of the first are right."""
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        found = module.forward(*args)
+        is_last = any(one.shape[-1] == SHAPES["tiny"].vocab for one in found)
+        return tuple(one * 2 for one in found) if "silu" in module.code and not is_last else found
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_fault_of_one_layer_is_found_in_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMPILERS, "inductor", second_layer_off)
+    device = EmulatedDevice()
+    device.capabilities = replace(device.capabilities, compilers=frozenset(COMPILERS))
+    options = EngineOptions(max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32, verify="off")
+    asked = [ask(f"{phase}.backend", "tc_piecewise", origin="test") for phase in ("decode", "prefill")]
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device=device, options=options, asked=asked)
+    assert SHAPES["tiny"].num_layers == 2
+    rows = [row for report in llm.reports for row in report.rows if row.key.phase in ("decode", "prefill")]
+    assert len(rows) > 2
+    assert all("the traced body gives another result" in str(row.error) for row in rows)

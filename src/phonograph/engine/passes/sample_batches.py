@@ -43,7 +43,8 @@ class Trials:
     def running(self, batch: Any) -> Iterator[Mapping[str, torch.Tensor]]:
         """Put random sequences into the rows; afterwards they hold what they held.
 
-        Yields what live rows may read of that: all but the null page and the null row.
+        Yields what live rows may read of that: all but the null page and the null row. Each layer is a state of its
+        own: what is right in the others hides nothing.
         """
         pages = [part[:, : self.num_rows + 2] for part in self._parts]
         held = [tensor.clone() for tensor in pages]
@@ -56,7 +57,8 @@ class Trials:
                     tensor.copy_(before)
 
     def _live(self, pages: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        live = {f"KV cache {number}": part[:, 1:] for number, part in enumerate(pages)}
+        layers = [(number, at, layer) for number, part in enumerate(pages) for at, layer in enumerate(part.unbind())]
+        live = {f"KV cache {number}[{at}]": layer[1:] for number, at, layer in layers}
         return live | {f"column {name}": rows for name, rows in self._tables.live_rows(self.num_rows).items()}
 
     def _fill(self, pages: Sequence[torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ from phonograph.graphs.recording.carried import FieldReads, carried_by
 from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder
 from phonograph.graphs.recording.garbage import gc_frozen
-from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following, guarded
+from phonograph.graphs.recording.guarding import Drawn, Finding, Guard, GuardOptions, drawn_for, following
 from phonograph.graphs.recording.made_check import MadeCheck
 from phonograph.graphs.recording.outputs import OutputBuffers, Run
 from phonograph.graphs.recording.probing import Trimming, find_trimming
@@ -77,7 +77,7 @@ class Capture:
 
     def __post_init__(self) -> None:
         self._binder = Binder(self.phase, self.registry, self.backend, self._state)
-        self._made = MadeCheck(self._binder, self.device, may_rerun=self.barrier is None)
+        self._made = MadeCheck(self._binder, self.device, self.barrier is None, self.guard.sizes)
 
     @contextmanager
     def warmed(self, keys: Sequence[ShapeKey]) -> Iterator[None]:
@@ -129,8 +129,6 @@ class Capture:
                     f"{self._state.skipped_bytes:,}",
                 )
 
-    # -- warm-ups -----------------------------------------------------------------------------------------
-
     def _warm_all(self, keys: Sequence[ShapeKey]) -> None:
         if self.phase.preserve is None:
             self._warmups = Warmups(
@@ -150,20 +148,22 @@ class Capture:
                 if key.size in (keys[0].size, keys[-1].size):
                     self._attempt(key, lambda key: self._run_warm_up(key, WarmUp.FREE))
         self._binder.prepare([key for key in keys if key not in self._errors], self._kept, self.progress)
-        if not self.backend.records_body:
-            self._made.compared = guarded(keys, self.guard.sizes, self.backend.program_of)
+        self._made.keys = keys if not self.backend.records_body else ()
         for index, key in enumerate(keys):
             self._attempt(key, self._rehearse)
-            if not self.backend.records_body:
+            if self._made.keys:
                 self._attempt(key, self._check_made)
             self.progress(f"warming {key}", index + 1, len(keys))
-        self._errors = self._made.refused(keys) | self._errors
+        for key in reversed(self._made.keys):  # of a program whose smallest have failed, the next
+            self._attempt(key, self._check_made)
+        self._errors = self._made.refused() | self._errors
         if self.guard.mode != "off":
             self._guard_all(keys)
 
     def _check_made(self, key: ShapeKey) -> None:
         """Compare what the backend made with the body; the body's run is also the one that facts are confirmed by."""
-        self._made.compare(key, self._kept, self._watched)
+        if self._made.is_asked(key, self._errors):
+            self._made.compare(key, self._kept, self._watched)
         if self.facts is not None and self.facts.lacks(key) and self.barrier is None:
             self._made.run_body(key, self._kept, self._watched)
 
@@ -189,6 +189,8 @@ class Capture:
                 step(key)
             except Exception as error:
                 self._errors[key] = found = as_capture_error(error, key)
+                if self.facts is not None:
+                    self.facts.give_up(key)
                 if isinstance(found, InputWriteError):
                     self._input_write = found
         if self.barrier is not None:
@@ -241,7 +243,7 @@ class Capture:
 
     def _rehearse(self, key: ShapeKey) -> None:
         try:
-            if key in self._made.compared:
+            if self._made.is_asked(key, self._errors):
                 self._note_run(key, self._made.rehearse(key, self._kept))
                 return
             self._run_warm_up(key, WarmUp.REHEARSAL)

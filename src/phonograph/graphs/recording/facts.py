@@ -131,7 +131,7 @@ class FactRecorder:
             try:
                 yield around
             except BaseException:
-                self._first.pop(key, None)  # where one shape speaks for all, it is the next that runs
+                self.give_up(key)
                 raise
             finally:
                 self._seconds += time.perf_counter() - begin
@@ -140,6 +140,10 @@ class FactRecorder:
         else:
             reads.keep_what_is_in(self._first.pop(key))  # temporaries may hold device memory
             self._read[key] = reads
+
+    def give_up(self, key: ShapeKey) -> None:
+        """A shape has failed: where one that runs twice speaks for all, it is the next."""
+        self._first.pop(key, None)
 
     def lacks(self, key: ShapeKey) -> bool:
         """Whether a shape that is watched has run only once."""

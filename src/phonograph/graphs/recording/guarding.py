@@ -159,18 +159,14 @@ class Guard:
         return Drawn(Extent(measured, self.phase.padded(key.size)), sample)
 
 
-def guarded(
-    keys: Sequence[ShapeKey], sizes: GuardedSizes, program_of: Callable[[ShapeKey], int] = lambda key: 0
-) -> list[ShapeKey]:
-    """The keys to look at, in their order: of a product that has several programs, the ends of each, and all that have
-    none."""
+def guarded(keys: Sequence[ShapeKey], sizes: GuardedSizes) -> list[ShapeKey]:
+    """The keys to look at, in their order."""
     if sizes == "all":
         return list(keys)
-    alike: dict[tuple[RecordingGroup, int], list[int]] = {}
+    by_group: dict[RecordingGroup, list[int]] = {}
     for key in keys:
-        alike.setdefault((key.group, program_of(key)), []).append(key.size)
-    ends = {one: (min(found), max(found)) for one, found in alike.items()}
-    return [key for key in keys if program_of(key) < 0 or key.size in ends[key.group, program_of(key)]]
+        by_group.setdefault(key.group, []).append(key.size)
+    return [key for key in keys if key.size in (min(by_group[key.group]), max(by_group[key.group]))]
 
 
 def fewest_rows(key: ShapeKey, keys: Sequence[ShapeKey]) -> int:

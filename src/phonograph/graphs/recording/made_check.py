@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from phonograph.graphs.phases.decisions import RecordingGroup, ShapeKey
 from phonograph.graphs.recording.backends import WarmUp
 from phonograph.graphs.recording.binding import Binder, Noting
 from phonograph.graphs.recording.carried import FieldReads
+from phonograph.graphs.recording.guarding import GuardedSizes
 from phonograph.graphs.recording.outputs import is_near, own
 from phonograph.graphs.recording.places import PLAIN
 from phonograph.graphs.recording.tensor_state import generators_restored
@@ -62,8 +63,11 @@ class MadeCheck:
     binder: Binder
     device: Device
     may_rerun: bool
-    compared: Collection[ShapeKey] = ()
-    """The shapes that are compared."""
+    sizes: GuardedSizes = "all"
+    """With "ends", the largest and the smallest shape of each program are compared, and speak for all of it."""
+    keys: Sequence[ShapeKey] = ()
+    """The shapes that something was made for."""
+    _compared: set[ShapeKey] = field(default_factory=set)
     _reads: dict[Program, FieldReads] = field(default_factory=dict)
     _rehearsed: dict[ShapeKey, Outcome] = field(default_factory=dict)
     _tuned: set[Program] = field(default_factory=set)
@@ -74,6 +78,16 @@ class MadeCheck:
         """What the body reads of its batches, which a capture can't tell. A program is traced once, so that all of its
         sizes have frozen what the body read at one of them."""
         return self._reads.setdefault(self._program(key), FieldReads())
+
+    def is_asked(self, key: ShapeKey, failed: Container[ShapeKey]) -> bool:
+        """Whether a shape is to be compared, as far as is known: where an end has failed, the next one is an end."""
+        if key not in self.keys or key in self._compared:
+            return False
+        program = self._program(key)
+        if self.sizes == "all" or isinstance(program, ShapeKey):
+            return True
+        left = [one.size for one in self.keys if one not in failed and self._program(one) == program]
+        return program not in self._wrong and key.size in (min(left), max(left))
 
     def rehearse(self, key: ShapeKey, kept: Kept) -> Any:
         """A rehearsal of what was made, to be compared; what it returned."""
@@ -86,8 +100,6 @@ class MadeCheck:
 
     def compare(self, key: ShapeKey, kept: Kept, watched: Watched) -> None:
         """Refuse what gives otherwise than the body itself, whose reads are noted in the same run."""
-        if key not in self.compared:
-            return
         if key not in self._rehearsed:
             self.rehearse(key, kept)
         noting = None if self.binder.phase.compares_others else self.reads_of(key).noting
@@ -98,10 +110,11 @@ class MadeCheck:
         except CaptureError as error:
             self._wrong[self._program(key)] = error
             raise
+        self._compared.add(key)
 
-    def refused(self, keys: Sequence[ShapeKey]) -> dict[ShapeKey, CaptureError]:
-        """Shapes that were not compared, and whose program is wrong at another size."""
-        wrong = [(key, self._wrong.get(self._program(key))) for key in keys if key not in self.compared]
+    def refused(self) -> dict[ShapeKey, CaptureError]:
+        """All shapes whose program is wrong at one of its ends."""
+        wrong = [(key, self._wrong.get(self._program(key))) for key in self.keys if self.sizes == "ends"]
         return {key: CaptureError(one.problem, one.remedy, shape=str(key)) for key, one in wrong if one is not None}
 
     def _program(self, key: ShapeKey) -> Program:
@@ -179,7 +192,10 @@ def _wrong_state(made: Outcome, body: Outcome, *, is_exact: bool) -> Iterator[tu
 
 def _far(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
     """Vectors of which half are further off than they may be, by their lengths."""
-    away = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    is_same = (found == wanted) | (found.isnan() & wanted.isnan())
+    apart = torch.where(is_same, 0.0, found - wanted).norm(dim=-1)
+    size = torch.where(wanted.isfinite(), wanted, 0.0).norm(dim=-1)
+    away = apart / size.clamp_min(torch.finfo(torch.float64).tiny)
     share = float((~(away <= limit)).double().mean())
     return f"differs in {share:.0%} of the vectors that it writes" if share > _MOST_FAR else ""
 

@@ -251,19 +251,23 @@ def _sizes_to_try(runner: Runner, key: ShapeKey, batches: int) -> Iterator[dict[
 
 def _quick_looks(runner: Runner) -> Iterator[tuple[ShapeKey, _Look, bool]]:
     """Which recordings of every product are looked at, how, and whether in any case."""
+    backend = runner.backend
     groups: dict[object, list[ShapeKey]] = {}
+    programs: dict[object, list[ShapeKey]] = {}
     for key in sorted(runner.captured, key=lambda key: -key.size):
         groups.setdefault(key.group, []).append(key)
-    small = {key: _smallest_padded(runner, keys) for key, keys in groups.items()}
+        # What was compiled is never compared with the body as closely, tokens not at all, but without padding.
+        programs.setdefault((key.group, None if backend.is_exact else backend.program_of(key)), []).append(key)
+    small = {_smallest_padded(runner, keys) for keys in programs.values()}
     yield from ((keys[0], Checks.quick_same_view, True) for keys in groups.values())
-    yield from ((key, Checks.quick_unpadded, True) for key in small.values())
-    for group, keys in groups.items():
+    yield from ((key, Checks.quick_unpadded, True) for key in runner.captured if key in small)
+    for keys in groups.values():
         middle = keys[len(keys) // 2]
-        if not runner.backend.is_exact:  # of many rows, some pick another token, and rounding takes many runs
+        if not backend.is_exact:  # of many rows, some pick another token, and rounding takes many runs
             yield from ((key, Checks.quick_same_view, False) for key in (middle,) if key != keys[0])
             continue
         further = dict.fromkeys((middle, keys[0]))
-        yield from ((key, Checks.quick_unpadded, False) for key in further if key != small[group])
+        yield from ((key, Checks.quick_unpadded, False) for key in further if key not in small)
 
 
 def _smallest_padded(runner: Runner, keys: Sequence[ShapeKey]) -> ShapeKey:
