@@ -78,3 +78,24 @@ def test_what_is_not_finite_in_both_is_not_apart() -> None:
     assert not refusal_of(wanted.clone(), wanted, before, is_exact=False)
     for wrong in (other, wanted.nan_to_num(), before):
         assert "differs in 100% of the vectors" in refusal_of(wrong, wanted, before, is_exact=False)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_what_differs_between_runs_of_the_body_excuses_nothing_else(*, is_exact: bool) -> None:
+    clock = iter(range(10))
+
+    def outcome(steady: torch.Tensor, state: torch.Tensor = ONES) -> Outcome:
+        return Outcome({"clock": ONES * (1 + next(clock)), "steady": steady}, [], {"cache": state}, {"cache": ONES * 0})
+
+    refuse_another_result(outcome(ONES), outcome(ONES), lambda: outcome(ONES), is_exact=is_exact)
+    with pytest.raises(CaptureError, match=r"output \['steady'\] has 2"):
+        refuse_another_result(outcome(ONES * 2), outcome(ONES), lambda: outcome(ONES), is_exact=is_exact)
+    with pytest.raises(CaptureError, match="the state cache"):
+        refuse_another_result(outcome(ONES, ONES * 2), outcome(ONES), lambda: outcome(ONES), is_exact=is_exact)
+
+
+def test_a_body_that_rounds_otherwise_in_every_run_excuses_no_more_than_that() -> None:
+    with pytest.raises(CaptureError, match="the output has 2"):
+        refuse_another_result(
+            Outcome(ONES * 2, []), Outcome(ONES, []), lambda: Outcome(ONES * 1.005, []), is_exact=False
+        )

@@ -149,17 +149,22 @@ def _copies(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def refuse_another_result(made: Outcome, body: Outcome, again: Callable[[], Outcome] | None, *, is_exact: bool) -> None:
-    """Refuse what gives otherwise than the body; not where the body itself does `again`, as when gaps read a clock."""
-    error = _other_result(made, body, is_exact=is_exact)
-    if error is not None and (again is None or _other_result(again(), body, is_exact=True) is None):
-        raise error
+    """Refuse what gives otherwise than the body; but for results that the body itself gives otherwise `again`, by the
+    same measure, as when gaps read a clock."""
+    found = dict(_other_results(made, body, is_exact=is_exact))
+    if found and again is not None:
+        own = dict(_other_results(again(), body, is_exact=is_exact))
+        found = {name: wrong for name, wrong in found.items() if name not in own}
+    for name, wrong in found.items():
+        raise CaptureError(f"the traced body gives another result than the body itself: {name} {wrong}", _REMEDY)
 
 
-def _other_result(made: Outcome, body: Outcome, *, is_exact: bool) -> CaptureError | None:
-    """What is made of a body gives otherwise than the body, on one sample; None where it gives the same."""
+def _other_results(made: Outcome, body: Outcome, *, is_exact: bool) -> Iterator[tuple[str, str]]:
+    """What is made of a body gives otherwise than the body, on one sample: names, and how it is wrong."""
     found, wanted = dict(leaves(made.outputs)), dict(leaves(body.outputs))
     if found.keys() != wanted.keys():
-        return _error(f"outputs {sorted(map(str, found))} in place of {sorted(map(str, wanted))}")
+        yield "outputs", f"{sorted(map(str, found))} in place of {sorted(map(str, wanted))}"
+        return
     pairs = [(f"output {path}" if path else "the output", found[path], wanted[path]) for path in wanted]
     pairs += [
         (f"tensor {at} that it writes", *both) for at, both in enumerate(zip(made.state, body.state, strict=False))
@@ -167,10 +172,9 @@ def _other_result(made: Outcome, body: Outcome, *, is_exact: bool) -> CaptureErr
     for name, one, other in pairs:
         wrong = _wrong(one, other, is_exact=is_exact)
         if wrong:
-            return _error(f"{name} {wrong}")
+            yield name, wrong
     for name, wrong in _wrong_state(made, body, is_exact=is_exact):
-        return _error(f"the state {name} {wrong}")
-    return None
+        yield f"the state {name}", wrong
 
 
 def _wrong_state(made: Outcome, body: Outcome, *, is_exact: bool) -> Iterator[tuple[str, str]]:
@@ -198,10 +202,6 @@ def _far(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
     away = apart / size.clamp_min(torch.finfo(torch.float64).tiny)
     share = float((~(away <= limit)).double().mean())
     return f"differs in {share:.0%} of the vectors that it writes" if share > _MOST_FAR else ""
-
-
-def _error(what: str) -> CaptureError:
-    return CaptureError(f"the traced body gives another result than the body itself: {what}", _REMEDY)
 
 
 def _wrong(found: Any, wanted: Any, *, is_exact: bool) -> str:
