@@ -182,6 +182,17 @@ def test_facts_are_found_where_the_largest_size_has_no_recording(at: str) -> Non
     assert case.runner.stale.find() is not None
 
 
+def test_a_later_capture_is_compared_anew() -> None:
+    is_wrong = False
+    case = Case(factor=lambda rows: 2.0 if is_wrong and torch.compiler.is_compiling() else 1.0, guarded="ends")
+    assert not case.runner.capture().failures
+    is_wrong = True
+    assert len(case.runner.capture().failures) == len(SIZES)
+    assert not case.runner.captured
+    is_wrong = False
+    assert not case.runner.capture().failures
+
+
 def rounding(module: fx.GraphModule) -> Callable[..., Any]:
     """A compiler that rounds in its own way."""
     return lambda *args: tuple(one * 1.003 for one in module.forward(*args))
