@@ -13,7 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from phonograph import LLM, CheckpointError, EngineOptions, PlanError, SamplingParams, verify
+from drafted import (
+    DRAWN,
+    GREEDY,
+    PROMPTS,
+    REQUESTS,
+    expect_drafts,
+    expect_plain_output,
+    expect_plain_output_of_a_scarce_cache,
+    expect_plain_output_to_the_end_of_the_context,
+    expect_steady_rounds,
+)
+from phonograph import LLM, CheckpointError, EngineOptions, PlanError, SamplingParams
 from phonograph.engine.cache.groups import CacheGroup, page_bytes
 from phonograph.engine.checkpoints.draft_head import drafted_for
 from phonograph.engine.checkpoints.mtp import MtpCheckpoint
@@ -24,7 +35,7 @@ from phonograph.engine.models.rope import rope_table
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.mtp import mtp
-from phonograph.engine.passes.registry import PASSES, TARGET_VERIFY, kept_by
+from phonograph.engine.passes.registry import PASSES, kept_by
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence as Seq
@@ -34,11 +45,6 @@ pytestmark = pytest.mark.slow
 
 TARGET = SHAPES["tiny"]
 HIDDEN = TARGET.hidden
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-DRAWN = SamplingParams(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=3, ignore_eos=True)
-PENALISED = replace(DRAWN, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=3)
-PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (11,) * 9, tuple(range(100, 117)), (1, 2, 1, 2, 1)]
-REQUESTS = [(prompt, (GREEDY, DRAWN, PENALISED)[number % 3]) for number, prompt in enumerate(PROMPTS * 2)]
 
 
 def tensors(count: int = 2, *, has_head: bool = True) -> dict[str, torch.Tensor]:
@@ -164,18 +170,7 @@ def test_drafts_are_those_of_the_modules_over_the_whole_sequence(tmp_path: Path,
     folder = written(tmp_path, tensors(count, has_head=count != 2), count)
     by_hand = ByHand(folder, count)
     core = speculating(drafting(folder, depth), "disabled", max_ahead=0, prefix_cache=False, chunk=7)
-    tables, seen = core.executor.tables, 0
-    waiting = [Request(f"{number}", *one) for number, one in enumerate(REQUESTS[:6])]
-    while waiting or not core.is_idle:
-        if waiting:
-            core.add(waiting.pop(0))
-        for sequence, tokens, finish in core.step():
-            if tokens and finish is None:
-                found, left = tables["draft"].view(-1, depth)[sequence.row].tolist(), 20 - len(sequence.outputs)
-                # What is drafted past a row's end has no page, and nobody takes it.
-                assert found[:left] == by_hand.drafts(sequence.known(), depth)[:left]
-                seen += 1
-    assert seen > 60
+    assert expect_drafts(core, depth, by_hand.drafts) > 60
 
 
 class Turns:
@@ -195,27 +190,13 @@ class Turns:
 def test_drafts_after_plain_steps_are_the_same(folder: Path) -> None:
     by_hand = ByHand(folder, 2)
     core = speculating(drafting(folder), "disabled", max_ahead=0, prefix_cache=False, chunk=7)
-    core.scheduler.width, seen = Turns(4), 0
-    waiting = [Request(f"{number}", *one) for number, one in enumerate(REQUESTS[:6])]
-    while waiting or not core.is_idle:
-        if waiting:
-            core.add(waiting.pop(0))
-        for sequence, tokens, finish in core.step():
-            if tokens and finish is None and core.scheduler.width.calls % 4 == 0:
-                found = core.executor.tables["draft"][sequence.row].tolist()
-                assert found == by_hand.drafts(sequence.known(), 3)
-                seen += 1
-    assert seen > 10
+    core.scheduler.width = turns = Turns(4)
+    assert expect_drafts(core, 3, by_hand.drafts, lambda: turns.calls % 4 == 0) > 10
 
 
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])
 def test_output_is_that_of_plain_decoding(folder: Path, backend: str) -> None:
-    core = speculating(drafting(folder), backend)
-    driver = Driver(core)
-    check(driver.run(REQUESTS))
-    check(driver.run(REQUESTS[::-1]))
-    if backend != "disabled":
-        assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
+    expect_plain_output(drafting(folder), backend)
 
 
 def test_second_turns_over_the_prefix_cache(folder: Path) -> None:
@@ -246,15 +227,11 @@ def test_requests_that_are_given_up(folder: Path) -> None:
 
 
 def test_a_scarce_cache(folder: Path) -> None:
-    core = speculating(drafting(folder), "disabled", num_pages=16, reserve_tokens=0, max_ahead=3)
-    check(Driver(core, every=1).run(REQUESTS))
-    assert core.scheduler.counts.preemptions > 0
+    expect_plain_output_of_a_scarce_cache(drafting(folder))
 
 
 def test_all_of_the_context_is_used(tmp_path: Path) -> None:
-    core = speculating(drafting(written(tmp_path, count=3), 5), "disabled", max_ahead=3)
-    long = tuple(range(30, 30 + MAX_LEN - 20))
-    check(Driver(core, every=1).run([(long, replace(GREEDY, max_tokens=40)), ((9, 8, 7), DRAWN), (long, DRAWN)]))
+    expect_plain_output_to_the_end_of_the_context(drafting(written(tmp_path, count=3), 5))
 
 
 def test_weights_without_sense_change_no_output(tmp_path: Path) -> None:
@@ -264,23 +241,7 @@ def test_weights_without_sense_change_no_output(tmp_path: Path) -> None:
 
 
 def test_the_recordings_are_right_and_a_steady_round_is_one_launch(folder: Path) -> None:
-    core = speculating(drafting(folder, 2), reserve_tokens=MAX_LEN)
-    for runner in core.executor.runners.values():
-        assert verify(runner, batches=1).ok
-    runner, tables = core.executor.runners[TARGET_VERIFY.name], core.executor.tables
-    sequences = [
-        core.add(Request(f"{n}", prompt, replace(GREEDY, max_tokens=60)))[0] for n, prompt in enumerate(PROMPTS[:2])
-    ]
-    for _ in range(6):
-        core.step()
-    before = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
-    for _ in range(15):
-        core.step()
-    after = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
-    assert after == (*before[:2], before[2] + 15)
-    while not core.is_idle:
-        core.step()
-    check(sequences)
+    expect_steady_rounds(drafting(folder, 2))
 
 
 def test_a_page_costs_what_the_modules_keep_too(folder: Path) -> None:

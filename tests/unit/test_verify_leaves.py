@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from phonograph import (
     RunEagerly,
     RunnerOptions,
     Slot,
+    Stage,
     VerifyError,
     VerifyReport,
     current,
@@ -255,6 +257,24 @@ def test_a_quick_look_takes_the_largest_and_a_small_one_of_each_product_whatever
     assert {check.key.size for check in verify_some(runner, seconds=60.0).checks} == {8, 4}
     exact = make_runner(lambda batch: batch["x"] * 2, device, exact=True)
     assert {check.key.size for check in verify_some(exact, seconds=0.0).checks} == {8, 2}
+
+
+def test_a_hurried_look_takes_the_largest_only_where_time_allows(device: Device) -> None:
+    def body(batch: Any) -> torch.Tensor:
+        if current().stage is Stage.EAGER:
+            time.sleep(0.01 * batch["x"].shape[0])
+        return batch["x"] * 2
+
+    runner = make_runner(body, device, sizes=(2, 4, 8, 16, 32))
+
+    def looked_at(seconds: float) -> set[int]:
+        report = verify_some(runner, seconds=seconds, hurried=True)
+        assert report
+        return {check.key.size for check in report.checks if check.name == "same view"}
+
+    assert looked_at(0.0) == {8}
+    assert looked_at(0.3) == {8}, "by what smaller ones took, 32 rows take longer"
+    assert looked_at(60.0) == {8, 32}
 
 
 def test_a_quick_look_finds_what_a_replay_has_of_its_capture(device: Device) -> None:

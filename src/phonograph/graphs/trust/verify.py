@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,25 +80,40 @@ def verify(
     return trials.report(checks, time.perf_counter() - begun)
 
 
-def verify_some(runner: Runner, *, seconds: float, seed: int = 0) -> VerifyReport:
+def verify_some(runner: Runner, *, seconds: float, seed: int = 0, hurried: bool = False) -> VerifyReport:
     """A quick look, at start-up.
 
     Of every product of axes, the largest recording is replayed against eager on the same padded view, and a small one
     against eager without padding, where few tokens can be picked otherwise by rounding. As long as `seconds` last, one
-    between and the largest are tried without padding too.
+    between and the largest are tried without padding too. With `hurried`, one of at most a quarter of the largest size
+    is replayed in any case, and the largest only if it fits into `seconds`, by what smaller ones took.
     """
     begun = time.perf_counter()
     trials = _Trials(runner, seed + _FIRST_SEED, None, ())
     checks: list[Check] = []
+    took: dict[ShapeKey, float] = {}
     if not runner.captured:
         return trials.report(checks, 0.0)
     with torch.no_grad(), runner.pool.using(f"verifying {runner.phase.name}"), untouched(runner):
-        for done, (key, look, is_needed) in enumerate(_quick_looks(runner), 1):
-            passed = time.perf_counter() - begun
-            if not is_needed and passed * done / max(1, done - 1) > seconds:
-                break
+        for key, look, is_needed in _quick_looks(runner, hurried=hurried):
+            start = time.perf_counter()
+            if not is_needed and start - begun + _expected(key, took) > seconds:
+                continue
             checks += trials.quick_checks(key, runner.phase.padded(min(_used_sizes(runner, key, 2))), look)
+            took[key] = time.perf_counter() - start
     return trials.report(checks, time.perf_counter() - begun)
+
+
+def _expected(key: ShapeKey, took: Mapping[ShapeKey, float]) -> float:
+    """Seconds that a look takes, on a line through the two largest of the same product; by all others before these."""
+    known = sorted((one.size, seconds) for one, seconds in took.items() if one.group == key.group)
+    if not known:
+        return statistics.fmean(took.values()) if took else 0.0
+    size, last = known[-1]
+    if len(known) == 1 or key.size <= size:
+        return last
+    below, before = known[-2]
+    return last + max(0.0, last - before) / (size - below) * (key.size - size)
 
 
 _Look = Callable[[Checks], list[Check]]
@@ -249,7 +265,7 @@ def _sizes_to_try(runner: Runner, key: ShapeKey, batches: int) -> Iterator[dict[
         yield from (runner.phase.padded(key.size) | {name: min(tried[name])} for name in limits if tried.get(name))
 
 
-def _quick_looks(runner: Runner) -> Iterator[tuple[ShapeKey, _Look, bool]]:
+def _quick_looks(runner: Runner, *, hurried: bool) -> Iterator[tuple[ShapeKey, _Look, bool]]:
     """Which recordings of every product are looked at, how, and whether in any case."""
     backend = runner.backend
     groups: dict[object, list[ShapeKey]] = {}
@@ -258,9 +274,12 @@ def _quick_looks(runner: Runner) -> Iterator[tuple[ShapeKey, _Look, bool]]:
         groups.setdefault(key.group, []).append(key)
         # What was compiled is never compared with the body as closely, tokens not at all, but without padding.
         programs.setdefault((key.group, None if backend.is_exact else backend.program_of(key)), []).append(key)
-    small = {_smallest_padded(runner, keys) for keys in programs.values()}
-    yield from ((keys[0], Checks.quick_same_view, True) for keys in groups.values())
-    yield from ((key, Checks.quick_unpadded, True) for key in runner.captured if key in small)
+    small = dict.fromkeys(_smallest_padded(runner, keys) for keys in programs.values())
+    largest = [keys[0] for keys in groups.values()]
+    needed = [_quarter(keys) for keys in groups.values()] if hurried else largest
+    yield from ((key, Checks.quick_unpadded, True) for key in small)
+    yield from ((key, Checks.quick_same_view, True) for key in needed)
+    yield from ((key, Checks.quick_same_view, False) for key in largest if key not in needed)
     for keys in groups.values():
         middle = keys[len(keys) // 2]
         if not backend.is_exact:  # of many rows, some pick another token, and rounding takes many runs
@@ -268,6 +287,11 @@ def _quick_looks(runner: Runner) -> Iterator[tuple[ShapeKey, _Look, bool]]:
             continue
         further = dict.fromkeys((middle, keys[0]))
         yield from ((key, Checks.quick_unpadded, False) for key in further if key not in small)
+
+
+def _quarter(keys: Sequence[ShapeKey]) -> ShapeKey:
+    """Of recordings from the largest on, the first of at most a quarter of its size; the smallest, if none is."""
+    return next((key for key in keys if 4 * key.size <= keys[0].size), keys[-1])
 
 
 def _smallest_padded(runner: Runner, keys: Sequence[ShapeKey]) -> ShapeKey:
