@@ -36,6 +36,7 @@ import torch
 from eagle_text import Prompt, Prompts
 from random_head import write_random_head
 from round_costs import round_costs
+from same_answers import Answers, answers, compared
 from speculating_plot import draw
 from synthetic_acceptance import accepting, expected, rates_of
 
@@ -72,6 +73,8 @@ class Setting:
     long_tokens: int
     """Of a sequence where no draft is accepted."""
     prompts: int
+    compared: int
+    """Prompts whose answers are compared with those of plain decoding."""
     requests: int
     max_len: int
     depth: int
@@ -95,12 +98,12 @@ class Setting:
 
 FULL = Setting(
     None, RandomCheckpoint(SHAPES["qwen3-8b"]), "cuda", torch.bfloat16, (1, 4, 16, 64, 256), new_tokens=256,
-    long_tokens=512, prompts=180, requests=400, max_len=1024, depth=4, repeats=3,
+    long_tokens=512, prompts=180, compared=200, requests=400, max_len=1024, depth=4, repeats=3,
 )  # fmt: skip
 TINY = replace(
     FULL, model=RandomCheckpoint(SHAPES["tiny"]), shape=RandomCheckpoint(SHAPES["tiny"]), device="emulated",
-    dtype=torch.float32, batches=(1, 2, 4), new_tokens=16, long_tokens=24, prompts=6, requests=8, max_len=128,
-    repeats=1, draft_vocab=100,
+    dtype=torch.float32, batches=(1, 2, 4), new_tokens=16, long_tokens=24, prompts=6, compared=5, requests=8,
+    max_len=128, repeats=1, draft_vocab=100,
 )  # fmt: skip
 
 
@@ -155,6 +158,16 @@ class Benchmark:
         return (sum(len(one.outputs) for one in sequences) - before) / seconds
 
     # -- the parts ------------------------------------------------------------------------------------------------
+
+    def same(self) -> Figures:
+        """Answers of each drafter against plain decoding."""
+
+        def work(llm: LLM) -> Answers:
+            prompts = [prompt.tokens for prompt in self.prompts(llm, self.setting.compared)]
+            return answers(llm, prompts, self.setting.new_tokens // 4)
+
+        plain = self.on(work)
+        return compared({name: self.on(work, **changes) for name, changes in self.setting.drafters.items()}, plain)
 
     def rounds(self) -> Figures:
         """Tokens a round by drafter and kind of text."""
@@ -333,6 +346,7 @@ def _clean(device: str) -> None:
 
 
 PARTS: dict[str, Callable[[Benchmark], Figures]] = {
+    "same": Benchmark.same,
     "rounds": Benchmark.rounds,
     "shape": Benchmark.shape,
     "costs": Benchmark.costs,
